@@ -1,0 +1,47 @@
+# Every target makes its own virtual environment first. `make demo BACKEND=cuda` takes mlx for CUDA.
+PYTHON  ?= python3
+VENV    ?= .venv
+BACKEND ?= $(if $(filter Darwin,$(shell uname -s)),metal,cpu)
+BIN     := $(VENV)/bin
+
+extra = $(if $(filter metal,$(BACKEND)),,$(BACKEND))
+comma := ,
+
+.PHONY: demo test test-full check format bench clean
+
+demo: $(VENV)/core
+	$(BIN)/python -m mlx_tq demo
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev
+	$(BIN)/python -m mlx_tq bench
+
+clean:
+	rm -rf $(VENV) dist
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx_tq needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/core: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.$(if $(extra),[$(extra)])'
+	touch $@
+
+$(VENV)/dev: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))dev]'
+	touch $@ $(VENV)/core

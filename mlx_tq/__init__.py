@@ -1,0 +1,1 @@
+"""mlx_tq: a compressed KV cache for mlx-lm models."""

@@ -1,0 +1,35 @@
+"""Every error that mlx_tq raises on purpose, in one tree.
+
+MlxTqError
+├── ConfigError             a setting, flag or argument that cannot be met (exit code 2)
+├── UnsupportedModelError   a model whose attention cannot run on a compressed cache
+├── KernelUnavailableError  a GPU kernel that could not be built or run
+├── CacheFormatError        a cache or file that is damaged, foreign or of another configuration
+└── RescueError             the rescue service was asked for and did not answer
+
+A message says what went wrong, the offending value, what would be valid, and what to do.
+"""
+
+
+class MlxTqError(Exception):
+    """Base of all errors of mlx_tq."""
+
+
+class ConfigError(MlxTqError, ValueError):
+    """A setting, flag or argument that cannot be met."""
+
+
+class UnsupportedModelError(MlxTqError):
+    """A model whose attention cannot run on a compressed cache."""
+
+
+class KernelUnavailableError(MlxTqError):
+    """A GPU kernel that could not be built or run."""
+
+
+class CacheFormatError(MlxTqError):
+    """A cache or cache file that is damaged, foreign or of another configuration."""
+
+
+class RescueError(MlxTqError):
+    """The rescue service was asked for and did not answer."""
