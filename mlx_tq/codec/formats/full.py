@@ -1,0 +1,47 @@
+"""`fp16`: vectors kept in the model's own type. The baseline, and the choice where compression would hurt."""
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats.base import Codec, CodecOptions, Encoded, Format
+
+
+class FullCodec(Codec):
+    """The bits of the model's type, as 16-bit words."""
+
+    def __init__(self, head_dim: int, dtype: mx.Dtype) -> None:
+        super().__init__(head_dim, rotation=None)
+        self._dtype_name = str(dtype).removeprefix("mlx.core.")  # a stored mx.Dtype cannot be copied
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The model's type."""
+        return getattr(mx, self._dtype_name)  # type: ignore[no-any-return]
+
+    @property
+    def words(self) -> int:
+        """16-bit words per vector."""
+        return self.head_dim * self.dtype.size // 2
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Reinterpret vectors: [..., D]."""
+        return Encoded(x.astype(self.dtype).view(mx.uint16), None)
+
+    def planes(self, codes: mx.array) -> list[mx.array]:
+        """The vectors themselves: one fp32 [..., D]."""
+        return [codes.view(self.dtype).astype(mx.float32)]
+
+
+class Full(Format):
+    """The model's own type: fp16, bf16 or fp32."""
+
+    name = "fp16"
+    bits = 16
+
+    def bytes_per_vector(self, head_dim: int) -> int:
+        """Two bytes a value."""
+        return 2 * head_dim
+
+    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
+        """The codec; it has no rotation and no scale, so `options` change nothing."""
+        self.check(head_dim)
+        return FullCodec(head_dim, dtype)

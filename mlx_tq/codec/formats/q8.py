@@ -1,0 +1,57 @@
+"""`q8`: rotated, then int8 with one scale a vector. The safe choice for keys."""
+
+import math
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Format, rotation_for
+
+_LIMIT = 127.0
+
+
+class Q8Codec(Codec):
+    """Symmetric int8 of the rotated vector; scale = amax / 127."""
+
+    def __init__(self, head_dim: int, options: CodecOptions) -> None:
+        super().__init__(head_dim, rotation_for(head_dim, options))
+        self._wide = options.wide_scale
+
+    @property
+    def words(self) -> int:
+        """16-bit words of codes per vector."""
+        return self.head_dim // 2
+
+    @property
+    def scale_dtype(self) -> mx.Dtype:
+        """Type of the stored scale."""
+        return mx.float32 if self._wide else mx.float16
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Encode vectors [..., D]. A zero vector has scale 0 and decodes to zero."""
+        assert self.rotation is not None
+        y = self.rotation.forward(mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX))
+        peak = mx.abs(y).max(axis=-1)
+        factor = mx.where(peak > 0, _LIMIT / peak, 0.0)
+        codes = mx.round(y * factor[..., None]).astype(mx.int8)
+        scale = mx.minimum(peak / (_LIMIT * math.sqrt(self.head_dim)), FP16_MAX)
+        return Encoded(codes.view(mx.uint16), scale.astype(self.scale_dtype))
+
+    def planes(self, codes: mx.array) -> list[mx.array]:
+        """The codes as numbers: one fp32 [..., D]."""
+        return [codes.view(mx.int8).astype(mx.float32)]
+
+
+class Q8(Format):
+    """8-bit integers and an fp16 scale."""
+
+    name = "q8"
+    bits = 8
+
+    def bytes_per_vector(self, head_dim: int) -> int:
+        """One byte a value and two of scale."""
+        return head_dim + 2
+
+    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
+        """The codec; the model's type does not matter."""
+        self.check(head_dim)
+        return Q8Codec(head_dim, options)

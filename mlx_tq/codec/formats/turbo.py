@@ -1,0 +1,127 @@
+"""`tq4`, `tq3`, `tq2`: TurboQuant. Normalise, rotate, nearest level of a fixed codebook, one scale a vector.
+
+Source: TurboQuant (Zandieh et al., arXiv 2504.19874) section 3, with polynomial levels (see codebook).
+"""
+
+import math
+from functools import partial
+from typing import ClassVar
+
+import mlx.core as mx
+
+from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
+from mlx_tq.codec.exact import pairwise_sum
+from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Format, rotation_for
+from mlx_tq.codec.packing import pack, split_words, unpack, words_per_vector
+
+
+def _level(code: mx.array, bits: int) -> mx.array:
+    """The level of a code, by its polynomial: uint16 -> fp32, at most 2 ulp from `codebook.levels`."""
+    u = code.astype(mx.float32) - (2**bits - 1) / 2
+    square = u * u
+    first, *higher = POLYNOMIALS[bits]
+    value: mx.array | float = 0.0
+    for coefficient in reversed(higher):
+        value = (value + coefficient) * square
+    return (value + first) * u
+
+
+def _code(t: mx.array, bits: int) -> mx.array:
+    """The number of boundaries below each value: fp32 -> uint16."""
+    code = mx.zeros_like(t).astype(mx.uint16)
+    for boundary in boundaries(bits).tolist():
+        code = code + (t > boundary)
+    return code
+
+
+def _levels(*words: mx.array, bits: int) -> list[mx.array]:
+    return [_level(code, bits) for code in unpack(list(words), bits)]
+
+
+# One pass over memory each. Compiling changes no code: comparisons and integer sums do not round.
+_find_code = {bits: mx.compile(partial(_code, bits=bits), shapeless=True) for bits in POLYNOMIALS}
+_find_levels = {bits: mx.compile(partial(_levels, bits=bits), shapeless=True) for bits in POLYNOMIALS}
+
+
+class TurboCodec(Codec):
+    """Codes of 1 to 4 bits against the levels of `codebook`."""
+
+    def __init__(self, head_dim: int, bits: int, options: CodecOptions) -> None:
+        super().__init__(head_dim, rotation_for(head_dim, options))
+        self.bits = bits
+        self._rule = options.scale
+        self._wide = options.wide_scale
+
+    @property
+    def words(self) -> int:
+        """16-bit words of codes per vector."""
+        return words_per_vector(self.head_dim, self.bits)
+
+    @property
+    def scale_dtype(self) -> mx.Dtype:
+        """Type of the stored scale."""
+        return mx.float32 if self._wide else mx.float16
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Encode vectors [..., D]. A zero vector has scale 0 and decodes to zero."""
+        assert self.rotation is not None
+        x = mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX)
+        norm = mx.sqrt(pairwise_sum(x * x))
+        y = self.rotation.forward(x)
+        t = y * mx.where(norm > 0, 1.0 / norm, 0.0)[..., None]
+        code = _find_code[self.bits](t)
+        scale = mx.minimum(self._scale(norm, y, code), FP16_MAX)
+        return Encoded(pack(code, self.bits), scale.astype(self.scale_dtype))
+
+    def _scale(self, norm: mx.array, y: mx.array, code: mx.array) -> mx.array:
+        if self._rule == "raw":
+            return norm
+        level = _level(code, self.bits)
+        energy = pairwise_sum(level * level)
+        if self._rule == "matched":
+            return norm * math.sqrt(self.head_dim) / mx.sqrt(energy)
+        return pairwise_sum(y * level) / energy
+
+    def planes(self, codes: mx.array) -> list[mx.array]:
+        """The levels: 16 / bits planes (16 for 3 bits) of fp32 [..., D / planes]."""
+        return list(_find_levels[self.bits](*split_words(codes, self.bits)))
+
+    def gain(self, scale: mx.array) -> mx.array:
+        """Stored scale [...] over sqrt(D): fp32 [...]."""
+        return scale.astype(mx.float32) * (1 / math.sqrt(self.head_dim))
+
+
+class Turbo(Format):
+    """Packed codes of `bits` bits and an fp16 scale."""
+
+    bits: ClassVar[int]
+
+    def bytes_per_vector(self, head_dim: int) -> int:
+        """Packed codes and two bytes of scale."""
+        return 2 * words_per_vector(head_dim, self.bits) + 2
+
+    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
+        """The codec; the model's type does not matter."""
+        self.check(head_dim)
+        return TurboCodec(head_dim, self.bits, options)
+
+
+class TQ4(Turbo):
+    """4 bits: 66 bytes at head_dim 128."""
+
+    name = "tq4"
+    bits = 4
+
+
+class TQ3(Turbo):
+    """3 bits: 50 bytes at head_dim 128."""
+
+    name = "tq3"
+    bits = 3
+
+
+class TQ2(Turbo):
+    """2 bits: 34 bytes at head_dim 128."""
+
+    name = "tq2"
+    bits = 2

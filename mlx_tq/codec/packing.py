@@ -1,0 +1,51 @@
+"""Codes of 1 to 4 bits in 16-bit words, plane by plane.
+
+A vector's D codes are cut into planes, contiguous runs of dims; word i holds element i of each plane. So a decoder takes
+one plane at a time with a shift and a mask, in dim order, and never interleaves.
+
+1, 2, 4 bits: 16 / bits planes in one word, plane 0 in the lowest bits.
+3 bits: 16 planes of D / 16. The first five sit in bits 0-14 of the first D / 16 words, the next five in the second, the
+next five in the third; plane 15 is bit 15 of the three (lowest bit in the first). No code straddles a word.
+"""
+
+import mlx.core as mx
+
+_THREE = 5  # 3-bit codes in one word, below its bit 15
+
+
+def words_per_vector(dim: int, bits: int) -> int:
+    """16-bit words for `dim` codes of `bits` bits; `dim` is a multiple of 16."""
+    return dim * bits // 16
+
+
+def pack(codes: mx.array, bits: int) -> mx.array:
+    """Pack codes: uint16 [..., D] -> uint16 [..., D bits / 16]."""
+    count = 16 // bits if bits != 3 else 16
+    planes = mx.split(codes.astype(mx.uint16), count, axis=-1)
+    if bits != 3:
+        return _shifted_sum(planes, bits)
+    words = [_shifted_sum(planes[_THREE * w : _THREE * (w + 1)], bits) for w in range(3)]
+    last = planes[15]
+    return mx.concatenate([word | (((last >> w) & 1) << 15) for w, word in enumerate(words)], axis=-1)
+
+
+def _shifted_sum(planes: list[mx.array], bits: int) -> mx.array:
+    word = planes[0]
+    for j, plane in enumerate(planes[1:], start=1):
+        word = word | (plane << (bits * j))
+    return word
+
+
+def split_words(codes: mx.array, bits: int) -> list[mx.array]:
+    """The runs of words that `unpack` takes: one, or three for 3 bits. uint16 [..., n] -> list of uint16."""
+    return mx.split(codes, 3, axis=-1) if bits == 3 else [codes]
+
+
+def unpack(words: list[mx.array], bits: int) -> list[mx.array]:
+    """The planes of packed words, in dim order: list of uint16 [..., D / planes]. Element-wise on the runs of words."""
+    mask = 2**bits - 1
+    if bits != 3:
+        return [(words[0] >> (bits * j)) & mask for j in range(16 // bits)]
+    planes = [(word >> (bits * j)) & mask for word in words for j in range(_THREE)]
+    top = [word >> 15 for word in words]
+    return [*planes, top[0] | (top[1] << 1) | (top[2] << 2)]

@@ -1,0 +1,110 @@
+"""Random rotations that make every coordinate of a vector look like a Gaussian.
+
+R x is what a codebook quantises, and <R k, R q> = <k, q> is why attention never needs the inverse per token. Seeds go
+through NumPy's PCG64, so every platform gets the same rotation.
+
+Sources: TurboQuant (arXiv 2504.19874) section 3; Ailon and Chazelle 2009 (signs, then Walsh-Hadamard); Mezzadri 2007
+(Haar measure by QR with the signs of diag(R)).
+"""
+
+import math
+from functools import lru_cache
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec.exact import ORDERS, hadamard, split_order
+from mlx_tq.errors import ConfigError
+
+
+class Rotation(Protocol):
+    """An orthogonal map of the last axis."""
+
+    dim: int
+
+    def forward(self, x: mx.array) -> mx.array:
+        """R x times sqrt(D), fp32 [..., D]: of unit variance where x is a unit vector."""
+        ...
+
+    def inverse(self, y: mx.array) -> mx.array:
+        """R^T y, fp32 [..., D]."""
+        ...
+
+    @property
+    def matrix(self) -> mx.array:
+        """R, fp32 [D, D], for the few vectors (queries, outputs) where one matmul is cheaper than butterflies."""
+        ...
+
+
+class WalshHadamard:
+    """R = H diag(s) / sqrt(D), with one random sign vector s.
+
+    D = m 2^k, m in {1, 12, 20, 28}. H is not symmetric for m = 20 and 28; there the inverse is a path of its own.
+    """
+
+    def __init__(self, dim: int, seed: int) -> None:
+        if split_order(dim) is None:
+            valid = f"m * 2^k with m in {set(ORDERS)}, such as 64, 80, 96, 112, 128, 192 or 256"
+            raise ConfigError(f"head_dim {dim} has no Walsh-Hadamard transform; valid is {valid}. Use rotation='haar'.")
+        self.dim = dim
+        flips = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, dim)
+        self.signs = mx.array((1 - 2 * flips).astype(np.float32))
+
+    def forward(self, x: mx.array) -> mx.array:
+        """H diag(s) x, fp32 [..., D]."""
+        return hadamard(x * self.signs)
+
+    def inverse(self, y: mx.array) -> mx.array:
+        """diag(s) H^T y / sqrt(D), fp32 [..., D]."""
+        return hadamard(y, transpose=True) * (self.signs / math.sqrt(self.dim))
+
+    @property
+    def matrix(self) -> mx.array:
+        """R, fp32 [D, D]."""
+        return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
+
+
+class Haar:
+    """A dense rotation from the Haar measure: QR of a Gaussian matrix with Q sign(diag(R)).
+
+    Computed in float64 and rounded to fp32, which hides what LAPACKs disagree on.
+    """
+
+    def __init__(self, dim: int, seed: int) -> None:
+        self.dim = dim
+        gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((dim, dim))
+        q, r = np.linalg.qr(gaussian)
+        self._matrix = mx.array((q * np.sign(np.diag(r))).astype(np.float32))
+
+    def forward(self, x: mx.array) -> mx.array:
+        """R x times sqrt(D), fp32 [..., D]; summed over D left to right, so that no batch shape changes a bit."""
+        scaled = self._matrix * math.sqrt(self.dim)
+        total = x[..., 0:1] * scaled[:, 0]
+        for j in range(1, self.dim):
+            total = total + x[..., j : j + 1] * scaled[:, j]
+        return total
+
+    def inverse(self, y: mx.array) -> mx.array:
+        """R^T y, fp32 [..., D]."""
+        return y @ self._matrix
+
+    @property
+    def matrix(self) -> mx.array:
+        """R, fp32 [D, D]."""
+        return self._matrix
+
+
+ROTATIONS: dict[str, type[WalshHadamard] | type[Haar]] = {"wht": WalshHadamard, "haar": Haar}
+
+
+@lru_cache(maxsize=1024)
+def get_rotation(name: str, dim: int, seed: int) -> Rotation:
+    """The rotation of a name in ROTATIONS, made once for each size and seed.
+
+    Raises:
+        ConfigError: an unknown name, or a size that the rotation cannot take.
+    """
+    if name not in ROTATIONS:
+        raise ConfigError(f"rotation {name!r} is unknown; valid are {', '.join(ROTATIONS)}.")
+    return ROTATIONS[name](dim, seed)

@@ -1,0 +1,92 @@
+"""One cached token of one KV head as one row of 32-bit words: key codes, value codes, then the scales.
+
+An append to the cache is then a single slice update, and a kernel finds everything about a token in one place.
+"""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats.base import FP16_MAX, Codec, Encoded
+
+
+class Segment(NamedTuple):
+    """A run of 16-bit words in a row."""
+
+    start: int
+    stop: int
+
+
+class Rows(NamedTuple):
+    """Encoded rows and what went wrong with them.
+
+    rows: uint32 [..., W]. health: int32 [2], how many vectors were clamped to fp16's range and how many were not finite.
+    """
+
+    rows: mx.array
+    health: mx.array
+
+
+class RowLayout:
+    """Where a key codec and a value codec put their words. Immutable; shared by caches also when they are copied."""
+
+    def __init__(self, key: Codec, value: Codec) -> None:
+        self.key = key
+        self.value = value
+        sizes = [key.words, value.words, *(c.scale_dtype.size // 2 if c.scale_dtype else 0 for c in (key, value))]
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        self._codes = [Segment(end - size, end) for size, end in zip(sizes[:2], ends[:2], strict=True)]
+        self._scales = [Segment(end - size, end) for size, end in zip(sizes[2:], ends[2:], strict=True)]
+        self._padding = ends[-1] % 2
+        self.words = (ends[-1] + 1) // 2
+
+    def __deepcopy__(self, memo: object) -> "RowLayout":
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of a token and KV head: the payload padded to 4 bytes."""
+        return 4 * self.words
+
+    def encode(self, keys: mx.array, values: mx.array) -> Rows:
+        """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]."""
+        encoded = [self.key.encode(keys), self.value.encode(values)]
+        parts = [e.codes for e in encoded]
+        parts += [e.scale[..., None].view(mx.uint16) for e in encoded if e.scale is not None]
+        if self._padding:
+            parts.append(mx.zeros((*keys.shape[:-1], 1), mx.uint16))
+        rows = mx.concatenate(parts, axis=-1).view(mx.uint32)
+        return Rows(rows, self._health(encoded, keys, values))
+
+    def _health(self, encoded: list[Encoded], keys: mx.array, values: mx.array) -> mx.array:
+        clamped, broken = [], []
+        for e, x in zip(encoded, (keys, values), strict=True):
+            peak = mx.abs(x).max(axis=-1)
+            broken.append(mx.logical_not(mx.isfinite(peak)).sum())
+            if e.scale is not None:
+                clamped.append(mx.logical_or(peak > FP16_MAX, e.scale >= FP16_MAX).sum())
+        return mx.stack([sum(clamped, mx.array(0)), sum(broken, mx.array(0))]).astype(mx.int32)
+
+    def keys(self, rows: mx.array) -> Encoded:
+        """The key part of rows uint32 [..., W]."""
+        return self._part(rows, 0, self.key)
+
+    def values(self, rows: mx.array) -> Encoded:
+        """The value part of rows uint32 [..., W]."""
+        return self._part(rows, 1, self.value)
+
+    def _part(self, rows: mx.array, index: int, codec: Codec) -> Encoded:
+        codes = _slice(rows, self._codes[index])
+        if codec.scale_dtype is None:
+            return Encoded(codes, None)
+        scale = _slice(rows, self._scales[index]).view(codec.scale_dtype)
+        return Encoded(codes, scale[..., 0])
+
+
+def _slice(rows: mx.array, segment: Segment) -> mx.array:
+    """16-bit words of rows; copies 32-bit words where the run is aligned, which is twice as fast."""
+    start, stop = segment
+    if start % 2 == 0 and stop % 2 == 0:
+        return rows[..., start // 2 : stop // 2].view(mx.uint16)
+    whole = rows[..., start // 2 : (stop + 1) // 2].view(mx.uint16)
+    return whole[..., start % 2 : start % 2 + stop - start]
