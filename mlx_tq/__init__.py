@@ -1,1 +1,38 @@
-"""mlx_tq: a compressed KV cache for mlx-lm models."""
+"""mlx_tq: long chats with mlx-lm models in the memory you have.
+
+import mlx_tq
+model, tokenizer = mlx_tq.load("mlx-community/Qwen3-4B-4bit")
+cache = mlx_tq.make_prompt_cache(model, mlx_tq.KVConfig(key="q8", value="tq4"))
+with mlx_tq.attention(model):
+for part in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=cache): ...
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Imported when first used, so that `import mlx_tq` costs no model code.
+_HOMES = {
+    "KVConfig": "mlx_tq.config",
+    "MlxTqError": "mlx_tq.errors",
+    "TurboQuant": "mlx_tq.codec",
+    "attention": "mlx_tq.dispatch",
+    "load": "mlx_tq.models",
+    "load_prompt_cache": "mlx_tq.cache.persist",
+    "make_prompt_cache": "mlx_tq.dispatch",
+    "memory_report": "mlx_tq.memory",
+    "save_prompt_cache": "mlx_tq.cache.persist",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mlx_tq' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -4,6 +4,7 @@ MlxTqError
 ├── ConfigError             a setting, flag or argument that cannot be met (exit code 2)
 ├── UnsupportedModelError   a model whose attention cannot run on a compressed cache
 ├── KernelUnavailableError  a GPU kernel that could not be built or run
+├── NonFiniteError          a model that produced NaN or infinite keys, values or logits
 ├── CacheFormatError        a cache or file that is damaged, foreign or of another configuration
 └── RescueError             the rescue service was asked for and did not answer
 
@@ -25,6 +26,10 @@ class UnsupportedModelError(MlxTqError):
 
 class KernelUnavailableError(MlxTqError):
     """A GPU kernel that could not be built or run."""
+
+
+class NonFiniteError(MlxTqError):
+    """A model produced NaN or infinite keys, values or logits."""
 
 
 class CacheFormatError(MlxTqError):

@@ -27,7 +27,7 @@ _GRID = 100_001  # points of the integrals; their error is below 1e-8
 
 def normal_density(t: np.ndarray) -> np.ndarray:
     """N(0, 1)."""
-    return np.exp(-t * t / 2) / np.sqrt(2 * np.pi)
+    return np.asarray(np.exp(-t * t / 2) / np.sqrt(2 * np.pi))
 
 
 def beta_density(dim: int) -> Density:
@@ -43,7 +43,7 @@ def beta_density(dim: int) -> Density:
 
 def midpoints(levels: np.ndarray) -> np.ndarray:
     """The boundaries between sorted levels: [2^b] -> [2^b - 1]."""
-    return (levels[1:] + levels[:-1]) / 2
+    return np.asarray((levels[1:] + levels[:-1]) / 2)
 
 
 class _Moments:
@@ -105,7 +105,8 @@ def fit_polynomial(bits: int, terms: int, density: Density = normal_density, lim
 @lru_cache
 def levels(bits: int) -> np.ndarray:
     """The levels of the tq formats: float32 [2^bits], ascending and odd."""
-    return (_powers(bits, len(POLYNOMIALS[bits])) @ np.array(POLYNOMIALS[bits])).astype(np.float32)
+    exact = _powers(bits, len(POLYNOMIALS[bits])) @ np.array(POLYNOMIALS[bits])
+    return np.asarray(exact, np.float32)
 
 
 @lru_cache

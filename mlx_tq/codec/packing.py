@@ -1,7 +1,7 @@
 """Codes of 1 to 4 bits in 16-bit words, plane by plane.
 
-A vector's D codes are cut into planes, contiguous runs of dims; word i holds element i of each plane. So a decoder takes
-one plane at a time with a shift and a mask, in dim order, and never interleaves.
+A vector's D codes are cut into planes, contiguous runs of dims; word i holds element i of each plane. So a decoder
+takes one plane at a time with a shift and a mask, in dim order, and never interleaves.
 
 1, 2, 4 bits: 16 / bits planes in one word, plane 0 in the lowest bits.
 3 bits: 16 planes of D / 16. The first five sit in bits 0-14 of the first D / 16 words, the next five in the second, the
@@ -21,7 +21,7 @@ def words_per_vector(dim: int, bits: int) -> int:
 def pack(codes: mx.array, bits: int) -> mx.array:
     """Pack codes: uint16 [..., D] -> uint16 [..., D bits / 16]."""
     count = 16 // bits if bits != 3 else 16
-    planes = mx.split(codes.astype(mx.uint16), count, axis=-1)
+    planes = list(mx.split(codes.astype(mx.uint16), count, axis=-1))
     if bits != 3:
         return _shifted_sum(planes, bits)
     words = [_shifted_sum(planes[_THREE * w : _THREE * (w + 1)], bits) for w in range(3)]
@@ -38,7 +38,7 @@ def _shifted_sum(planes: list[mx.array], bits: int) -> mx.array:
 
 def split_words(codes: mx.array, bits: int) -> list[mx.array]:
     """The runs of words that `unpack` takes: one, or three for 3 bits. uint16 [..., n] -> list of uint16."""
-    return mx.split(codes, 3, axis=-1) if bits == 3 else [codes]
+    return list(mx.split(codes, 3, axis=-1)) if bits == 3 else [codes]
 
 
 def unpack(words: list[mx.array], bits: int) -> list[mx.array]:

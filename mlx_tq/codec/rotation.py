@@ -8,7 +8,7 @@ Sources: TurboQuant (arXiv 2504.19874) section 3; Ailon and Chazelle 2009 (signs
 """
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import mlx.core as mx
@@ -59,7 +59,7 @@ class WalshHadamard:
         """diag(s) H^T y / sqrt(D), fp32 [..., D]."""
         return hadamard(y, transpose=True) * (self.signs / math.sqrt(self.dim))
 
-    @property
+    @cached_property
     def matrix(self) -> mx.array:
         """R, fp32 [D, D]."""
         return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
@@ -75,11 +75,11 @@ class Haar:
         self.dim = dim
         gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((dim, dim))
         q, r = np.linalg.qr(gaussian)
-        self._matrix = mx.array((q * np.sign(np.diag(r))).astype(np.float32))
+        self.matrix = mx.array((q * np.sign(np.diag(r))).astype(np.float32))
 
     def forward(self, x: mx.array) -> mx.array:
         """R x times sqrt(D), fp32 [..., D]; summed over D left to right, so that no batch shape changes a bit."""
-        scaled = self._matrix * math.sqrt(self.dim)
+        scaled = self.matrix * math.sqrt(self.dim)
         total = x[..., 0:1] * scaled[:, 0]
         for j in range(1, self.dim):
             total = total + x[..., j : j + 1] * scaled[:, j]
@@ -87,12 +87,7 @@ class Haar:
 
     def inverse(self, y: mx.array) -> mx.array:
         """R^T y, fp32 [..., D]."""
-        return y @ self._matrix
-
-    @property
-    def matrix(self) -> mx.array:
-        """R, fp32 [D, D]."""
-        return self._matrix
+        return y @ self.matrix
 
 
 ROTATIONS: dict[str, type[WalshHadamard] | type[Haar]] = {"wht": WalshHadamard, "haar": Haar}
@@ -104,6 +99,7 @@ def get_rotation(name: str, dim: int, seed: int) -> Rotation:
 
     Raises:
         ConfigError: an unknown name, or a size that the rotation cannot take.
+
     """
     if name not in ROTATIONS:
         raise ConfigError(f"rotation {name!r} is unknown; valid are {', '.join(ROTATIONS)}.")

@@ -20,7 +20,7 @@ class Segment(NamedTuple):
 class Rows(NamedTuple):
     """Encoded rows and what went wrong with them.
 
-    rows: uint32 [..., W]. health: int32 [2], how many vectors were clamped to fp16's range and how many were not finite.
+    rows: uint32 [..., W]. health: int32 [2], vectors that were clamped to fp16's range and vectors that are not finite.
     """
 
     rows: mx.array

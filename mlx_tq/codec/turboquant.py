@@ -19,6 +19,7 @@ class Validation:
         mse: measured E ||u - u_hat||^2.
         theory: the Beta integral of the levels in use.
         bound: the rate-distortion bound 4^-bits (TurboQuant, theorem 3).
+
     """
 
     mse: float
@@ -27,7 +28,7 @@ class Validation:
 
     @property
     def deviation(self) -> float:
-        """mse / theory - 1."""
+        """Mse / theory - 1."""
         return self.mse / self.theory - 1
 
 
@@ -43,11 +44,10 @@ class TurboQuant:
 
     Raises:
         ConfigError: a size, width or rule that does not exist.
+
     """
 
-    def __init__(
-        self, head_dim: int, bits: int, *, seed: int = 42, scale: str = "raw", rotation: str = "wht"
-    ) -> None:
+    def __init__(self, head_dim: int, bits: int, *, seed: int = 42, scale: str = "raw", rotation: str = "wht") -> None:
         if bits not in POLYNOMIALS:
             raise ConfigError(f"bits {bits!r} is not available; valid are {', '.join(map(str, POLYNOMIALS))}.")
         if head_dim <= 0 or head_dim % 16:
@@ -57,7 +57,7 @@ class TurboQuant:
         self.codec = TurboCodec(head_dim, bits, CodecOptions(seed=seed, scale=scale, rotation=rotation))
 
     def encode(self, x: mx.array) -> Encoded:
-        """Encode vectors [..., D] of any float type into packed codes uint16 [..., D bits / 16] and scales fp16 [...]."""
+        """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...]."""
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise ConfigError(f"vectors have shape {x.shape}; the last axis must be head_dim {self.head_dim}.")
         return self.codec.encode(x)
@@ -72,7 +72,7 @@ class TurboQuant:
         unit = mx.array(gaussian / np.linalg.norm(gaussian, axis=-1, keepdims=True))
         error = unit - self.decode(self.encode(unit))
         return Validation(
-            mse=(error * error).sum(axis=-1).mean().item(),
+            mse=float(np.array((error * error).sum(axis=-1).mean())),
             theory=theoretical_mse(self.bits, self.head_dim),
             bound=4.0**-self.bits,
         )

@@ -18,10 +18,8 @@ ENTRY_POINTS = "mlx_tq.formats"
 
 
 def _named_subclasses(base: type[Format]) -> list[type[Format]]:
-    found = [base] if hasattr(base, "name") else []
-    for subclass in base.__subclasses__():
-        found += _named_subclasses(subclass)
-    return found
+    named = [base] if hasattr(base, "name") else []
+    return named + [found for subclass in base.__subclasses__() for found in _named_subclasses(subclass)]
 
 
 @cache
@@ -30,7 +28,7 @@ def _registry() -> dict[str, Format]:
         importlib.import_module(f"{__name__}.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
-    formats = [subclass() for subclass in _named_subclasses(Format)]
+    formats = [subclass() for subclass in _named_subclasses(Format)]  # type: ignore[type-abstract]
     return {fmt.name: fmt for fmt in sorted(formats, key=lambda fmt: (-fmt.bits, fmt.name))}
 
 
@@ -44,6 +42,7 @@ def get_format(name: str) -> Format:
 
     Raises:
         ConfigError: there is none.
+
     """
     try:
         return _registry()[name]

@@ -22,9 +22,10 @@ class CodecOptions:
     Attributes:
         seed: of the rotation.
         rotation: "wht" or "haar".
-        scale: the write-time scale of the tq formats. "raw" keeps ||x||, "matched" makes the decoded norm ||x||, "ls" is
-            the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c.
+        scale: the write-time scale of the tq formats. "raw" keeps ||x||, "matched" makes the decoded norm ||x||, "ls"
+            is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c.
         wide_scale: store scales as fp32 instead of fp16.
+
     """
 
     seed: int = 42
@@ -117,6 +118,7 @@ class Format(ABC):
 
         Raises:
             ConfigError: a size that the format or its rotation cannot take.
+
         """
 
 

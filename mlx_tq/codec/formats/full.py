@@ -10,12 +10,7 @@ class FullCodec(Codec):
 
     def __init__(self, head_dim: int, dtype: mx.Dtype) -> None:
         super().__init__(head_dim, rotation=None)
-        self._dtype_name = str(dtype).removeprefix("mlx.core.")  # a stored mx.Dtype cannot be copied
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The model's type."""
-        return getattr(mx, self._dtype_name)  # type: ignore[no-any-return]
+        self.dtype = dtype
 
     @property
     def words(self) -> int:

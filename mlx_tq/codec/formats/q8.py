@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 
 from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Format, rotation_for
+from mlx_tq.codec.rotation import Rotation
 
 _LIMIT = 127.0
 
@@ -13,7 +14,8 @@ class Q8Codec(Codec):
     """Symmetric int8 of the rotated vector; scale = amax / 127."""
 
     def __init__(self, head_dim: int, options: CodecOptions) -> None:
-        super().__init__(head_dim, rotation_for(head_dim, options))
+        self.rotation: Rotation = rotation_for(head_dim, options)
+        super().__init__(head_dim, self.rotation)
         self._wide = options.wide_scale
 
     @property
@@ -28,7 +30,6 @@ class Q8Codec(Codec):
 
     def encode(self, x: mx.array) -> Encoded:
         """Encode vectors [..., D]. A zero vector has scale 0 and decodes to zero."""
-        assert self.rotation is not None
         y = self.rotation.forward(mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX))
         peak = mx.abs(y).max(axis=-1)
         factor = mx.where(peak > 0, _LIMIT / peak, 0.0)

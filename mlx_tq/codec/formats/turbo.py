@@ -5,7 +5,7 @@ Source: TurboQuant (Zandieh et al., arXiv 2504.19874) section 3, with polynomial
 
 import math
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -13,6 +13,7 @@ from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
 from mlx_tq.codec.exact import pairwise_sum
 from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Format, rotation_for
 from mlx_tq.codec.packing import pack, split_words, unpack, words_per_vector
+from mlx_tq.codec.rotation import Rotation
 
 
 def _level(code: mx.array, bits: int) -> mx.array:
@@ -20,10 +21,11 @@ def _level(code: mx.array, bits: int) -> mx.array:
     u = code.astype(mx.float32) - (2**bits - 1) / 2
     square = u * u
     first, *higher = POLYNOMIALS[bits]
-    value: mx.array | float = 0.0
+    slope: Any = 0.0
     for coefficient in reversed(higher):
-        value = (value + coefficient) * square
-    return (value + first) * u
+        slope = (slope + coefficient) * square
+    level: mx.array = u * (slope + first)
+    return level
 
 
 def _code(t: mx.array, bits: int) -> mx.array:
@@ -47,7 +49,8 @@ class TurboCodec(Codec):
     """Codes of 1 to 4 bits against the levels of `codebook`."""
 
     def __init__(self, head_dim: int, bits: int, options: CodecOptions) -> None:
-        super().__init__(head_dim, rotation_for(head_dim, options))
+        self.rotation: Rotation = rotation_for(head_dim, options)
+        super().__init__(head_dim, self.rotation)
         self.bits = bits
         self._rule = options.scale
         self._wide = options.wide_scale
@@ -64,7 +67,6 @@ class TurboCodec(Codec):
 
     def encode(self, x: mx.array) -> Encoded:
         """Encode vectors [..., D]. A zero vector has scale 0 and decodes to zero."""
-        assert self.rotation is not None
         x = mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX)
         norm = mx.sqrt(pairwise_sum(x * x))
         y = self.rotation.forward(x)

@@ -1,0 +1,212 @@
+"""`BatchCompressedKVCache`: several sequences of different lengths, each stored and attended to as if alone.
+
+Every row is a `CompressedKVCache` of its own, left-aligned: padding is dropped on append, so a row's blocks do not
+depend on its neighbours, and rows join and leave without a copy.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import _BaseCache
+
+from mlx_tq.cache.compressed import CompressedKVCache
+from mlx_tq.cache.view import Handle, Regions, handles
+from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.kernels.masks import Mask
+
+
+@dataclass(frozen=True)
+class BatchRegions:
+    """The regions of each row, None where a row got no token in this step.
+
+    Attributes:
+        rows: one for each sequence.
+        counts: how many of the L queries are the row's own; the rest is padding on the right.
+        key_heads: [H, Dk] and [H, Dv] of the model.
+
+    """
+
+    rows: list[Regions | None]
+    counts: list[int]
+    key_heads: tuple[int, int]
+    value_heads: tuple[int, int]
+
+    def _shape(self, heads: tuple[int, int]) -> tuple[int, ...]:
+        tokens = max((row.key_shape()[2] for row in self.rows if row is not None), default=0)
+        return len(self.rows), heads[0], tokens, heads[1]
+
+    def key_shape(self) -> tuple[int, ...]:
+        """[B, H, S, Dk], S of the longest row."""
+        return self._shape(self.key_heads)
+
+    def value_shape(self) -> tuple[int, ...]:
+        """[B, H, S, Dv], S of the longest row."""
+        return self._shape(self.value_heads)
+
+    def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        """Attention row by row; queries of padding give zeros. [B, Hq, L, Dk] -> [B, Hq, L, Dv]."""
+        if isinstance(mask, mx.array):
+            raise ConfigError(
+                "a batch on a compressed cache was given an attention mask of its own; rows here have no padding that "
+                "such a mask could describe. Run the sequences one at a time."
+            )
+        length = queries.shape[2]
+        outputs = []
+        for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
+            padding = mx.zeros((1, queries.shape[1], length - count, self.value_heads[1]), queries.dtype)
+            if row is None:
+                outputs.append(padding)
+                continue
+            out = row.attend(queries[i : i + 1, :, :count], scale, mask, sinks)
+            outputs.append(out if count == length else mx.concatenate([out, padding], axis=2))
+        return mx.concatenate(outputs, axis=0)
+
+    def materialize(self) -> tuple[mx.array, mx.array]:
+        """Decoded keys and values, padded on the right with zeros: [B, H, S, D] each."""
+        keys, values = mx.zeros(self.key_shape()), mx.zeros(self.value_shape())
+        for i, row in enumerate(self.rows):
+            if row is not None:
+                k, v = row.materialize()
+                keys[i : i + 1, :, : k.shape[2]] = k
+                values[i : i + 1, :, : v.shape[2]] = v
+        return keys, values
+
+
+class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
+    """A drop-in for mlx-lm's `BatchKVCache`.
+
+    Attributes:
+        rows: the sequences.
+
+    """
+
+    def __init__(self, rows: Sequence[CompressedKVCache]) -> None:
+        self.rows = list(rows)
+        self._remaining: list[int] | None = None  # tokens of each row still to come in a padded prompt
+        self._last: tuple[BatchRegions, mx.Dtype] | None = None  # what the last step attended to, where layers share it
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens seen by each row, int32 [B]."""
+        return mx.array([row.offset for row in self.rows], mx.int32)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        """Append keys [B, H, L, Dk] and values [B, H, L, Dv], without the padding that `prepare` announced."""
+        length = keys.shape[2]
+        remaining = self._remaining or [length] * len(self.rows)
+        counts = [min(length, left) for left in remaining]
+        regions = [
+            row.append(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
+            for i, (row, count) in enumerate(zip(self.rows, counts, strict=True))
+        ]
+        if self._remaining is not None:
+            self._remaining = [left - count for left, count in zip(remaining, counts, strict=True)]
+        view = BatchRegions(regions, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        self._last = (view, keys.dtype) if any(row.spec.shared for row in self.rows) else None
+        return handles(view, keys.dtype)
+
+    def keys_and_values(self) -> tuple[Handle, Handle]:
+        """Handles of what the last step attended to, for later layers that share it.
+
+        Raises:
+            UnsupportedModelError: no layer was known to share this cache.
+
+        """
+        if self._last is None:
+            raise UnsupportedModelError(
+                "a layer reads the batch of another layer, which the cache was not planned for. Make the caches with "
+                "mlx_tq.make_prompt_cache on this model."
+            )
+        return handles(*self._last)
+
+    def prepare(
+        self,
+        *,
+        left_padding: list[int] | None = None,
+        lengths: list[int] | None = None,
+        right_padding: list[int] | None = None,
+    ) -> None:
+        """Announce a prompt padded on the right: `lengths` are the tokens of each row.
+
+        Raises:
+            ConfigError: padding on the left, which rows here never have.
+
+        """
+        if left_padding is not None and max(left_padding) > 0:
+            raise ConfigError(f"left padding {left_padding} cannot be stored; pad a batch's prompts on the right.")
+        if right_padding is not None and max(right_padding) > 0:
+            if lengths is None:
+                raise ConfigError(f"right padding {right_padding} needs the rows' lengths.")
+            self._remaining = list(lengths)
+
+    def finalize(self) -> None:
+        """End a padded prompt."""
+        self._remaining = None
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
+        """None for one token and "causal" for more: rows have no padding, and each knows its own length.
+
+        Raises:
+            ConfigError: a sliding window on a layer that stores everything.
+
+        """
+        if window_size is not None:
+            raise ConfigError(
+                f"a batch on a compressed cache was asked for a sliding window of {window_size} tokens, which its rows "
+                "do not have. Run the sequences one at a time."
+            )
+        return None if N == 1 else "causal"
+
+    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
+        """Keep the rows of these indices, in this order."""
+        self.rows = [self.rows[int(i)] for i in np.array(batch_indices)]
+
+    def extend(self, other: "BatchCompressedKVCache") -> None:
+        """Add the rows of another batch."""
+        self.rows += other.rows
+
+    def extract(self, idx: int) -> CompressedKVCache:
+        """A copy of one row."""
+        return self.rows[idx].fork()
+
+    @classmethod
+    def merge(cls, caches: list[CompressedKVCache]) -> "BatchCompressedKVCache":
+        """A batch of copies of `caches`."""
+        return cls([cache.fork() for cache in caches])
+
+    def is_trimmable(self) -> bool:
+        """Always."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens of each row; returns the largest number dropped."""
+        return max((row.trim(n) for row in self.rows), default=0)
+
+    def size(self) -> int:
+        """Tokens of the longest row."""
+        return max((row.offset for row in self.rows), default=0)
+
+    def empty(self) -> bool:
+        """Nothing has been stored in any row."""
+        return all(row.empty() for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """The states of the rows, and the tokens of a padded prompt still to come."""
+        return *(row.state for row in self.rows), json.dumps(self._remaining)
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        *rows, remaining = state
+        self.rows = [CompressedKVCache.from_state(row) for row in rows]
+        self._remaining = json.loads(remaining)
+        self._last = None

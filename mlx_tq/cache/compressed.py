@@ -1,0 +1,259 @@
+"""`CompressedKVCache`: one layer's keys and values as `prefix | packed body | tail`.
+
+A token enters in the model's type. Once it is older than the window, it moves to the body in a block of 32, encoded;
+its original stays beside the tail for one block more. So where a token is depends on the length alone, not on how the
+tokens arrived, and a trim of up to 32 tokens leads back to exactly the cache that never saw them.
+"""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import _BaseCache
+from mlx_lm.models.cache import create_attention_mask as make_causal_mask
+
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.view import FEW, Handle, Regions, handles
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.config import BLOCK
+from mlx_tq.errors import CacheFormatError, NonFiniteError
+
+# Rows by which the body's buffer grows.
+STEP = 256
+
+Pair = tuple[mx.array, mx.array]
+
+
+class CompressedKVCache(_BaseCache):  # type: ignore[misc]
+    """A drop-in for mlx-lm's `KVCache`.
+
+    Attributes:
+        spec: formats and sizes.
+        offset: tokens seen; the logical position of the next one.
+
+    """
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+        self.offset = 0
+        # Positions [0, prefix) and [kept, offset) lie side by side in the model's type, in a pair of buffers
+        # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]; those in [prefix, packed) lie in the body.
+        self._kept = spec.prefix
+        self._full: Pair | None = None
+        self._rows: mx.array | None = None  # uint32 [B, H, capacity, W]
+        self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
+        self._last: Regions | None = None  # what the last step attended to, where later layers share it
+
+    # What mlx-lm calls.
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        """Append keys [B, H, L, Dk] and values [B, H, L, Dv]; returns handles of all that these tokens attend to."""
+        return handles(self.append(keys, values), keys.dtype)
+
+    def keys_and_values(self) -> tuple[Handle, Handle]:
+        """Handles of what is stored; in a layer that later layers share, of what the last step attended to."""
+        if self._full is None:
+            raise CacheFormatError("the cache is empty; run the model on a prompt first.")
+        view = self._last or self._view(self._full, self.offset, self._packed(self.offset))
+        return handles(view, self._full[0].dtype)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """The mask of the next N tokens, as mlx-lm's own cache makes it."""
+        return make_causal_mask(N, self.offset, return_array, window_size)  # type: ignore[no-any-return]
+
+    def size(self) -> int:
+        """Tokens stored."""
+        return self.offset
+
+    def empty(self) -> bool:
+        """Nothing has been stored."""
+        return self._full is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, unused capacity included."""
+        return sum(array.nbytes for array in self._arrays())
+
+    @property
+    def positions(self) -> range:
+        """Logical positions of the stored tokens."""
+        return range(self.offset)
+
+    def is_trimmable(self) -> bool:
+        """Always."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens; returns how many were dropped.
+
+        Up to 32 tokens back from the longest length, this leads to exactly the cache that never saw them. Deeper,
+        tokens that were packed stay packed.
+        """
+        n = min(self.offset, n)
+        self.offset -= n
+        self._last = None
+        self._kept = max(self.spec.prefix, min(self._kept, self.offset))
+        return n
+
+    @classmethod
+    def merge(cls, caches: list["CompressedKVCache"]) -> Any:
+        """A batch of copies of `caches`."""
+        from mlx_tq.cache.batch import BatchCompressedKVCache  # a batch is made of these
+
+        return BatchCompressedKVCache([cache.fork() for cache in caches])
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Arrays without their spare capacity, ints and a string, from which `from_state` makes an equal cache."""
+        full: tuple[mx.array | None, ...] = (None, None)
+        if self._full is not None:
+            full = tuple(x[:, :, : self._index(self.offset)] for x in self._full)
+        rows = None if self._rows is None else self._rows[:, :, : self.body_tokens]
+        return *full, rows, self._health, self.offset, self._kept, json.dumps(self.spec.to_dict())
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        keys, values, self._rows, self._health, self.offset, self._kept, spec = state
+        self.spec = CacheSpec.from_dict(json.loads(spec))
+        capacity = self.spec.full_capacity
+        self._full = None if keys is None else (_buffer([keys], capacity), _buffer([values], capacity))
+        self._last = None
+
+    # What the rest of mlx_tq calls.
+
+    @property
+    def body_tokens(self) -> int:
+        """Tokens that attention reads packed."""
+        return self._packed(self.offset) - self.spec.prefix
+
+    @property
+    def clamped(self) -> int:
+        """Vectors whose norm or components exceeded fp16 and were clamped to it. Waits for the arrays."""
+        return self._counts()[0]
+
+    def check_health(self) -> None:
+        """Raise if a packed vector was not finite. Waits for the arrays.
+
+        Raises:
+            NonFiniteError: the model produced NaN or infinite keys or values.
+
+        """
+        broken = self._counts()[1]
+        if broken:
+            raise NonFiniteError(
+                f"{broken} key or value vectors before position {self.offset} are NaN or infinite; only finite values "
+                "can be cached. Check the model's weights, or load it in bfloat16 or float32."
+            )
+
+    def fork(self) -> "CompressedKVCache":
+        """A copy that shares no change with this one; buffers are copied only when either is written to."""
+        twin = CompressedKVCache(self.spec)
+        twin.offset, twin._kept = self.offset, self._kept
+        twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
+        twin._rows = None if self._rows is None else self._rows[:]
+        twin._health = self._health[:]
+        return twin
+
+    def append(self, keys: mx.array, values: mx.array) -> Regions:
+        """Store L tokens, pack those that leave the window, and return what the L attend to.
+
+        A few tokens see each what it would have seen had it come alone. Many (a prefill) see one another, and what was
+        not packed before them, in the model's type.
+        """
+        self._last = None
+        before, after = self.offset, self.offset + keys.shape[2]
+        full = self._extend(keys, values)
+        self.offset = after
+        packed, target = self._packed(before), self._packed(after)
+        if target > packed:
+            self._pack(full, packed, target)
+        if keys.shape[2] > FEW:
+            view = self._view(full, after, packed)
+        else:
+            view = self._view(full, after, target)
+            alone = self._packed(before + 1)
+            if target > alone:
+                leaves = target + self.spec.window  # the length at which the last block is packed
+                view = replace(view, earlier=(leaves - 1 - before, self._view(full, leaves - 1, alone)))
+        self._retain(full, target)
+        if target > packed:
+            view = replace(view, pending=tuple(self._arrays()))
+        if self.spec.shared:
+            self._last = view
+        return view
+
+    # Regions and buffers.
+
+    def _counts(self) -> list[int]:
+        return [int(count) for count in np.array(self._health)]
+
+    def _arrays(self) -> list[mx.array]:
+        return [*(self._full or ()), *([] if self._rows is None else [self._rows]), self._health]
+
+    def _packed(self, length: int) -> int:
+        """The position before which tokens are in the body when `length` have been seen."""
+        return max(self.spec.packed_until(length), self._kept)
+
+    def _index(self, position: int) -> int:
+        """Where a position lies in the full buffers."""
+        prefix = self.spec.prefix
+        return position if position < prefix else prefix + position - self._kept
+
+    def _layout(self, full: Pair) -> RowLayout:
+        return self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
+
+    def _extend(self, keys: mx.array, values: mx.array) -> Pair:
+        """The full buffers with new tokens behind the last; longer than the cache's own where they do not fit."""
+        capacity = self.spec.full_capacity
+        if self._full is None:
+            self._full = _buffer([keys[:, :, :0]], capacity), _buffer([values[:, :, :0]], capacity)
+        start, count = self._index(self.offset), keys.shape[2]
+        if start + count > capacity:
+            old_keys, old_values = (x[:, :, :start] for x in self._full)
+            return mx.concatenate([old_keys, keys], axis=2), mx.concatenate([old_values, values], axis=2)
+        for buffer, new in zip(self._full, (keys, values), strict=True):
+            buffer[:, :, start : start + count] = new
+        return self._full
+
+    def _view(self, full: Pair, length: int, packed: int) -> Regions:
+        """What a token attends to when `length` have been seen and those before `packed` are in the body."""
+        prefix = self.spec.prefix
+        start, stop = self._index(packed), self._index(length)
+        if start == prefix or length <= prefix:
+            keys, values = (x[:, :, :stop] for x in full)
+        else:
+            keys, values = (mx.concatenate([x[:, :, :prefix], x[:, :, start:stop]], axis=2) for x in full)
+        return Regions(self._rows, packed - prefix, self._layout(full), keys, values, prefix)
+
+    def _pack(self, full: Pair, packed: int, target: int) -> None:
+        """Encode positions [packed, target) into the body."""
+        if packed > self.spec.prefix:
+            self.check_health()  # of earlier blocks, long computed: nothing waits
+        keys, values = (x[:, :, self._index(packed) : self._index(target)] for x in full)
+        encoded = self._layout(full).encode(keys, values)
+        self._health = self._health + encoded.health
+        rows = mx.depends(encoded.rows, self._health)
+        start, stop = packed - self.spec.prefix, target - self.spec.prefix
+        old = rows[:, :, :0] if self._rows is None else self._rows
+        if self._rows is None or stop > old.shape[2]:
+            self._rows = _buffer([old], -(-stop // STEP) * STEP)
+        self._rows[:, :, start:stop] = rows
+
+    def _retain(self, full: Pair, packed: int) -> None:
+        """Drop originals of packed tokens from the full buffers, but for one block of slack."""
+        kept = max(self._kept, packed - BLOCK)
+        if kept == self._kept and full is self._full:
+            return
+        prefix, start, stop = self.spec.prefix, self._index(kept), self._index(self.offset)
+        keys, values = (_buffer([x[:, :, :prefix], x[:, :, start:stop]], self.spec.full_capacity) for x in full)
+        self._full = keys, values
+        self._kept = kept
+
+
+def _buffer(parts: list[mx.array], capacity: int) -> mx.array:
+    """Parts [B, H, n, D] side by side in a buffer of `capacity` tokens."""
+    shape = parts[0].shape
+    rest = capacity - sum(part.shape[2] for part in parts)
+    return mx.concatenate([*parts, mx.zeros((*shape[:2], rest, shape[3]), parts[0].dtype)], axis=2)

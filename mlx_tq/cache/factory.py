@@ -1,0 +1,123 @@
+"""Decide how each layer of a model is stored, say so, and build its caches."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models.cache import CacheList
+
+from mlx_tq.cache.compressed import STEP, CompressedKVCache
+from mlx_tq.cache.facts import ModelFacts, SlotFacts
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.codec.formats import get_format
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError
+
+# What layers are promoted to where low-bit keys would hurt.
+_PROMOTED = "q8"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one plain KV cache is stored.
+
+    Attributes:
+        slot: the cache and its sizes.
+        spec: its storage.
+        note: why it differs from the configuration, or "".
+
+    """
+
+    slot: SlotFacts
+    spec: CacheSpec
+    note: str
+
+    def nbytes(self, tokens: int, batch: int = 1) -> int:
+        """Bytes of the arrays after `tokens` tokens, unused capacity included."""
+        slot, spec = self.slot, self.spec
+        dtype = dtype_of(slot.dtype)
+        layout = spec.layout(slot.key_dim, slot.value_dim, dtype)
+        body = spec.packed_until(tokens) - spec.prefix
+        full = spec.full_capacity * (slot.key_dim + slot.value_dim) * dtype.size
+        return batch * slot.heads * (full + -(-body // STEP) * STEP * layout.nbytes)
+
+    def native_nbytes(self, tokens: int, batch: int = 1) -> int:
+        """Bytes of the same tokens in the model's type."""
+        slot = self.slot
+        return batch * slot.heads * tokens * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model's caches are stored.
+
+    Attributes:
+        model_type: mlx-lm's name of the architecture.
+        config: what was asked for.
+        classes: class name of each of the model's own caches; those not in `layers` are kept as they are.
+        layers: the compressed ones.
+        native_caches: makes a fresh list of the model's own caches.
+
+    """
+
+    model_type: str
+    config: KVConfig
+    classes: list[str]
+    layers: list[LayerPlan]
+    native_caches: Callable[[], list[Any]]
+
+    def nbytes(self, tokens: int, batch: int = 1) -> int:
+        """Bytes of the compressed layers after `tokens` tokens."""
+        return sum(layer.nbytes(tokens, batch) for layer in self.layers)
+
+    def native_nbytes(self, tokens: int, batch: int = 1) -> int:
+        """Bytes of the same layers in the model's type."""
+        return sum(layer.native_nbytes(tokens, batch) for layer in self.layers)
+
+
+def make_plan(facts: ModelFacts, config: KVConfig) -> Plan:
+    """Decide the storage of each plain KV cache.
+
+    Raises:
+        ConfigError: a head size that a configured format cannot take.
+
+    """
+    typical = statistics.median(slot.key_norm for slot in facts.slots)
+    count = len(facts.slots)
+    layers = []
+    for number, slot in enumerate(facts.slots):
+        key, value, note = config.key, config.value, ""
+        if min(number, count - 1 - number) < config.boundary:
+            key, value, note = _promote(key), _promote(value), "boundary layer"
+        elif config.outlier and slot.key_norm > config.outlier * typical:
+            key, note = _promote(key), f"key norm {slot.key_norm:.1f} is {slot.key_norm / typical:.1f}x the median"
+        if (key, value) == (config.key, config.value):
+            note = ""
+        spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared)
+        try:
+            spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
+        except ConfigError as error:
+            raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
+        layers.append(LayerPlan(slot, spec, note))
+    return Plan(facts.model_type, config, facts.classes, layers, facts.native_caches)
+
+
+def _promote(name: str) -> str:
+    return name if get_format(name).bits >= get_format(_PROMOTED).bits else _PROMOTED
+
+
+def build_caches(plan: Plan) -> list[Any]:
+    """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere."""
+    caches = plan.native_caches()
+    for layer in plan.layers:
+        cache = CompressedKVCache(layer.spec)
+        index, part = layer.slot.index, layer.slot.part
+        if part is None:
+            caches[index] = cache
+        else:
+            parts = list(caches[index].caches)
+            parts[part] = cache
+            caches[index] = CacheList(*parts)
+    return caches

@@ -1,0 +1,48 @@
+"""What is known of a model's caches before they are replaced."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """One plain KV cache of a model.
+
+    Attributes:
+        index: of the cache in the model's list.
+        part: of the cache inside a CacheList, or None.
+        heads: KV heads.
+        key_dim, value_dim: sizes of a head's vectors.
+        dtype: of keys and values, by name.
+        key_norm: median norm of a key.
+        shared: later layers read this cache too.
+
+    """
+
+    index: int
+    part: int | None
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    key_norm: float
+    shared: bool
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model keeps between tokens.
+
+    Attributes:
+        model_type: mlx-lm's name of the architecture.
+        classes: class name of each cache in the model's list.
+        slots: the plain KV caches among them.
+        native_caches: makes a fresh list of the model's own caches.
+
+    """
+
+    model_type: str
+    classes: list[str]
+    slots: list[SlotFacts]
+    native_caches: Callable[[], list[Any]]

@@ -1,0 +1,128 @@
+"""Save and load prompt caches: one safetensors file, versioned, written whole or not at all.
+
+A file names the model, the configuration and the storage of every layer, and is refused, with the reason, where it does
+not fit.
+"""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx_lm.models.cache as native
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import CacheFormatError
+
+VERSION = "1"
+_FORMAT = "mlx_tq prompt cache"
+
+
+class LoadedCache(NamedTuple):
+    """What a cache file holds."""
+
+    caches: list[Any]
+    config: KVConfig
+    metadata: dict[str, str]
+
+
+def save_prompt_cache(
+    path: str | Path, caches: list[Any], *, model: str, config: KVConfig, metadata: dict[str, str] | None = None
+) -> None:
+    """Write caches to `path`; an existing file is replaced only once the new one is complete.
+
+    Args:
+        path: of the .safetensors file.
+        caches: as `make_prompt_cache` made them, after use.
+        model: identity of the model, checked on load.
+        config: that made the caches, checked on load.
+        metadata: further strings to keep.
+
+    Raises:
+        CacheFormatError: the file cannot be written.
+
+    """
+    leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
+    arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
+    scalars = {name: leaf for name, leaf in leaves if not isinstance(leaf, mx.array)}
+    header = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "model": model,
+        "config": json.dumps(asdict(config)),
+        "classes": json.dumps([type(cache).__name__ for cache in caches]),
+        "scalars": json.dumps(scalars),
+        "metadata": json.dumps(metadata or {}),
+    }
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(suffix=".safetensors", prefix=f".{target.name}.", dir=target.parent)
+        os.close(handle)
+    except OSError as error:
+        raise CacheFormatError(f"cannot write the cache file {target}: {error}. Choose another path.") from error
+    temporary = Path(name)
+    try:
+        mx.save_safetensors(str(temporary), arrays, header)
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise CacheFormatError(f"cannot write the cache file {target}: {error}. Free space or move it.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None = None) -> LoadedCache:
+    """Read caches from `path`.
+
+    Args:
+        path: of the file.
+        model: identity that the file must name.
+        config: configuration that the file must have, or None to take what it has.
+
+    Raises:
+        CacheFormatError: no such file, a damaged or foreign one, another version, model or configuration.
+
+    """
+    arrays, header = _read(Path(path))
+    if header["version"] != VERSION:
+        raise CacheFormatError(
+            f"{path} has version {header['version']}; this mlx_tq reads {VERSION}. Make it again from the prompt."
+        )
+    if header["model"] != model:
+        raise CacheFormatError(f"{path} was made with the model {header['model']!r}, not {model!r}. Pass that model.")
+    try:
+        stored = KVConfig(**json.loads(header["config"]))
+        states = tree_unflatten(list({**json.loads(header["scalars"]), **arrays}.items()))
+        classes = [getattr(native, name) for name in json.loads(header["classes"])]
+        caches = [cls.from_state(state) for cls, state in zip(classes, states, strict=True)]
+        mx.eval([cache.state for cache in caches])
+        metadata = json.loads(header["metadata"])
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again from the prompt.") from error
+    if config is not None and config != stored:
+        wanted = asdict(config)
+        differs = [f"{k} is {v!r}, not {wanted[k]!r}" for k, v in asdict(stored).items() if v != wanted[k]]
+        raise CacheFormatError(f"{path} was made with another configuration: {'; '.join(differs)}. Drop those options.")
+    return LoadedCache(caches, stored, metadata)
+
+
+def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    arrays: Any
+    header: Any
+    if not path.is_file():
+        raise CacheFormatError(f"there is no cache file {path}. Make one with --save-prompt-cache {path}.")
+    try:
+        arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
+        mx.eval(arrays)
+    except (RuntimeError, ValueError) as error:
+        raise CacheFormatError(
+            f"{path} is damaged or no cache file ({error}). Make it again from the prompt."
+        ) from error
+    if header.get("format") != _FORMAT:
+        raise CacheFormatError(f"{path} is not a prompt cache of mlx_tq. Make one with --save-prompt-cache {path}.")
+    return arrays, header

@@ -1,0 +1,80 @@
+"""How one layer stores its tokens: formats, region sizes and seeds, from which every codec follows."""
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+
+from mlx_tq.codec.dtypes import dtype_name, dtype_of
+from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.config import BLOCK, KVConfig
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The storage of one layer.
+
+    Attributes:
+        key, value: formats of the body.
+        prefix, window: tokens in the model's type at the start and at the end.
+        key_options, value_options: of the codecs.
+        shared: later layers read this cache with `keys_and_values`, so it holds on to what each step attended to.
+
+    """
+
+    key: str
+    value: str
+    prefix: int
+    window: int
+    key_options: CodecOptions
+    value_options: CodecOptions
+    shared: bool = False
+
+    @classmethod
+    def for_layer(cls, config: KVConfig, layer: int, key: str, value: str, *, shared: bool = False) -> "CacheSpec":
+        """The storage of layer number `layer`; its seed is `config.seed + 1000 layer`, and one more for values."""
+        seed = config.seed + 1000 * layer
+        common = {"rotation": config.rotation, "wide_scale": config.wide_scale}
+        return cls(
+            key=key,
+            value=value,
+            prefix=config.prefix,
+            window=config.window,
+            key_options=CodecOptions(seed=seed, scale=config.key_scale, **common),  # type: ignore[arg-type]
+            value_options=CodecOptions(seed=seed + 1, scale=config.value_scale, **common),  # type: ignore[arg-type]
+            shared=shared,
+        )
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, object]) -> "CacheSpec":
+        """The inverse of `to_dict`."""
+        options = {name: CodecOptions(**fields[name]) for name in ("key_options", "value_options")}  # type: ignore[arg-type]
+        return cls(**{**fields, **options})  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+    def layout(self, key_dim: int, value_dim: int, dtype: mx.Dtype) -> RowLayout:
+        """The row layout for a model's head dims and type; one object for each."""
+        return _layout(self, key_dim, value_dim, dtype_name(dtype))
+
+    def packed_until(self, length: int) -> int:
+        """The logical position before which tokens are packed once `length` have been seen: a multiple of BLOCK."""
+        return max(self.prefix, (length - self.window) // BLOCK * BLOCK)
+
+    @property
+    def full_capacity(self) -> int:
+        """Tokens that the buffers in the model's type hold.
+
+        Prefix, window, the rest of a block, one block of slack for trims, and one of new tokens.
+        """
+        return self.prefix + self.window + 3 * BLOCK
+
+
+@lru_cache(maxsize=4096)
+def _layout(spec: CacheSpec, key_dim: int, value_dim: int, dtype: str) -> RowLayout:
+    key = get_format(spec.key).codec(key_dim, spec.key_options, dtype_of(dtype))
+    value = get_format(spec.value).codec(value_dim, spec.value_options, dtype_of(dtype))
+    return RowLayout(key, value)

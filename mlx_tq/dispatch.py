@@ -1,0 +1,124 @@
+"""The one seam with mlx-lm: attention on compressed caches, inside a context manager.
+
+mlx-lm's models import `scaled_dot_product_attention` by name, so every module that holds the original gets ours while
+the context lasts, and its own back afterwards, also on an exception.
+"""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from mlx_tq.cache.factory import Plan, build_caches, make_plan
+from mlx_tq.cache.view import Handle
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
+from mlx_tq.probe import native_caches, probe_model
+
+_NAME = "scaled_dot_product_attention"
+_original = base.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's attention, which also takes the handles of a compressed cache as keys and values."""
+    if isinstance(keys, Handle):
+        return keys.view.attend(queries, scale, mask, sinks)
+    return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
+
+
+class _Seam:
+    """Counts who needs the seam; binds it for the first and restores every module after the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._bound: list[ModuleType] = []
+
+    def open(self) -> None:
+        with self._lock:
+            self._users += 1
+            for name, module in list(sys.modules.items()):
+                if name.startswith("mlx_lm.") and getattr(module, _NAME, None) is _original:
+                    setattr(module, _NAME, scaled_dot_product_attention)
+                    self._bound.append(module)
+
+    def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                for module in self._bound:
+                    setattr(module, _NAME, _original)
+                self._bound.clear()
+
+
+_seam = _Seam()
+
+
+@contextmanager
+def attention(model: Any, config: KVConfig | None = None) -> Iterator[None]:
+    """Let `model` run on compressed caches until the context ends.
+
+    With a `config`, every cache that mlx-lm makes for the model meanwhile (in its generate, batch, speculative decoding
+    and server) is a compressed one. Contexts nest, also across threads.
+
+    Raises:
+        UnsupportedModelError: a config was given and the model cannot run on it.
+
+    """
+    _seam.open()
+    try:
+        if config is None or config.is_off:
+            yield
+        else:
+            plan = plan_caches(model, config)
+            native = model.__dict__.get("make_cache")
+            model.make_cache = lambda: build_caches(plan)
+            try:
+                yield
+            finally:
+                if native is None:
+                    del model.make_cache
+                else:
+                    model.make_cache = native
+    finally:
+        _seam.close()
+
+
+def plan_caches(model: Any, config: KVConfig) -> Plan:
+    """Decide how each layer of `model` is stored; runs the model once on a few tokens.
+
+    Raises:
+        UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
+        ConfigError: a head size that the configured formats cannot take.
+
+    """
+    _seam.open()
+    try:
+        return make_plan(probe_model(model), config)
+    finally:
+        _seam.close()
+
+
+def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) -> list[Any]:
+    """A compressed prompt cache for `model`, for use inside `attention(model)`: one entry per mlx-lm cache.
+
+    Raises:
+        UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
+        ConfigError: a head size that the configured formats cannot take.
+
+    """
+    if config.is_off:
+        return native_caches(model)
+    return build_caches(plan_caches(model, config))

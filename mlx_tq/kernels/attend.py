@@ -1,0 +1,118 @@
+"""Attention of a few queries over a compressed cache, with nothing dequantised per query.
+
+<R k, R q> = <k, q>: the queries are rotated once, scored against packed rows, values are accumulated in rotated space
+and the output is rotated back once. Tokens in the model's own type attend unrotated; the parts merge exactly. Packed
+rows are taken in blocks, so that memory stays bounded.
+"""
+
+from functools import reduce
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels.masks import Mask, apply_mask, causal_columns, take_columns
+from mlx_tq.kernels.softmax import Partial, merge, partial
+
+# Packed tokens decoded at a time: at 8 heads of 128 this is 32 MiB of fp32 scratch.
+BLOCK_TOKENS = 4096
+
+
+def attend(
+    queries: mx.array,
+    rows: mx.array,
+    body: int,
+    layout: RowLayout,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    prefix: int,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend to `prefix | body | tail`.
+
+    Args:
+        queries: [B, Hq, L, Dk], L small; the last L tokens of the tail are theirs.
+        rows: packed body, uint32 [B, H, capacity, W]; what lies past `body` is never read.
+        body: tokens in the body.
+        layout: of the rows.
+        keys: prefix and tail in the model's type, [B, H, T, Dk].
+        values: theirs, [B, H, T, Dv].
+        prefix: how many of the T come before the body.
+        scale: of the scores.
+        mask: see `masks`.
+        sinks: attention-sink logits, [Hq].
+
+    Returns:
+        [B, Hq, L, Dv] in the queries' type.
+
+    """
+    batch, query_heads, length, dim = queries.shape
+    heads, tokens = keys.shape[1:3]
+    q = (queries.astype(mx.float32) * scale).reshape(batch, heads, -1, dim)  # [B, H, G L, Dk]
+
+    scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
+    if isinstance(mask, mx.array):
+        columns = take_columns(mask, (0, prefix), (prefix + body, tokens + body))
+        scores = apply_mask(scores, columns, length)
+    elif mask == "causal" and length > 1:
+        scores = apply_mask(scores, causal_columns(length, tokens), length)
+    result = partial(scores, [values.astype(mx.float32)])
+    if sinks is not None:
+        result = merge(result, _sink(sinks, result, heads, length))
+
+    if body:
+        rotated = _rotate(q, layout.key)
+        blocks = [(start, min(start + BLOCK_TOKENS, body)) for start in range(0, body, BLOCK_TOKENS)]
+        packed = reduce(
+            merge,
+            (
+                _attend_block(rotated, rows[:, :, start:stop], layout, _columns(mask, prefix, start, stop), length)
+                for start, stop in blocks
+            ),
+        )
+        result = merge(result, packed._replace(o=_unrotate(packed.o, layout.value)))
+    out = result.o / result.l
+    return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
+
+
+def _columns(mask: Mask, prefix: int, start: int, stop: int) -> mx.array | None:
+    """The part of a mask for positions [start, stop) of the body; causal queries see all of it."""
+    return take_columns(mask, (prefix + start, prefix + stop)) if isinstance(mask, mx.array) else None
+
+
+def _attend_block(q: mx.array, block: mx.array, layout: RowLayout, mask: mx.array | None, length: int) -> Partial:
+    scores = _scores(q, block, layout)
+    if mask is not None:
+        scores = apply_mask(scores, mask, length)
+    codes, scale = layout.values(block)
+    gain = None if scale is None else layout.value.gain(scale)
+    return partial(scores, layout.value.planes(codes), gain)
+
+
+def _scores(q: mx.array, block: mx.array, layout: RowLayout) -> mx.array:
+    """Rotated queries [B, H, N, Dk] against packed rows [B, H, S, W]: fp32 [B, H, N, S]."""
+    codes, scale = layout.keys(block)
+    planes = layout.key.planes(codes)
+    parts = mx.split(q, len(planes), axis=-1)
+    scores = parts[0] @ planes[0].swapaxes(-1, -2)
+    for part, plane in zip(parts[1:], planes[1:], strict=True):
+        scores = scores + part @ plane.swapaxes(-1, -2)
+    return scores if scale is None else scores * layout.key.gain(scale)[..., None, :]
+
+
+def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:
+    """A key of given score and zero value."""
+    score = mx.repeat(sinks.astype(mx.float32).reshape(1, heads, -1), length, axis=-1)[..., None]
+    score = mx.broadcast_to(score, like.m.shape)
+    return Partial(score, mx.ones_like(score), mx.zeros_like(like.o))
+
+
+def _rotate(q: mx.array, codec: Codec) -> mx.array:
+    return q if codec.rotation is None else q @ codec.rotation.matrix.T
+
+
+def _unrotate(o: mx.array, codec: Codec) -> mx.array:
+    return o if codec.rotation is None else o @ codec.rotation.matrix

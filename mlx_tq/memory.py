@@ -1,0 +1,69 @@
+"""Bytes that a cache takes at a context length, region by region, from the shape of a model alone."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.config import BLOCK, DEFAULT_PROFILE, PROFILES, KVConfig
+from mlx_tq.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of stored tokens; a cache's `nbytes` adds the spare capacity of its buffers.
+
+    Attributes:
+        body: packed tokens.
+        prefix, window: tokens in the model's type; the window includes the block in progress and the slack for trims.
+        fp16: all tokens in a 16-bit type.
+
+    """
+
+    body: int
+    prefix: int
+    window: int
+    fp16: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all regions."""
+        return self.body + self.prefix + self.window
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than fp16."""
+        return self.fp16 / self.total
+
+
+def memory_report(
+    seq_len: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    config: KVConfig = PROFILES[DEFAULT_PROFILE],
+) -> MemoryReport:
+    """Bytes of `seq_len` tokens of a 16-bit model whose layers all have plain KV caches.
+
+    Raises:
+        ConfigError: a size below 1, or a head_dim that a format cannot take.
+
+    """
+    for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; it must be 1 or more.")
+    vectors = num_layers * num_kv_heads
+    full_token = vectors * 2 * head_dim * mx.float16.size
+    if config.is_off:
+        return MemoryReport(body=0, prefix=0, window=seq_len * full_token, fp16=seq_len * full_token)
+    spec = CacheSpec.for_layer(config, 0, config.key, config.value)
+    layout = spec.layout(head_dim, head_dim, mx.float16)
+    prefix = min(config.prefix, seq_len)
+    body = spec.packed_until(seq_len) - config.prefix
+    kept = max(config.prefix, spec.packed_until(seq_len) - BLOCK)
+    return MemoryReport(
+        body=body * vectors * layout.nbytes,
+        prefix=prefix * full_token,
+        window=max(0, seq_len - kept) * full_token,
+        fp16=seq_len * full_token,
+    )
