@@ -1,12 +1,17 @@
 """Load a model: a path, a name on the Hugging Face hub, or the small one inside the package."""
 
+import hashlib
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 
-# A 7M-parameter model that finds facts in long text; see its README.md.
+# A 7M-parameter model that finds facts in long text; see the README.md beside its weights.
 EMBEDDED = "needle"
 
 
@@ -27,19 +32,34 @@ def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
         UnsupportedModelError: mlx-lm does not know the architecture.
 
     """
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    loaded, tokenizer, _ = load_with_config(model, **options)
+    return loaded, tokenizer
+
+
+def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """As `load`, with the model's configuration."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # 0.1 s, only for a load
     from mlx_lm import load as load_model
 
-    path = embedded_path() if model is None else Path(model)
-    where = str(path) if path.exists() else str(model)
+    where = str(embedded_path() if model is None else model)
     try:
-        return load_model(where, **options)  # type: ignore[no-any-return]
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        loaded, tokenizer, config = load_model(where, return_config=True, **options)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
-            f"model {where!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a folder with config.json "
-            "and safetensors, a hub name such as mlx-community/Qwen3-4B-4bit, or nothing for the embedded model."
+            f"the model {where!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a folder with "
+            "config.json and safetensors, a hub name such as mlx-community/Qwen3-4B-4bit, or nothing for the embedded model."
         ) from error
     except ValueError as error:
-        if "not supported" not in str(error):
-            raise
-        raise UnsupportedModelError(f"model {where!r}: {error} Upgrade mlx-lm, or take another model.") from error
+        raise UnsupportedModelError(f"the model {where!r} cannot be loaded: {error}") from error
+    return loaded, tokenizer, config
+
+
+def fingerprint(model: Any) -> str:
+    """16 hex digits that differ between models: names, shapes and types of all weights, values of the small ones."""
+    digest = hashlib.sha256()
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.shape} {weight.dtype}".encode())
+        if weight.ndim == 1:
+            digest.update(np.array(weight.astype(mx.float32)).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,10 +1,11 @@
 """Decide how each layer of a model is stored, say so, and build its caches."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.compressed import STEP, CompressedKVCache
@@ -13,7 +14,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import KVConfig
-from mlx_tq.errors import ConfigError
+from mlx_tq.errors import CacheFormatError, ConfigError
 
 # What layers are promoted to where low-bit keys would hurt.
 _PROMOTED = "q8"
@@ -110,14 +111,47 @@ def _promote(name: str) -> str:
 
 def build_caches(plan: Plan) -> list[Any]:
     """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere."""
-    caches = plan.native_caches()
+    return _replace(plan, plan.native_caches(), lambda layer, _: CompressedKVCache(layer.spec))
+
+
+def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:
+    """`caches` with each planned one replaced by what `make` returns for it."""
+    replaced = list(caches)
     for layer in plan.layers:
-        cache = CompressedKVCache(layer.spec)
         index, part = layer.slot.index, layer.slot.part
         if part is None:
-            caches[index] = cache
+            replaced[index] = make(layer, replaced[index])
         else:
-            parts = list(caches[index].caches)
-            parts[part] = cache
-            caches[index] = CacheList(*parts)
-    return caches
+            parts = list(replaced[index].caches)
+            parts[part] = make(layer, parts[part])
+            replaced[index] = CacheList(*parts)
+    return replaced
+
+
+def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
+    """Compressed caches with what the model's own caches hold, such as those that mlx-lm saved.
+
+    Raises:
+        CacheFormatError: they are not of this model.
+
+    """
+    if [type(cache).__name__ for cache in caches] != plan.classes:
+        raise CacheFormatError(
+            f"the saved caches are {sorted({type(cache).__name__ for cache in caches})}; {plan.model_type} has "
+            f"{sorted(set(plan.classes))}. Make the file again with this model, without --kv-bits."
+        )
+
+    def adopt(layer: LayerPlan, source: Any) -> CompressedKVCache:
+        cache = CompressedKVCache(layer.spec)
+        if not source.empty():
+            cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
+            mx.eval(cache.state)
+        return cache
+
+    return _replace(plan, caches, adopt)
+
+
+def compressed_caches(caches: Sequence[Any]) -> list[CompressedKVCache]:
+    """The compressed caches of a prompt cache, also those inside a CacheList."""
+    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+    return [part for part in parts if isinstance(part, CompressedKVCache)]

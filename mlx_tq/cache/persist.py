@@ -22,6 +22,16 @@ VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
 
 
+class Header(NamedTuple):
+    """Who wrote a cache file.
+
+    is_ours: mlx_tq, else mlx-lm. model_name: the model that was passed when it was written, "" for the embedded one.
+    """
+
+    is_ours: bool
+    model_name: str
+
+
 class LoadedCache(NamedTuple):
     """What a cache file holds."""
 
@@ -88,7 +98,9 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
         CacheFormatError: no such file, a damaged or foreign one, another version, model or configuration.
 
     """
-    arrays, header = _read(Path(path))
+    arrays, header = _load(Path(path))
+    if header.get("format") != _FORMAT:
+        raise CacheFormatError(f"{path} is not a prompt cache of mlx_tq. Make one with mlx_tq.cache_prompt.")
     if header["version"] != VERSION:
         raise CacheFormatError(
             f"{path} has version {header['version']}; this mlx_tq reads {VERSION}. Make it again from the prompt."
@@ -111,18 +123,30 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
     return LoadedCache(caches, stored, metadata)
 
 
-def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+def read_header(path: str | Path) -> Header:
+    """Look who wrote a cache file.
+
+    Raises:
+        CacheFormatError: no such file, or neither mlx_tq nor mlx-lm did.
+
+    """
+    _, header = _load(Path(path))
+    if header.get("format") == _FORMAT:
+        return Header(True, json.loads(header.get("metadata", "{}")).get("model", ""))
+    if "1.0" in header:  # mlx-lm flattens [metadata, class names, scalars]
+        return Header(False, header.get("0.model", ""))
+    raise CacheFormatError(f"{path} is not a prompt cache. Make one with mlx_tq.cache_prompt.")
+
+
+def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     arrays: Any
     header: Any
     if not path.is_file():
-        raise CacheFormatError(f"there is no cache file {path}. Make one with --save-prompt-cache {path}.")
+        raise CacheFormatError(f"there is no cache file {path}. Make one with mlx_tq.cache_prompt.")
     try:
         arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
-        mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
         raise CacheFormatError(
             f"{path} is damaged or no cache file ({error}). Make it again from the prompt."
         ) from error
-    if header.get("format") != _FORMAT:
-        raise CacheFormatError(f"{path} is not a prompt cache of mlx_tq. Make one with --save-prompt-cache {path}.")
     return arrays, header

@@ -1,0 +1,95 @@
+"""Flags that commands share. Each has an environment fallback, `MLX_TQ_` and the flag's name; the flag wins."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mlx_tq.codec.formats import format_names
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, profile
+from mlx_tq.errors import ConfigError
+
+
+class Option(NamedTuple):
+    """A flag that sets one field of `KVConfig`."""
+
+    flag: str
+    field: str
+    kind: type
+    help: str
+
+
+PROFILE = Option(
+    "--kv-profile", "profile", str, f"how the KV cache is stored: {', '.join(PROFILES)} (default: {DEFAULT_PROFILE})"
+)
+OPTIONS = (
+    Option("--kv-key", "key", str, f"format of keys: {', '.join(format_names())}"),
+    Option("--kv-value", "value", str, f"format of values: {', '.join(format_names())}"),
+    Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type"),
+    Option("--kv-window", "window", int, "last tokens kept in the model's type"),
+    Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more"),
+    Option("--kv-outlier", "outlier", float, "key norm, in medians, above which a layer's keys keep 8 bits; 0 is off"),
+)
+_SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the compressed cache."""
+    group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
+    for option in (PROFILE, *OPTIONS):
+        group.add_argument(option.flag, type=option.kind, default=None, metavar=option.field.upper(), help=option.help)
+
+
+def _environment_name(flag: str) -> str:
+    return "MLX_TQ_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str, str] = os.environ) -> Any:
+    """What the user chose for an option by flag or environment, or None.
+
+    Raises:
+        ConfigError: the environment holds a value of the wrong type.
+
+    """
+    chosen = getattr(args, option.flag.removeprefix("--").replace("-", "_"))
+    name = _environment_name(option.flag)
+    if chosen is not None or name not in environ:
+        return chosen
+    try:
+        return option.kind(environ[name])
+    except ValueError as error:
+        raise ConfigError(f"{name} is {environ[name]!r}; it must be of type {option.kind.__name__}.") from error
+
+
+def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> KVConfig:
+    """The configuration that flags and environment describe.
+
+    Raises:
+        ConfigError: a value that cannot be met.
+
+    """
+    chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
+    changes = {field: value for field, value in chosen.items() if value is not None}
+    return profile(option_value(args, PROFILE, environ) or DEFAULT_PROFILE, **changes)
+
+
+def names_cache(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> bool:
+    """The user chose something about the compressed cache."""
+    return any(option_value(args, option, environ) is not None for option in (PROFILE, *OPTIONS))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 800MB or 4GB.
+
+    Raises:
+        argparse.ArgumentTypeError: not a size.
+
+    """
+    number, unit = text[:-2], text[-2:].upper()
+    try:
+        size = float(number) * _SIZES[unit]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB") from None
+    if size <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above zero")
+    return int(size)

@@ -1,0 +1,80 @@
+"""From what the user typed to token ids, by mlx-lm's rules."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.errors import ConfigError
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    r"""The prompt of -p (with \n and \t), of --prompt-file, or of standard input.
+
+    Raises:
+        ConfigError: no prompt, an empty one, two of them, or a file that cannot be read.
+
+    """
+    if args.prompt is not None and args.prompt_file is not None:
+        raise ConfigError("both --prompt and --prompt-file were given; give one of them.")
+    if args.prompt_file is not None:
+        try:
+            prompt = Path(args.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the prompt file {args.prompt_file} cannot be read: {error}.") from error
+    elif args.prompt not in (None, "-"):
+        prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    elif args.prompt == "-" or not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    else:
+        raise ConfigError("there is no prompt; give one with -p TEXT, --prompt-file FILE or on standard input.")
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
+    return str(prompt)
+
+
+def render(tokenizer: Any, prompt: str, args: argparse.Namespace, *, continues: bool) -> str:
+    """The prompt inside the tokenizer's chat template.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the user's text.
+        args: --system-prompt, --prefill-response, --chat-template-config and --ignore-chat-template.
+        continues: a saved cache already holds the beginning of the user's turn.
+
+    Raises:
+        ConfigError: --chat-template-config is not a JSON object.
+
+    """
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return prompt
+    messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+    messages.append({"role": "user", "content": prompt})
+    prefilled = args.prefill_response is not None
+    if prefilled:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+    options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **_template_config(args)}
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    if not continues:
+        return str(rendered)
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, **options)
+    return str(turn[turn.index(prompt) :])
+
+
+def _template_config(args: argparse.Namespace) -> dict[str, Any]:
+    if args.chat_template_config is None:
+        return {}
+    try:
+        config = json.loads(args.chat_template_config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--chat-template-config is not JSON: {error}. Write it like '{{\"key\": true}}'.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"--chat-template-config is {config!r}; it must be a JSON object.")
+    return config
+
+
+def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
+    """Token ids; the chat template has its own special tokens, plain text gets the tokenizer's."""
+    templated = tokenizer.has_chat_template and not args.ignore_chat_template
+    return list(tokenizer.encode(text, add_special_tokens=not templated))

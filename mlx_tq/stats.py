@@ -1,0 +1,74 @@
+"""Numbers of one generation."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlx_tq.cache.factory import Plan, compressed_caches
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What a prompt cache holds.
+
+    Attributes:
+        tokens: seen by the cache.
+        nbytes: of all its arrays.
+        fp16_nbytes: of the same tokens had nothing been compressed.
+        clamped: vectors that exceeded fp16's range and were clamped to it.
+
+    """
+
+    tokens: int
+    nbytes: int
+    fp16_nbytes: int
+    clamped: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than fp16."""
+        return self.fp16_nbytes / self.nbytes if self.nbytes else 1.0
+
+
+def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
+    """Measure a cache; `plan` is how it was made, None for mlx-lm's own. Waits for its arrays."""
+    total = sum(cache.nbytes for cache in caches if not cache.empty())
+    compressed = compressed_caches(caches)
+    if plan is None or not compressed:
+        tokens = max((cache.size() for cache in caches), default=0)
+        return CacheStats(tokens, total, total, clamped=0)
+    tokens = compressed[0].offset
+    return CacheStats(
+        tokens=tokens,
+        nbytes=total,
+        fp16_nbytes=total - sum(cache.nbytes for cache in compressed) + plan.native_nbytes(tokens),
+        clamped=sum(cache.clamped for cache in compressed),
+    )
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Speed and memory of one generation.
+
+    Attributes:
+        prompt_tokens, generation_tokens: counts.
+        ttft: seconds to the first token.
+        prompt_tps, generation_tps: tokens a second.
+        finish_reason: "stop", "length" or "interrupted".
+        peak_memory: bytes.
+        cache: of the whole conversation.
+
+    """
+
+    prompt_tokens: int
+    generation_tokens: int
+    ttft: float
+    prompt_tps: float
+    generation_tps: float
+    finish_reason: str
+    peak_memory: int
+    cache: CacheStats
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "cache": {**asdict(self.cache), "ratio": self.cache.ratio}}

@@ -1,0 +1,123 @@
+"""What commands show. The answer goes to stdout; everything else, through here, to stderr."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mlx_tq.cache.factory import LayerPlan, Plan
+from mlx_tq.stats import CacheStats, GenerationStats
+
+console = Console(stderr=True, highlight=False)
+
+
+def human_bytes(count: float) -> str:
+    """Such as 1.5 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def table(title: str, *columns: str) -> Table:
+    """A plain table; the first column is text, the others are numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    return made
+
+
+def _layer_range(layers: list[LayerPlan]) -> str:
+    first, last = layers[0].slot.index, layers[-1].slot.index
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def show_plan(plan: Plan, tokens: int) -> None:
+    """Print how each group of layers is stored and the bytes at a context of `tokens`."""
+    shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
+    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.key, layer.spec.value, layer.note)):
+        layers = list(group)
+        size, native = (sum(f(layer, tokens) for layer in layers) for f in (LayerPlan.nbytes, LayerPlan.native_nbytes))
+        spec, note = layers[0].spec, layers[0].note
+        shown.add_row(_layer_range(layers), spec.key, spec.value, human_bytes(size), human_bytes(native), note)
+    compressed = {layer.slot.index for layer in plan.layers}
+    others = [name for index, name in enumerate(plan.classes) if index not in compressed]
+    for name in sorted(set(others)):
+        shown.add_row(f"{others.count(name)} others", "as they are", "", "", "", name)
+    console.print(shown)
+    spec = plan.layers[0].spec
+    console.print(
+        f"in the model's own type: the first {spec.prefix} tokens, the last {spec.window} and up to 63 before those",
+        style="dim",
+    )
+
+
+@contextmanager
+def prefill_progress(*, show: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar for the prompt; yields mlx-lm's callback (processed, total)."""
+    if not show or not console.is_terminal:
+        yield lambda processed, total: None
+        return
+    columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("prompt", total=None)
+
+        def advance(processed: int, total: int) -> None:
+            progress.update(task, completed=processed, total=total)
+            if processed >= total:
+                progress.stop()
+
+        yield advance
+
+
+def warn(message: str) -> None:
+    """Print a warning."""
+    console.print(f"[yellow]warning:[/yellow] {message}", soft_wrap=True)
+
+
+def show_cache(cache: CacheStats) -> None:
+    """Print what a prompt cache takes."""
+    console.print(
+        f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}; fp16 takes "
+        f"{human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much",
+        soft_wrap=True,
+    )
+    if cache.clamped:
+        warn(f"{cache.clamped:,} vectors exceeded fp16's range and were clamped; --kv-profile off keeps them.")
+
+
+def show_stats(stats: GenerationStats) -> None:
+    """Print the numbers of a generation."""
+    console.print(
+        f"prompt: {stats.prompt_tokens:,} tokens, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s\n"
+        f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
+    )
+    show_cache(stats.cache)
+    console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
+
+
+def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
+    """A plan as plain data, with bytes at a context of `tokens`."""
+    return {
+        "model_type": plan.model_type,
+        "config": asdict(plan.config),
+        "layers": [
+            {
+                "index": layer.slot.index,
+                "part": layer.slot.part,
+                "key": layer.spec.key,
+                "value": layer.spec.value,
+                "note": layer.note,
+                "nbytes": layer.nbytes(tokens),
+                "fp16_nbytes": layer.native_nbytes(tokens),
+            }
+            for layer in plan.layers
+        ],
+        "caches": plan.classes,
+    }
