@@ -25,8 +25,8 @@ def check_positions(tokens: int, limit: int | None) -> None:
     """
     if limit is not None and tokens >= limit:
         raise ConfigError(
-            f"the prompt has {tokens:,} tokens; the model allows {limit:,} with its answer. Shorten the prompt, or take "
-            "a model with a longer context."
+            f"the prompt has {tokens:,} tokens; the model allows {limit:,} with its answer. Shorten the prompt, or "
+            "take a model with a longer context."
         )
 
 

@@ -47,7 +47,8 @@ def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[A
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
             f"the model {where!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a folder with "
-            "config.json and safetensors, a hub name such as mlx-community/Qwen3-4B-4bit, or nothing for the embedded model."
+            "config.json and safetensors, a hub name such as mlx-community/Qwen3-4B-4bit, or nothing for the embedded "
+            "model."
         ) from error
     except ValueError as error:
         raise UnsupportedModelError(f"the model {where!r} cannot be loaded: {error}") from error
@@ -57,7 +58,7 @@ def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[A
 def fingerprint(model: Any) -> str:
     """16 hex digits that differ between models: names, shapes and types of all weights, values of the small ones."""
     digest = hashlib.sha256()
-    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.shape} {weight.dtype}".encode())
         if weight.ndim == 1:
