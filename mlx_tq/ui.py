@@ -13,7 +13,18 @@ from rich.table import Table
 from mlx_tq.cache.factory import LayerPlan, Plan
 from mlx_tq.stats import CacheStats, GenerationStats
 
-console = Console(stderr=True, highlight=False)
+_WIDTH = 120  # where there is no terminal to ask
+
+
+def _console(*, stderr: bool) -> Console:
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal:
+        made.width = _WIDTH
+    return made
+
+
+console = _console(stderr=True)
+results = _console(stderr=False)  # for commands whose answer is a table
 
 
 def human_bytes(count: float) -> str:
