@@ -1,0 +1,172 @@
+"""Plant a fact in a long text, ask for it, and judge the answer.
+
+A case is built from tokens, not characters, so that it is known exactly which cached tokens hold the fact, and that the
+cache has packed every one of them before the question is read.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any
+
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError
+
+NEEDLE = "The secret code word is {answer}."
+# The published question of this test.
+QUESTION = "What is the secret code word mentioned earlier? Answer with just the code word and number, nothing else:"
+COLOURS = ("PURPLE", "CRIMSON", "SILVER", "GREEN", "AMBER", "INDIGO", "WHITE", "COPPER", "SCARLET", "BLUE")
+ANIMALS = ("ELEPHANT", "FALCON", "DOLPHIN", "TIGER", "BADGER", "OTTER", "RAVEN", "TURTLE", "WOLF", "EAGLE")
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")
+
+
+def load_text() -> str:
+    """The text inside the package: the beginning of WikiText-2's test split, 80,000 tokens of the embedded model."""
+    return (files("mlx_tq") / "assets" / "text" / "wikitext-2-test.txt").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt with a fact planted in it.
+
+    Attributes:
+        ids: tokens of the prompt.
+        answer: what the model should say.
+        needle: first token of the planted sentence, and the one after its last.
+        question: first token after the text. Read `ids[:question]` first and the rest in a step of its own; the whole
+            needle is packed by then.
+        depth: where the needle came to lie in the text, 0 to 1.
+
+    """
+
+    ids: list[int]
+    answer: str
+    needle: tuple[int, int]
+    question: int
+    depth: float
+
+
+class Verdict(StrEnum):
+    """How an answer compares with the expected one; only PASS counts as found."""
+
+    PASS = "PASS"  # noqa: S105  the exact string
+    TITLE_CASE = "TITLE_CASE"  # the same, in title case
+    PARTIAL_WORD = "PARTIAL_WORD"  # the words without the number
+    PARTIAL_NUMBER = "PARTIAL_NUMBER"  # the number without the words
+    FAIL = "FAIL"
+
+
+def verdict(answer: str, expected: str) -> Verdict:
+    """Judge what the model generated; `answer` must not contain the prompt."""
+    words, _, number = expected.rpartition(" ")
+    if _holds(answer, expected):
+        return Verdict.PASS
+    if _holds(answer, expected.title()):
+        return Verdict.TITLE_CASE
+    if _holds(answer.upper(), words):
+        return Verdict.PARTIAL_WORD
+    return Verdict.PARTIAL_NUMBER if _holds(answer, number) else Verdict.FAIL
+
+
+def _holds(text: str, part: str) -> bool:
+    """`part` stands in `text` as whole words: 7742 is not in 77421."""
+    return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text) is not None
+
+
+def build_case(
+    tokenizer: Any,
+    text: str,
+    *,
+    tokens: int,
+    depth: float,
+    seed: int,
+    prefix: int = KVConfig.prefix,
+    window: int = KVConfig.window,
+    chat: bool | None = None,
+) -> Case:
+    """Plant a code word in `text` and ask for it.
+
+    Args:
+        tokenizer: of the model.
+        text: what surrounds the needle; each seed starts at another sentence of it.
+        tokens: length of the prompt, question included.
+        depth: 0 the start of the text, 1 its end; moved as far as needed for the needle to be packed wholly.
+        seed: of the words, the number and the place in the text.
+        prefix: of the cache, in tokens.
+        window: of the cache, in tokens.
+        chat: ask inside the tokenizer's chat template; by default, where it has one.
+
+    Raises:
+        ConfigError: a depth outside 0 to 1, a text too short, or a prompt too short for a packed needle.
+
+    """
+    if not 0 <= depth <= 1:
+        raise ConfigError(f"depth is {depth}; it must be from 0 (start) to 1 (end).")
+    rng = random.Random(seed)
+    number = "".join(rng.choices("0123456789", k=4))
+    answer = f"{rng.choice(COLOURS)} {rng.choice(ANIMALS)} {number}"
+    needle = _encode(tokenizer, " " + NEEDLE.format(answer=answer))
+    head, tail = _frame(tokenizer, chat)
+    space = tokens - len(head) - len(tail) - len(needle)
+    spec = CacheSpec.for_layer(KVConfig(prefix=prefix, window=window), 0, "q8", "q8")
+    question = tokens - len(tail)
+    first, last = max(prefix, len(head)), spec.packed_until(question) - len(needle)
+    if space <= 0 or last < first:
+        least = len(head) + prefix + window + len(needle) + len(tail) + 64
+        raise ConfigError(
+            f"a prompt of {tokens} tokens with prefix {prefix} and window {window} has no room for a needle of "
+            f"{len(needle)} packed tokens; take at least {least} tokens, or a smaller --kv-prefix and --kv-window."
+        )
+    filler, ends = _filler(tokenizer, text, space, rng)
+    place = _place(ends, round(depth * space), first - len(head), last - len(head))
+    start = len(head) + place
+    return Case(
+        ids=[*head, *filler[:place], *needle, *filler[place:], *tail],
+        answer=answer,
+        needle=(start, start + len(needle)),
+        question=question,
+        depth=place / space,
+    )
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _frame(tokenizer: Any, chat: bool | None) -> tuple[list[int], list[int]]:
+    """The tokens before the text, and those after it: question and end of the turn."""
+    if chat is None:
+        chat = tokenizer.has_chat_template
+    if not chat:
+        empty = list(tokenizer.encode(""))  # such as a start token
+        return empty, _encode(tokenizer, "\n\n" + QUESTION)
+    turn = [{"role": "user", "content": QUESTION}]
+    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    before, _, after = rendered.partition(QUESTION)
+    return _encode(tokenizer, before), _encode(tokenizer, "\n\n" + QUESTION + after)
+
+
+def _filler(tokenizer: Any, text: str, count: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Exactly `count` tokens from a sentence of `text` on, and where their sentences end."""
+    sentences = [piece for piece in _SENTENCE_END.split(text) if piece.strip()]
+    start = rng.randrange(len(sentences)) if sentences else 0
+    ids: list[int] = []
+    ends = [0]
+    for sentence in sentences[start:] + sentences[:start]:
+        ids += _encode(tokenizer, sentence)
+        ends.append(len(ids))
+        if len(ids) >= count:
+            return ids[:count], [end for end in ends if end <= count]
+    raise ConfigError(
+        f"the text has {len(ids)} tokens; {count} are needed around the needle. Give a longer text or a shorter length."
+    )
+
+
+def _place(ends: list[int], wanted: int, first: int, last: int) -> int:
+    """The sentence end nearest to `wanted` within [first, last]; where there is none, the nearest token."""
+    wanted = min(max(wanted, first), last)
+    return min((end for end in ends if first <= end <= last), key=lambda end: abs(end - wanted), default=wanted)
