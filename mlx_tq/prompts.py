@@ -17,32 +17,32 @@ def read_prompt(args: argparse.Namespace) -> str:
     r"""The prompt of -p (with \n and \t), of --prompt-file, or of standard input.
 
     Raises:
-        ConfigError: no prompt, an empty one, two of them, or a file that cannot be read.
+        ConfigError: no prompt, an empty one, two of them, one that is not text, or a file that cannot be read.
 
     """
+    try:
+        prompt = _prompt_text(args)
+        prompt.encode()  # bytes that are no text can also arrive as lone surrogates
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 text: {error}.") from error
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
+    return prompt
+
+
+def _prompt_text(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.prompt_file is not None:
         raise ConfigError("both --prompt and --prompt-file were given; give one of them.")
     if args.prompt_file is not None:
         try:
-            prompt = Path(args.prompt_file).read_text(encoding="utf-8")
+            return Path(args.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the prompt file {args.prompt_file} cannot be read: {error}.") from error
-    elif args.prompt not in (None, "-"):
-        prompt = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
-    elif args.prompt == "-" or not sys.stdin.isatty():
-        prompt = _standard_input()
-    else:
+    if args.prompt not in (None, "-"):
+        return str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
+    if args.prompt is None and sys.stdin.isatty():
         raise ConfigError("there is no prompt; give one with -p TEXT, --prompt-file FILE or on standard input.")
-    if not prompt.strip():
-        raise ConfigError("the prompt is empty; give some text with -p, --prompt-file or on standard input.")
-    return str(prompt)
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is not UTF-8 text: {error}.") from error
+    return sys.stdin.read()
 
 
 def render(tokenizer: Any, prompt: str, args: argparse.Namespace, *, continues: bool) -> str:
