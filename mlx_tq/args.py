@@ -87,9 +87,9 @@ def parse_size(text: str) -> int:
     """
     number, unit = text[:-2], text[-2:].upper()
     try:
-        size = float(number) * _SIZES[unit]
-    except (KeyError, ValueError):
+        size = int(float(number) * _SIZES[unit])
+    except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB") from None
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size above zero")
-    return int(size)
+    return size
