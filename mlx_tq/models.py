@@ -44,7 +44,8 @@ def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
 
 def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[Any, Any, dict[str, Any]]:
     """As `load`, with the model's configuration."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # 0.1 s, only for a load
+    # 0.1 s, only for a load.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
     from mlx_lm import load as load_model
 
     where = _checked(str(embedded_path() if model is None else model), options.get("adapter_path"))
@@ -61,9 +62,9 @@ def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[A
         raise ConfigError(
             f"the model {where!r} cannot be loaded: a JSON file is damaged ({error}). {_REMEDY}"
         ) from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
-            f"the model {where!r} cannot be loaded: its config.json does not fit ({error}). {_REMEDY}"
+            f"the model {where!r} cannot be loaded: its config.json does not fit ({_one_line(str(error))}). {_REMEDY}"
         ) from error
     except RuntimeError as error:  # safetensors that mlx cannot read
         raise ConfigError(
