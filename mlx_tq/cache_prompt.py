@@ -40,6 +40,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_writable(file: Path) -> None:
+    """Raise before the prompt is read, which can take minutes, where its cache could not be saved."""
+    folder = file.resolve().parent
+    if file.is_dir():
+        raise ConfigError(f"--prompt-cache-file {file} is a folder; name the .safetensors file to write in it.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--prompt-cache-file {file} cannot be written: {folder} is no writable folder.")
+
+
 def run(args: argparse.Namespace) -> int:
     """Read the prompt and save its cache; returns the exit code.
 
@@ -49,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_arguments(args)
     config = config_from_args(args)
-    folder = Path(args.prompt_cache_file).resolve().parent
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write {args.prompt_cache_file}: no writable folder {folder}. Choose another path.")
+    _check_writable(Path(args.prompt_cache_file))
     prompt = read_prompt(args)
     model, tokenizer = load(
         args.model,
