@@ -36,25 +36,15 @@ def _command_of_script(script: str) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    words = sys.argv[1:] if argv is None else argv
     command = _command_of_script(sys.argv[0]) if argv is None else None
+    words = sys.argv[1:] if argv is None else argv
     if command is None:
-        if not words:
-            sys.stderr.write(f"{_usage()}\n")
-            return USAGE_ERROR
-        command, words = words[0], words[1:]
-    if command in ("--version", "-V"):
-        print(__version__)  # noqa: T201  this is what was asked for
-        return 0
-    if command in ("--help", "-h"):
-        print(_usage())  # noqa: T201
-        return 0
-    if command not in COMMANDS:
-        sys.stderr.write(f"mlx_tq: command {command!r} is unknown\n{_usage()}\n")
-        return USAGE_ERROR
+        command, words = (words[0], words[1:]) if words else ("", [])
     try:
-        module = importlib.import_module(f"mlx_tq.{command}")
-        return int(module.run(module.build_parser().parse_args(words)))
+        try:
+            return _run(command, words)
+        finally:
+            sys.stdout.flush()
     except MlxTqError as error:
         sys.stderr.write(f"mlx_tq {command}: {error}\n")
         return USAGE_ERROR if isinstance(error, ConfigError) else 1
@@ -63,3 +53,18 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left; do not let the interpreter complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in ("--version", "-V"):
+        sys.stdout.write(f"{__version__}\n")
+        return 0
+    if command in ("--help", "-h"):
+        sys.stdout.write(f"{_usage()}\n")
+        return 0
+    if command not in COMMANDS:
+        sys.stderr.write(f"mlx_tq: command {command!r} is unknown\n" if command else "")
+        sys.stderr.write(f"{_usage()}\n")
+        return USAGE_ERROR
+    module = importlib.import_module(f"mlx_tq.{command}")
+    return int(module.run(module.build_parser().parse_args(words)))

@@ -54,7 +54,7 @@ def facts(count, key=417295):
 def environment(**changes):
     """The environment of a process that finds this copy of mlx_tq."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_TQ_")}
-    return {**env, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", **changes}
+    return {**env, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "TERM": "xterm", **changes}
 
 
 def command(*words):
