@@ -75,16 +75,19 @@ def test_words_that_argparse_refuses(cli, words):
     assert result.err.splitlines()[-1].startswith("mlx_tq.generate: error: ")
 
 
-def test_forecast_comes_before_prefill(cli):
+def test_forecast_comes_before_prefill(cli, embedded):
     """The bytes needed, those there, and the context that would fit; nothing is generated."""
     text, question = facts(60)
-    words = ("generate", "-p", text + question, "-m", 3000, *PACKED)
+    words = ("generate", "-p", text + question, "-m", 2000, *PACKED)
+    messages = [{"role": "user", "content": text + question}]
+    prompt = len(embedded[1].apply_chat_template(messages, add_generation_prompt=True))
     result = cli(*words, "--kv-memory-limit", "3MB", "--json")
     assert (result.code, result.out) == (2, "")
+    assert f"a context of {prompt + 2000:,} tokens needs " in result.err
     assert "3.0 MB are there. About" in result.err
     assert "shorten the prompt or --max-tokens" in result.err
     fits = int(result.err.split("About ")[1].split(" tokens")[0].replace(",", ""))
-    assert 1000 < fits < 3900
+    assert 1000 < fits < prompt + 2000
 
 
 def test_bad_cache_prompt_requests(cli, tmp_path):

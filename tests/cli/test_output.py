@@ -98,6 +98,14 @@ def test_ratio_of_mlx_lms_quantised_cache(cli, flags, bits):
     assert cache["ratio"] == pytest.approx(16 / (bits + 32 / group) / padded, rel=1e-6)
 
 
+def test_quantisation_starts_where_asked(cli):
+    ratios = [
+        cli("generate", *ASK, "--kv-bits", 4, "--quantized-kv-start", start, "--json").json["stats"]["cache"]["ratio"]
+        for start in (5000, 300)
+    ]
+    assert ratios[0] == 1 < ratios[1]
+
+
 def test_off_ratio_is_one(cli):
     cache = cli("generate", *ASK, "--kv-profile", "off", "--json").json["stats"]["cache"]
     assert cache["ratio"] == 1

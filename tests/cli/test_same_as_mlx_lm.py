@@ -1,18 +1,19 @@
 """Every flag of mlx_lm.generate means here what it means there."""
 
+import json
 from importlib import import_module
 
 import pytest
 
 from mlx_tq.generate import build_parser
 
-from .tools import EMBEDDED, facts
+from .tools import EMBEDDED, copy_model, facts
 
 PROSE = "The history of the city began in the year"
 TEXT, QUESTION = facts(8)
 FREE = ("--ignore-chat-template", "-p", PROSE, "-m", 24)
 SAMPLED = ("--temp", "1.0", "--seed", "7")
-TRUNCATED = ("--temp", "0.8", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.02", "--min-tokens-to-keep", "2")
+HOT = ("--temp", "1.5", "--seed", "3")
 
 CASES = {
     "chat": ("-p", TEXT + QUESTION, "-m", 20),
@@ -22,8 +23,13 @@ CASES = {
     "few tokens": (*FREE[:-1], 3),
     "sampled": (*FREE, *SAMPLED),
     "another seed": (*FREE, *SAMPLED[:3], 8),
-    "truncated": (*FREE, *TRUNCATED, "--seed", 3),
-    "xtc": (*FREE, "--temp", "1", "--seed", 3, "--xtc-probability", "0.9", "--xtc-threshold", "0.05"),
+    "hot": (*FREE, *HOT),
+    "top p": (*FREE, *HOT, "--top-p", "0.6"),
+    "top k": (*FREE, *HOT, "--top-k", "5"),
+    "min p": (*FREE, *HOT, "--min-p", "0.3"),
+    "min p, but some": (*FREE, *HOT, "--min-p", "0.3", "--min-tokens-to-keep", "30"),
+    "xtc": (*FREE, *HOT, "--xtc-probability", "0.9"),
+    "xtc, lower": (*FREE, *HOT, "--xtc-probability", "0.9", "--xtc-threshold", "0.02"),
     "system prompt": ("-p", QUESTION, "--system-prompt", TEXT, "-m", 12),
     "prefill response": ("-p", TEXT + QUESTION, "--prefill-response", "It is 41", "-m", 12),
     "default template": ("-p", TEXT + QUESTION, "--use-default-chat-template", "-m", 12),
@@ -39,6 +45,9 @@ CASES = {
     "draft": (*FREE, "--draft-model", EMBEDDED, "--num-draft-tokens", 2),
     "no-ops here": (*FREE, "--trust-remote-code", "--quantize-activations"),
 }
+
+# What says the same as "plain", as it should.
+SAME = ("4 bits", "8 bits, late", "draft", "no-ops here")
 
 
 def options(parser):
@@ -85,17 +94,10 @@ def test_options_change_the_text(cli):
     """The comparisons above compare something: each of these says something else than greedy decoding."""
     texts = {
         name: cli("generate", "--kv-profile", "off", "--verbose", "F", *CASES[name]).out
-        for name in (
-            "plain",
-            "sampled",
-            "another seed",
-            "xtc",
-            "truncated",
-            "2 bits",
-            "extra eos",
-            "extra eos, by number",
-        )
+        for name in CASES
+        if CASES[name][: len(FREE)] == FREE and name not in SAME
     }
+    assert len(texts) == 13
     assert len(set(texts.values())) == len(texts), texts
 
 
@@ -103,6 +105,26 @@ def test_dash_reads_standard_input(cli, mlx_lm):
     words = ("--model", EMBEDDED, "--verbose", "F", "-p", "-", "-m", 12)
     theirs = mlx_lm("generate", *words, stdin=TEXT + QUESTION)
     assert cli("generate", *words, "--kv-profile", "off", stdin=TEXT + QUESTION).out == theirs
+
+
+def test_template_config_reaches_the_template(cli, mlx_lm, tmp_path):
+    model = copy_model(tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = "{% if shout %}LOUD AND CLEAR {% endif %}" + config["chat_template"]
+    path.write_text(json.dumps(config))
+    words = ("--model", model, "--verbose", "F", "-p", PROSE, "-m", 12)
+    flag = ("--chat-template-config", '{"shout": true}')
+    assert cli("generate", "--kv-profile", "off", *words, *flag).out == mlx_lm("generate", *words, *flag)
+    longer, shorter = (cli("generate", *words, "--json", *more).json["stats"]["prompt_tokens"] for more in (flag, ()))
+    assert longer > shorter
+
+
+def test_prefill_step_size_is_used(cli):
+    """A prompt that is read in steps sees its earlier steps packed; at 2 bits that shows."""
+    words = ("generate", "--verbose", "F", *FREE[:2], TEXT, "-m", 24, *HOT)
+    coarse = ("--kv-key", "tq2", "--kv-value", "tq2", "--kv-prefix", 0, "--kv-window", 0)
+    assert cli(*words, *coarse, "--prefill-step-size", 16).out != cli(*words, *coarse).out
 
 
 def test_verbose_text_is_the_text_between_mlx_lms_lines(cli, mlx_lm):
