@@ -51,11 +51,12 @@ def test_round_trip_is_near_and_of_the_right_shape(name, dim, lead, dtype, chose
 
 @given(st.sampled_from([*BITS]), dims, options, st.integers(0, 2**32 - 1))
 @modest
-def test_opposite_vectors_have_opposite_codes(name, dim, chosen, seed):
-    """The codebook is odd, so that -x decodes to minus what x decodes to."""
+def test_opposite_vectors_have_opposite_levels(name, dim, chosen, seed):
+    """The codebook is odd. A coordinate exactly on a boundary goes down for both signs: rare, so one is granted."""
     codec = make_codec(name, dim, **chosen)
     x = draw_vectors(seed, (4, dim), "float32")
-    assert mx.allclose(codec.decode(codec.encode(-x)), -codec.decode(codec.encode(x)), rtol=1e-5, atol=1e-6)
+    one, other = (mx.concatenate(codec.planes(codec.encode(sign * x).codes), axis=-1) for sign in (1, -1))
+    assert (one != -other).sum() <= 1
 
 
 @given(st.sampled_from([*BITS]), dims, options, st.integers(0, 2**32 - 1))

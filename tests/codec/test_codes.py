@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec, pack, quantize, quantize_q8
+from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec, pack, quantize, quantize_q8, rotate
 
 from mlx_tq.codec import Encoded
 from mlx_tq.codec.codebook import boundaries
@@ -39,6 +39,56 @@ def test_turbo_equals_scalar_encoder(name, dim):
     codes, norm = quantize(x.T, bits, SEED)
     assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), bits) for vector in codes.T]
     assert np.array_equal(np.array(encoded.scale), norm.astype(np.float16))
+    wide = make_codec(name, dim, seed=SEED, wide_scale=True).encode(mx.array(x))
+    assert np.array_equal(np.array(wide.scale), norm)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_value_on_a_boundary_goes_down(name, dim):
+    """Vectors of a few ones have many coordinates that are exactly 0 once rotated."""
+    x = np.rint(gaussian((24, dim)) * 0.4).astype(np.float32)
+    x[:, 0] = 1
+    assert (rotate(x.T, SEED) == 0).sum() > 20
+    codes, _ = quantize(x.T, BITS[name], SEED)
+    encoded = make_codec(name, dim, seed=SEED).encode(mx.array(x))
+    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), BITS[name]) for vector in codes.T]
+
+
+def near_a_boundary(dim: int, bits: int) -> np.ndarray:
+    """Vectors [n, D] one of whose coordinates is within a few ulp of where its code changes, on both sides.
+
+    Their first value is bisected between two where the code differs; then come its neighbours among the floats.
+    """
+    x = gaussian((40, dim)).T
+    low, high = np.full(40, -1000, np.float32), np.full(40, 1000, np.float32)
+
+    def code(first: np.ndarray) -> np.ndarray:
+        x[0] = first
+        return quantize(x, bits, SEED)[0][0]
+
+    at_low = code(low)
+    assert (code(high) != at_low).all()
+    for _ in range(50):
+        middle = ((low.astype(np.float64) + high) / 2).astype(np.float32)
+        same_side = code(middle) == at_low
+        low, high = np.where(same_side, middle, low), np.where(same_side, high, middle)
+    found = []
+    for step in range(-8, 9):
+        x[0] = low + step * np.spacing(low)
+        found.append(x.T.copy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("name", BITS)
+def test_arithmetic_is_the_documented_one(name, dim):
+    """Where any other order of sums, or a division for the product by 1 / norm, would give another code."""
+    x = near_a_boundary(dim, BITS[name])
+    codes, _ = quantize(x.T, BITS[name], SEED)
+    assert len(np.unique(codes[0])) > 1
+    encoded = make_codec(name, dim, seed=SEED).encode(mx.array(x))
+    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), BITS[name]) for vector in codes.T]
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -3,9 +3,9 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import FORMATS, gaussian, make_codec
+from codec_reference import BITS, FORMATS, gaussian, make_codec
 
-from mlx_tq.codec import RowLayout
+from mlx_tq.codec import RowLayout, codebook
 from mlx_tq.codec.formats.base import FP16_MAX
 
 SCALED = (*FORMATS[1:], "tq1")
@@ -30,6 +30,15 @@ def test_zero_decodes_to_zero(name, rule, wide):
     decoded = round_trip(make_codec(name, 64, scale=rule, wide_scale=wide), mx.array(x))
     assert np.array_equal(decoded[1], np.zeros(64))
     assert np.abs(decoded[[0, 2]]).max() > 0.5
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_codes_of_zero_are_those_of_a_zero_coordinate(name):
+    """0 lies on the middle boundary and goes down; no NaN decides it."""
+    codec = make_codec(name, 64)
+    levels = mx.concatenate(codec.planes(codec.encode(mx.zeros(64)).codes), axis=-1)
+    middle = codebook.levels(BITS[name])[2 ** BITS[name] // 2 - 1]
+    assert mx.allclose(levels, mx.full(64, float(middle)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)

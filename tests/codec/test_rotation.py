@@ -5,7 +5,7 @@ import hashlib
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import DIMS, gaussian, rotation_matrix
+from codec_reference import DIMS, gaussian, rotate, rotation_matrix
 
 from mlx_tq.codec.rotation import ROTATIONS, Haar, WalshHadamard, get_rotation
 from mlx_tq.errors import ConfigError
@@ -65,6 +65,23 @@ def test_inverse_of_forward_is_identity(name, dim):
     back = np.array(rotation.inverse(rotation.forward(mx.array(x)) / np.sqrt(dim).item()))
     assert back.dtype == np.float32
     assert np.allclose(back, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_wht_bit_for_bit(dim):
+    x = gaussian((7, dim))
+    assert np.array_equal(np.array(get_rotation("wht", dim, SEED).forward(mx.array(x))), rotate(x.T, SEED).T)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_haar_bit_for_bit(dim):
+    """Left to right over D, each product rounded."""
+    rotation = get_rotation("haar", dim, SEED)
+    x, total = gaussian((7, dim)), np.zeros((7, dim), np.float32)
+    scaled = np.array(rotation.matrix) * np.float32(np.sqrt(dim))
+    for j in range(dim):
+        total = total + x[:, j : j + 1] * scaled[:, j]
+    assert np.array_equal(np.array(rotation.forward(mx.array(x))), total)
 
 
 @pytest.mark.parametrize("name", ROTATIONS)

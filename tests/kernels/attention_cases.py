@@ -130,21 +130,21 @@ def expected(problem: Problem, mask: mx.array | str | None = None, sinks: mx.arr
     """Attention in float64 over the decoded cache."""
     keys, values = problem.decoded
     queries = double(problem.queries)
-    batch, query_heads, length = queries.shape[:3]
-    groups = query_heads // keys.shape[1]
-    keys, values = np.repeat(keys, groups, axis=1), np.repeat(values, groups, axis=1)
-    scores = queries @ keys.swapaxes(-1, -2) * problem.arguments["scale"]
+    batch, query_heads, length, dim = queries.shape
+    grouped = queries.reshape(batch, HEADS, -1, dim) @ keys.swapaxes(-1, -2) * problem.arguments["scale"]
+    scores = grouped.reshape(batch, query_heads, length, problem.tokens)
     if isinstance(mask, str):
         visible = np.tril(np.ones((length, problem.tokens), bool), problem.tokens - length)
         scores = np.where(visible, scores, -np.inf)
     elif mask is not None:
         scores = np.where(np.array(mask), scores, -np.inf) if mask.dtype == mx.bool_ else scores + double(mask)
+    peak = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        logits = np.broadcast_to(double(sinks)[None, :, None, None], (batch, query_heads, length, 1))
-        scores = np.concatenate([scores, logits], axis=-1)
-        values = np.concatenate([values, np.zeros_like(values[:, :, :1])], axis=2)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True) @ values
+        total += np.exp(double(sinks)[:, None, None] - peak)
+    weights = (weights / total).reshape(batch, HEADS, -1, problem.tokens)
+    return (weights @ values).reshape(batch, query_heads, length, -1)
 
 
 def assert_as_good_as_reference(problem: Problem, out: mx.array, mask=None, sinks=None, *, peak: float = 2.0) -> None:
