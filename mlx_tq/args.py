@@ -73,9 +73,9 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     return profile(option_value(args, PROFILE, environ) or DEFAULT_PROFILE, **changes)
 
 
-def names_cache(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> bool:
-    """The user chose something about the compressed cache."""
-    return any(option_value(args, option, environ) is not None for option in (PROFILE, *OPTIONS))
+def names_cache(args: argparse.Namespace) -> bool:
+    """A flag chose something about the compressed cache; the environment is but a default."""
+    return any(option_value(args, option, {}) is not None for option in (PROFILE, *OPTIONS))
 
 
 def parse_size(text: str) -> int:
@@ -87,9 +87,9 @@ def parse_size(text: str) -> int:
     """
     number, unit = text[:-2], text[-2:].upper()
     try:
-        size = float(number) * _SIZES[unit]
-    except (KeyError, ValueError):
+        size = int(float(number) * _SIZES[unit])
+    except (KeyError, ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB") from None
     if size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size above zero")
-    return int(size)
+    return size

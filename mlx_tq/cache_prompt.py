@@ -1,6 +1,8 @@
 """`mlx_tq.cache_prompt`: read a prompt once, save its compressed cache, and generate from it later."""
 
 import argparse
+import os
+from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_PREFILL_STEP_SIZE, generate_step
@@ -9,7 +11,8 @@ from mlx_tq.args import add_cache_arguments, config_from_args
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.cache.persist import save_prompt_cache
 from mlx_tq.dispatch import attention
-from mlx_tq.limits import check_memory, check_positions, free_memory, position_limit
+from mlx_tq.errors import ConfigError
+from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory, position_limit
 from mlx_tq.models import fingerprint, load
 from mlx_tq.prompt_cache import make_caches
 from mlx_tq.prompts import read_prompt
@@ -20,7 +23,9 @@ from mlx_tq.ui import prefill_progress, show_cache, show_plan
 def build_parser() -> argparse.ArgumentParser:
     """The flags of mlx_lm.cache_prompt that apply, and ours."""
     parser = argparse.ArgumentParser(
-        prog="mlx_tq.cache_prompt", description="Read a prompt once and save its compressed KV cache."
+        prog="mlx_tq.cache_prompt",
+        usage="%(prog)s --prompt-cache-file FILE [-p PROMPT] [options]",
+        description="Read a prompt once and save its compressed KV cache.",
     )
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
     parser.add_argument("--adapter-path", help="folder of trained adapter weights")
@@ -35,6 +40,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_writable(file: Path) -> None:
+    """Raise before the prompt is read, which can take minutes, where its cache could not be saved."""
+    folder = file.resolve().parent
+    if file.is_dir():
+        raise ConfigError(f"--prompt-cache-file {file} is a folder; name the .safetensors file to write in it.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--prompt-cache-file {file} cannot be written: {folder} is no writable folder.")
+
+
 def run(args: argparse.Namespace) -> int:
     """Read the prompt and save its cache; returns the exit code.
 
@@ -42,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
         MlxTqError: whatever stands in the way; no file is written then.
 
     """
+    check_arguments(args)
+    config = config_from_args(args)
+    _check_writable(Path(args.prompt_cache_file))
     prompt = read_prompt(args)
     model, tokenizer = load(
         args.model,
@@ -58,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         ids = tokenizer.encode(prompt)
     check_positions(len(ids), position_limit(model))
-    config = config_from_args(args)
     made = make_caches(model, config)
     if made.plan is not None:
         check_memory(made.plan, len(ids), free_memory())

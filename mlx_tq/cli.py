@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor": "show versions and backend, and test every codec",
     "demo": "answer a question about a long text, at fp16 and compressed",
 }
+USAGE_ERROR = 2
 INTERRUPTED = 130
 
 
@@ -27,30 +28,43 @@ def _usage() -> str:
     return "\n".join(["usage: mlx_tq COMMAND [options]", "", *lines, "", "mlx_tq COMMAND --help shows its options."])
 
 
+def _command_of_script(script: str) -> str | None:
+    """The command of a script `mlx_tq.COMMAND`, which Windows calls `mlx_tq.COMMAND.exe`."""
+    package, _, command = Path(script).name.removesuffix(".exe").partition(".")
+    return command if package == "mlx_tq" and command else None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    command = _command_of_script(sys.argv[0]) if argv is None else None
     words = sys.argv[1:] if argv is None else argv
-    _, dot, command = Path(sys.argv[0]).stem.partition(".") if argv is None else ("", "", "")
-    if not dot:
-        command, words = (words[0], words[1:]) if words else ("--help", [])
-    if command in ("--version", "-V"):
-        print(__version__)  # noqa: T201  this is what was asked for
-        return 0
-    if command in ("--help", "-h"):
-        print(_usage())  # noqa: T201
-        return 0
-    if command not in COMMANDS:
-        sys.stderr.write(f"mlx_tq: command {command!r} is unknown\n{_usage()}\n")
-        return 2
-    module = importlib.import_module(f"mlx_tq.{command}")
-    args = module.build_parser().parse_args(words)
+    if command is None:
+        command, words = (words[0], words[1:]) if words else ("", [])
     try:
-        return int(module.run(args))
+        try:
+            return _run(command, words)
+        finally:
+            sys.stdout.flush()
     except MlxTqError as error:
         sys.stderr.write(f"mlx_tq {command}: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        return USAGE_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output left; do not let the interpreter complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in ("--version", "-V"):
+        sys.stdout.write(f"{__version__}\n")
+        return 0
+    if command in ("--help", "-h"):
+        sys.stdout.write(f"{_usage()}\n")
+        return 0
+    if command not in COMMANDS:
+        sys.stderr.write(f"mlx_tq: command {command!r} is unknown\n" if command else "")
+        sys.stderr.write(f"{_usage()}\n")
+        return USAGE_ERROR
+    module = importlib.import_module(f"mlx_tq.{command}")
+    return int(module.run(module.build_parser().parse_args(words)))

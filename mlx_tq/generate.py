@@ -16,11 +16,11 @@ from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.dispatch import attention
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.images import embed_images
-from mlx_tq.limits import check_memory, check_positions, free_memory, position_limit
+from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory, position_limit
 from mlx_tq.models import load_with_config
-from mlx_tq.prompt_cache import PromptCache, open_prompt_cache, saved_model
-from mlx_tq.prompts import encode, read_prompt, render
-from mlx_tq.stats import GenerationStats, cache_stats
+from mlx_tq.prompt_cache import PromptCache, chosen_config, open_prompt_cache, saved_model
+from mlx_tq.prompts import encode, read_prompt, render, template_config
+from mlx_tq.stats import GenerationStats, cache_stats, tokens_seen
 from mlx_tq.ui import plan_dict, prefill_progress, show_plan, show_stats, warn
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Every flag of mlx_lm.generate, and ours."""
     parser: argparse.ArgumentParser = setup_arg_parser()
     parser.prog = "mlx_tq.generate"
+    parser.usage = "%(prog)s [-p PROMPT] [options]"
     parser.description = "Generate text with an mlx-lm model on a compressed KV cache."
     parser.set_defaults(prompt=None)
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         MlxTqError: whatever stands in the way, before anything is generated where that can be known.
 
     """
+    _check_request(args)
     prompt = read_prompt(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
@@ -68,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
         model_config={"quantize_activations": args.quantize_activations},
         trust_remote_code=args.trust_remote_code,
     )
-    for token in args.extra_eos_token:
-        tokenizer.add_eos_token(token)
-
+    _add_eos_tokens(tokenizer, args.extra_eos_token)
     opened = open_prompt_cache(model, args)
     text = render(tokenizer, prompt, args, continues=args.prompt_cache_file is not None)
     embeddings = None
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     ids = encode(tokenizer, text, args)
     max_tokens = _check_limits(model, opened, len(ids), args)
     if args.verbose and opened.plan is not None:
-        show_plan(opened.plan, _cached(opened) + len(ids) + max(max_tokens, 0))
+        show_plan(opened.plan, tokens_seen(opened.caches) + len(ids) + max(max_tokens, 0))
 
     options: dict[str, Any] = {"sampler": _sampler(tokenizer, args), "prefill_step_size": args.prefill_step_size}
     if embeddings is not None:
@@ -93,13 +93,27 @@ def run(args: argparse.Namespace) -> int:
     return INTERRUPTED if answer.stats.finish_reason == "interrupted" else 0
 
 
-def _cached(opened: PromptCache) -> int:
-    return max((cache.size() for cache in opened.caches), default=0)
+def _check_request(args: argparse.Namespace) -> None:
+    """Raise, before a model is loaded for it, where a request cannot be met by any."""
+    check_arguments(args)
+    template_config(args)
+    if chosen_config(args).is_off and args.kv_memory_limit is not None:
+        raise ConfigError(
+            "--kv-memory-limit is for compressed caches, and mlx-lm's own was chosen. Drop it, or take --max-kv-size."
+        )
+
+
+def _add_eos_tokens(tokenizer: Any, tokens: list[str]) -> None:
+    for token in tokens:
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError as error:
+            raise ConfigError(f"--extra-eos-token: {error}. Give a token of its vocabulary, or its number.") from error
 
 
 def _check_limits(model: Any, opened: PromptCache, prompt: int, args: argparse.Namespace) -> int:
     """Raise where the context cannot be; returns --max-tokens, cut to the positions that are left."""
-    start, limit, max_tokens = _cached(opened) + prompt, position_limit(model), int(args.max_tokens)
+    start, limit, max_tokens = tokens_seen(opened.caches) + prompt, position_limit(model), int(args.max_tokens)
     check_positions(start, limit)
     if limit is not None and (max_tokens < 0 or start + max_tokens > limit):
         if max_tokens >= 0:
@@ -170,6 +184,7 @@ def _generate(
             ):
                 if last is None:
                     ttft = time.perf_counter() - started
+                    progress(len(ids), len(ids))  # mlx-lm reports nothing of a prompt that a draft model reads too
                     _check_finite(response)
                 last = response
                 text += response.text

@@ -1,5 +1,6 @@
 """What a model and a machine allow, checked before the prompt is read."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,29 @@ import mlx.core as mx
 
 from mlx_tq.cache.factory import Plan
 from mlx_tq.errors import ConfigError
+from mlx_tq.ui import human_bytes
+
+_AT_LEAST = {"prefill_step_size": 1, "max_kv_size": 1, "num_draft_tokens": 0, "quantized_kv_start": 0, "seed": 0}
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise where a number makes no sense, before a model is loaded for it.
+
+    Raises:
+        ConfigError: one does not, with the least that does.
+
+    """
+    if getattr(args, "max_tokens", 1) == 0:
+        raise ConfigError("--max-tokens is 0; it must be 1 or more, or -1 for all that the model allows.")
+    for name, least in _AT_LEAST.items():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more.")
+    if getattr(args, "kv_bits", None) is not None:
+        try:
+            mx.quantize(mx.zeros((1, args.kv_group_size)), group_size=args.kv_group_size, bits=args.kv_bits)
+        except ValueError as error:
+            raise ConfigError(f"--kv-bits {args.kv_bits} --kv-group-size {args.kv_group_size}: {error}") from error
 
 
 def position_limit(model: Any) -> int | None:
@@ -35,7 +59,8 @@ def free_memory() -> int:
     if mx.metal.is_available():
         recommended = mx.device_info()["max_recommended_working_set_size"]
         return int(recommended) - mx.get_active_memory()
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else []:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigError("free memory is unknown on this system; give --kv-memory-limit, such as 8GB.")
@@ -52,7 +77,12 @@ def check_memory(plan: Plan, tokens: int, limit: int) -> None:
     if needed <= limit:
         return
     fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.nbytes(n) <= limit), 0)
-    raise ConfigError(
-        f"a context of {tokens:,} tokens needs {needed / 1e9:.2f} GB of KV cache; {limit / 1e9:.2f} GB are there. "
+    remedy = (
         f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or take --kv-profile small."
+        if fits
+        else "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-prefix and --kv-window."
+    )
+    raise ConfigError(
+        f"a context of {tokens:,} tokens needs {human_bytes(needed)} of KV cache; {human_bytes(limit)} are there. "
+        f"{remedy}"
     )

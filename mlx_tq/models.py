@@ -1,6 +1,7 @@
 """Load a model: a path, a name on the Hugging Face hub, or the small one inside the package."""
 
 import hashlib
+import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from mlx_tq.errors import ConfigError, UnsupportedModelError
 
 # A 7M-parameter model that finds facts in long text; see the README.md beside its weights.
 EMBEDDED = "needle"
+_REMEDY = (
+    "Give a folder with config.json and safetensors, a hub name such as mlx-community/Qwen3-4B-4bit, or nothing for "
+    "the embedded model."
+)
+_LONGEST = 240  # characters of another library's message that are worth reading
 
 
 def embedded_path() -> Path:
@@ -28,7 +34,7 @@ def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
         options: of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
 
     Raises:
-        ConfigError: no such folder or hub model.
+        ConfigError: no such folder or hub model, or a damaged one.
         UnsupportedModelError: mlx-lm does not know the architecture.
 
     """
@@ -38,21 +44,54 @@ def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
 
 def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[Any, Any, dict[str, Any]]:
     """As `load`, with the model's configuration."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError  # 0.1 s, only for a load
+    # 0.1 s, only for a load.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError
     from mlx_lm import load as load_model
 
-    where = str(embedded_path() if model is None else model)
+    where = _checked(str(embedded_path() if model is None else model), options.get("adapter_path"))
     try:
         loaded, tokenizer, config = load_model(where, return_config=True, **options)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except HFValidationError as error:
+        raise ConfigError(f"there is no model folder {where!r}, and it is no name on the hub. {_REMEDY}") from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = _one_line(str(error).strip().partition("\n")[0])
+        if not Path(where).exists():
+            reason = f"there is no such folder, and the hub did not give it ({reason})"
+        raise ConfigError(f"the model {where!r} cannot be loaded: {reason}. {_REMEDY}") from error
+    except json.JSONDecodeError as error:
         raise ConfigError(
-            f"the model {where!r} cannot be loaded: {str(error).strip().splitlines()[0]} Give a folder with "
-            "config.json and safetensors, a hub name such as mlx-community/Qwen3-4B-4bit, or nothing for the embedded "
-            "model."
+            f"the model {where!r} cannot be loaded: a JSON file is damaged ({error}). {_REMEDY}"
+        ) from error
+    except (KeyError, TypeError, StrictDataclassError) as error:
+        raise ConfigError(
+            f"the model {where!r} cannot be loaded: its config.json does not fit ({_one_line(str(error))}). {_REMEDY}"
+        ) from error
+    except RuntimeError as error:  # safetensors that mlx cannot read
+        raise ConfigError(
+            f"the model {where!r} cannot be loaded: {_one_line(str(error))}. Download or convert it again."
         ) from error
     except ValueError as error:
-        raise UnsupportedModelError(f"the model {where!r} cannot be loaded: {error}") from error
+        raise UnsupportedModelError(f"the model {where!r} cannot be loaded: {_one_line(str(error))}.") from error
     return loaded, tokenizer, config
+
+
+def _checked(where: str, adapter: str | Path | None) -> str:
+    """The name of a model, unless it or its adapter cannot be one."""
+    if not where.strip():
+        raise ConfigError(f"the model's name is empty. {_REMEDY}")
+    if Path(where).is_file():
+        raise ConfigError(f"the model {where!r} is a file; models of mlx-lm are folders. {_REMEDY}")
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
+        )
+    return where
+
+
+def _one_line(text: str) -> str:
+    """Text without line breaks or a final full stop, cut where it goes on and on."""
+    text = " ".join(text.split()).rstrip(".")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def fingerprint(model: Any) -> str:

@@ -1,8 +1,10 @@
 """The prompt cache that a command's flags describe: fresh, or from a file of ours or of mlx-lm."""
 
 import argparse
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
@@ -33,9 +35,7 @@ def chosen_config(args: argparse.Namespace) -> KVConfig:
         ConfigError: one of them together with a flag of the compressed cache.
 
     """
-    native = [
-        flag for flag, value in (("--kv-bits", args.kv_bits), ("--max-kv-size", args.max_kv_size)) if value is not None
-    ]
+    native = _native_flags(args)
     config = config_from_args(args)
     if not native or config.is_off:
         return config
@@ -45,6 +45,11 @@ def chosen_config(args: argparse.Namespace) -> KVConfig:
             "--kv-profile off."
         )
     return PROFILES["off"]
+
+
+def _native_flags(args: argparse.Namespace) -> list[str]:
+    flags = {"--kv-bits": args.kv_bits, "--max-kv-size": args.max_kv_size}
+    return [flag for flag, value in flags.items() if value is not None]
 
 
 def saved_model(path: str) -> str | None:
@@ -83,14 +88,35 @@ def open_prompt_cache(model: Any, args: argparse.Namespace) -> PromptCache:
     config, path = chosen_config(args), args.prompt_cache_file
     if path is None:
         return make_caches(model, config, args.max_kv_size)
-    if read_header(path).is_ours:
-        loaded = load_prompt_cache(path, model=fingerprint(model), config=config if names_cache(args) else None)
-        return PromptCache(loaded.caches, plan_caches(model, loaded.config), loaded.config)
+    header = read_header(path)
+    if header.is_ours:
+        return _open_ours(model, path, args)
+    if args.model is not None and Path(args.model).resolve() != Path(header.model_name).resolve():
+        raise CacheFormatError(f"{path} was made with the model {header.model_name!r}. Pass that model, or no --model.")
+    return _open_native(model, path, args, config)
+
+
+def _open_ours(model: Any, path: str, args: argparse.Namespace) -> PromptCache:
+    wanted = config_from_args(args) if names_cache(args) else None
+    loaded = load_prompt_cache(path, model=fingerprint(model), config=wanted)
+    if loaded.config.is_off:
+        return PromptCache(loaded.caches, None, loaded.config)
+    if native := _native_flags(args):
+        raise ConfigError(f"{path} holds a compressed cache, which {native[0]} cannot change. Drop it.")
+    return PromptCache(loaded.caches, plan_caches(model, loaded.config), loaded.config)
+
+
+def _open_native(model: Any, path: str, args: argparse.Namespace, config: KVConfig) -> PromptCache:
     try:
         native = load_native_cache(path)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again with mlx_tq.cache_prompt.") from error
-    if config.is_off:
-        return PromptCache(native, None, config)
-    plan = plan_caches(model, config)
-    return PromptCache(adopt_caches(plan, native), plan, config)
+    if not config.is_off:
+        plan = plan_caches(model, config)
+        return PromptCache(adopt_caches(plan, native), plan, config)
+    if len(native) != len(make_native_cache(model)):
+        raise CacheFormatError(f"{path} has {len(native)} caches, not one for each of the model's. Pass its own model.")
+    for cache in native:
+        if isinstance(cache, QuantizedKVCache) and args.kv_bits not in (None, cache.bits):
+            raise ConfigError(f"{path} was made with --kv-bits {cache.bits}, not {args.kv_bits}. Drop that flag.")
+    return PromptCache(native, None, config)

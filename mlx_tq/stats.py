@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlx_lm.models.cache import CacheList, QuantizedKVCache
+
 from mlx_tq.cache.factory import Plan, compressed_caches
 
 
@@ -30,20 +32,31 @@ class CacheStats:
         return self.fp16_nbytes / self.nbytes if self.nbytes else 1.0
 
 
+def tokens_seen(caches: Sequence[Any]) -> int:
+    """Tokens that went through a prompt cache, whatever became of them."""
+    return max((int(part.offset) for part in _parts(caches) if hasattr(part, "offset")), default=0)
+
+
 def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     """Measure a cache; `plan` is how it was made, None for mlx-lm's own. Waits for its arrays."""
+    tokens = tokens_seen(caches)
     total = sum(cache.nbytes for cache in caches if not cache.empty())
     compressed = compressed_caches(caches)
-    if plan is None or not compressed:
-        tokens = max((cache.size() for cache in caches), default=0)
-        return CacheStats(tokens, total, total, clamped=0)
-    tokens = compressed[0].offset
-    return CacheStats(
-        tokens=tokens,
-        nbytes=total,
-        fp16_nbytes=total - sum(cache.nbytes for cache in compressed) + plan.native_nbytes(tokens),
-        clamped=sum(cache.clamped for cache in compressed),
-    )
+    quantized = [part for part in _parts(caches) if isinstance(part, QuantizedKVCache) and not part.empty()]
+    native = total - sum(cache.nbytes for cache in (*compressed, *quantized)) + sum(map(_unquantized, quantized))
+    if compressed and plan is not None:
+        native += plan.native_nbytes(tokens)
+    return CacheStats(tokens, total, native, clamped=sum(cache.clamped for cache in compressed))
+
+
+def _parts(caches: Sequence[Any]) -> list[Any]:
+    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+
+
+def _unquantized(cache: Any) -> int:
+    """Bytes of a cache that mlx-lm quantised, in the type of its scales."""
+    vectors = sum(scales[..., : cache.offset, :].nbytes for _, scales, _ in (cache.keys, cache.values))
+    return int(vectors * cache.group_size)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ def show_plan(plan: Plan, tokens: int) -> None:
     console.print(
         f"in the model's own type: the first {spec.prefix} tokens, the last {spec.window} and up to 63 before those",
         style="dim",
+        soft_wrap=True,
     )
 
 
@@ -94,21 +95,26 @@ def warn(message: str) -> None:
 
 def show_cache(cache: CacheStats) -> None:
     """Print what a prompt cache takes."""
-    console.print(
-        f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}; fp16 takes "
-        f"{human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much",
-        soft_wrap=True,
-    )
+    compared = f"; fp16 takes {human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much"
+    if cache.nbytes == cache.fp16_nbytes:
+        compared = ""
+    elif cache.ratio < 1:
+        compared += " (its buffers are larger than so short a text)"
+    console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}", soft_wrap=True)
     if cache.clamped:
         warn(f"{cache.clamped:,} vectors exceeded fp16's range and were clamped; --kv-profile off keeps them.")
 
 
 def show_stats(stats: GenerationStats) -> None:
     """Print the numbers of a generation."""
-    console.print(
-        f"prompt: {stats.prompt_tokens:,} tokens, {stats.prompt_tps:.1f} tok/s, first token after {stats.ttft:.2f} s\n"
-        f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
-    )
+    if stats.generation_tokens:
+        console.print(
+            f"prompt: {stats.prompt_tokens:,} tokens, {stats.prompt_tps:.1f} tok/s, "
+            f"first token after {stats.ttft:.2f} s\n"
+            f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
+        )
+    else:
+        console.print(f"prompt: {stats.prompt_tokens:,} tokens, {stats.finish_reason} before the first token")
     show_cache(stats.cache)
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 

@@ -1,0 +1,39 @@
+"""Commands of mlx_tq and of mlx-lm inside the test's process."""
+
+import io
+import sys
+from importlib import import_module
+
+import pytest
+
+from mlx_tq.cli import main
+
+from .tools import Result
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch):
+    """Run `mlx_tq WORDS`; standard input is what `stdin` says, empty otherwise."""
+
+    def call(*words, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as exit_:  # argparse
+            code = exit_.code
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def mlx_lm(capsys, monkeypatch):
+    """Run `mlx_lm.COMMAND WORDS` and return what it printed."""
+
+    def call(command, *words, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "argv", [f"mlx_lm.{command}", *map(str, words)])
+        import_module(f"mlx_lm.{command}").main()
+        return capsys.readouterr().out
+
+    return call

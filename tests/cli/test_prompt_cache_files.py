@@ -1,0 +1,204 @@
+"""Read a prompt once with cache_prompt, and continue from its file: ours, and mlx-lm's."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from .tools import EMBEDDED, PACKED, copy_model, facts, zoo_model
+
+TEXT, QUESTION = facts(16)
+ASK = ("-p", QUESTION, "-m", 20, "--verbose", "F")
+OFF = ("--kv-profile", "off")
+
+
+@pytest.fixture
+def saved(cli, tmp_path):
+    """A cache of TEXT, mostly packed."""
+    file = tmp_path / "saved.safetensors"
+    result = cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *PACKED)
+    assert result.code == 0
+    return file
+
+
+@pytest.fixture
+def native(mlx_lm, tmp_path):
+    """The same, saved by mlx-lm."""
+    file = tmp_path / "native.safetensors"
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file)
+    return file
+
+
+def test_cache_prompt_says_what_it_does(cli, tmp_path):
+    file = tmp_path / "cache.safetensors"
+    result = cli("cache_prompt", "-p", "-", "--prompt-cache-file", file, *PACKED, stdin=TEXT)
+    assert (result.code, result.out) == (0, "")
+    assert "KV cache of qwen3" in result.err
+    assert "tok" in result.err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name], "no temporary file is left"
+
+
+@pytest.mark.parametrize("flags", [OFF, PACKED, ()], ids=["off", "packed", "default"])
+def test_continue_is_as_if_read_at_once(cli, tmp_path, flags):
+    file = tmp_path / "cache.safetensors"
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *flags).code == 0
+    at_once = cli("generate", "-p", TEXT + QUESTION, "-m", 20, "--json", *flags).json
+    continued = cli("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
+    assert continued["text"] == at_once["text"] == "417295"
+    assert continued["stats"]["prompt_tokens"] < 40
+    ours, theirs = continued["stats"]["cache"], at_once["stats"]["cache"]
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["nbytes"] <= theirs["nbytes"], "a file holds no spare capacity"
+
+
+def test_a_file_can_be_used_again(cli, saved):
+    before = saved.read_bytes()
+    assert cli("generate", *ASK, "--prompt-cache-file", saved) == cli("generate", *ASK, "--prompt-cache-file", saved)
+    assert saved.read_bytes() == before
+
+
+def test_more_of_the_conversation(cli, saved):
+    """System prompts and prefilled answers are placed as in a prompt that is read at once."""
+    for flags in (("--prefill-response", "It is 41"), ("--chat-template-config", '{"enable_thinking": false}')):
+        at_once = cli("generate", "-p", TEXT + QUESTION, "-m", 20, "--verbose", "F", *PACKED, *flags)
+        continued = cli("generate", *ASK, *flags, "--prompt-cache-file", saved)
+        assert continued.out == at_once.out
+        assert continued.out.strip()
+
+
+def test_system_prompt_is_in_the_file(cli, mlx_lm, native):
+    """What stands before the user's words is taken for cached, as in mlx-lm."""
+    words = ("--model", EMBEDDED, *ASK, "--system-prompt", "Answer.", "--prompt-cache-file", native)
+    assert cli("generate", *words, *OFF).out == mlx_lm("generate", *words)
+
+
+def test_template_that_strips_the_prompt(cli, tmp_path):
+    """Llama's templates trim a message; a question from `echo` ends in a line break."""
+    model = copy_model(tmp_path / "model")
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    assert "m['content']" in config["chat_template"]
+    config["chat_template"] = config["chat_template"].replace("m['content']", "m['content'] | trim")
+    path.write_text(json.dumps(config))
+    file = tmp_path / "cache.safetensors"
+    words = ("--model", model, "--prompt-cache-file", file)
+    assert cli("cache_prompt", "-p", "The code is 12.", *words).code == 0
+    result = cli("generate", "-m", 3, *words, "--verbose", "F", stdin="What is the code?\n")
+    assert (result.code, result.err) == (0, "")
+
+
+def test_file_of_mlx_lm_with_off(cli, mlx_lm, native):
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, "--prompt-cache-file", native)
+    for named in ((), ("--model", EMBEDDED)):
+        assert cli("generate", *ASK, *OFF, *named, "--prompt-cache-file", native).out == theirs
+
+
+def test_file_of_mlx_lm_is_compressed(cli, native):
+    words = ("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", native)
+    answer = cli(*words, *PACKED).json
+    assert answer["text"] == "417295"
+    assert answer["stats"]["cache"]["ratio"] > 1.2
+    assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}
+
+
+def test_quantised_file_of_mlx_lm(cli, mlx_lm, tmp_path):
+    file = tmp_path / "quantised.safetensors"
+    bits = ("--kv-bits", 8, "--quantized-kv-start", 0)
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file, *bits)
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, *bits, "--prompt-cache-file", file)
+    assert cli("generate", *ASK, *bits, "--prompt-cache-file", file).out == theirs
+    other = cli("generate", *ASK, "--kv-bits", 4, "--prompt-cache-file", file)
+    assert (other.code, other.out) == (2, "")
+    assert "was made with --kv-bits 8, not 4" in other.err
+    compressed = cli("generate", *ASK, *PACKED, "--prompt-cache-file", file)
+    assert (compressed.code, compressed.out) == (1, "")
+    assert "without --kv-bits" in compressed.err
+
+
+def test_model_of_the_file_is_used(cli, tmp_path):
+    model, file = zoo_model(tmp_path / "llama", "llama"), tmp_path / "cache.safetensors"
+    assert cli("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0
+    words = ("generate", "-p", QUESTION, "-m", 5, "--json", "--prompt-cache-file", file)
+    unnamed, named = cli(*words).json, cli(*words, "--model", model).json
+    assert unnamed["plan"]["model_type"] == "llama"
+    assert unnamed["text"] == named["text"]
+
+
+def test_draft_model_with_a_file(cli, saved):
+    words = ("generate", *ASK, "--prompt-cache-file", saved)
+    assert cli(*words, "--draft-model", EMBEDDED).out == cli(*words).out
+
+
+@pytest.mark.parametrize("flags", [PACKED, pytest.param((), marks=pytest.mark.full)], ids=["packed", "default"])
+def test_draft_model_with_compressed_caches(cli, flags):
+    """Speculative decoding says what plain decoding says."""
+    words = ("generate", "-p", TEXT, "--ignore-chat-template", "-m", 24, "--verbose", "F", *flags)
+    plain = cli(*words)
+    assert plain.out.strip()
+    for count in (1, 4):
+        assert cli(*words, "--draft-model", EMBEDDED, "--num-draft-tokens", count).out == plain.out
+
+
+def refused(result, *says, code=1):
+    assert (result.code, result.out) == (code, "")
+    (line,) = result.errors
+    assert line == result.err.strip(), "nothing but the reason"
+    for words in says:
+        assert words in line
+
+
+def test_another_configuration(cli, saved):
+    words = ("generate", *ASK, "--prompt-cache-file", saved)
+    refused(cli(*words, "--kv-profile", "small"), "made with another configuration", "prefix is 16, not 128")
+    refused(cli(*words, *PACKED, "--kv-key", "q8"), "key is 'tq4', not 'q8'")
+    assert cli(*words, *PACKED).code == 0
+    for flag in ("--kv-bits", "--max-kv-size"):
+        refused(cli(*words, flag, 8), f"{flag} cannot change", code=2)
+
+
+def test_another_model(cli, saved, native, tmp_path):
+    other = zoo_model(tmp_path / "other", "llama")
+    refused(cli("generate", *ASK, "--prompt-cache-file", saved, "--model", other), "was made with the model")
+    refused(cli("generate", *ASK, *OFF, "--prompt-cache-file", native, "--model", other), str(EMBEDDED))
+    finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
+    refused(cli("generate", *ASK, "--prompt-cache-file", saved, "--model", finetuned), "was made with the model")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
+@pytest.mark.parametrize("flags", [(), OFF], ids=["default", "off"])
+def test_truncated(cli, saved, native, flags, keep):
+    for file in (saved, native):
+        file.write_bytes(file.read_bytes()[:keep])
+        refused(cli("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "Make")
+
+
+def test_foreign(cli, tmp_path):
+    weights = EMBEDDED / "model.safetensors"
+    refused(cli("generate", *ASK, "--prompt-cache-file", weights), "is not a prompt cache", "mlx_tq.cache_prompt")
+    text = tmp_path / "text.safetensors"
+    text.write_text("No arrays here." * 100)
+    refused(cli("generate", *ASK, "--prompt-cache-file", text), "damaged or no cache file")
+    image = tmp_path / "image.safetensors"
+    mx.save_safetensors(str(image), {"pixels": mx.zeros((2, 2))}, {"1.0": "KVCache"})
+    refused(cli("generate", *ASK, "--prompt-cache-file", image), "damaged")
+
+
+def test_missing(cli, tmp_path):
+    refused(cli("generate", *ASK, "--prompt-cache-file", tmp_path / "none.safetensors"), "there is no cache file")
+    refused(cli("generate", *ASK, "--prompt-cache-file", tmp_path), "there is no cache file")
+
+
+def test_no_place_to_write(cli, tmp_path):
+    """Known before the prompt is read, which can take minutes."""
+    file = tmp_path / "none" / "cache.safetensors"
+    refused(cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file), "is no writable folder", code=2)
+    refused(cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", tmp_path), "is a folder", code=2)
+
+
+def test_unsupported_model_with_off(cli, tmp_path):
+    """Off needs nothing of ours, so a model that we cannot serve can be cached, and continued."""
+    model, file = zoo_model(tmp_path / "gemma2", "gemma2"), tmp_path / "cache.safetensors"
+    words = ("--model", model, "--prompt-cache-file", file)
+    assert cli("cache_prompt", "-p", "The city", *words, *OFF).code == 0
+    result = cli("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
+    assert (result.code, result.err, result.json["plan"]) == (0, "", None)

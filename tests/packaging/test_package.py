@@ -1,0 +1,155 @@
+"""What is built, and what someone gets who installs it."""
+
+import email
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mlx_tq
+
+ROOT = Path(__file__).resolve().parents[2]
+MB = 1024 * 1024
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def call(*words, **options):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
+    done = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, env=env, timeout=300, check=False, **options
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory):
+    """A folder with the sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(dist):
+    (file,) = dist.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory):
+    """The folder of scripts of a new environment that has the wheel; what it depends on comes from this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    call(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.fixture(scope="session")
+def names(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_wheel_has_what_commands_read(names):
+    model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    assert {f"mlx_tq/assets/needle/{file}" for file in model} <= names
+    assert "mlx_tq/metal/README.md" in names
+    assert {"mlx_tq/py.typed", "rescue_svc/py.typed"} <= names
+    checkout = {str(file.relative_to(ROOT)) for file in (ROOT / "mlx_tq").rglob("*") if file.is_file()}
+    assert {name for name in checkout if "__pycache__" not in name} <= names
+    kernels = {f"mlx_tq/metal/{file.name}" for file in (ROOT / "metal").iterdir()}
+    assert kernels <= names
+
+
+def test_wheel_has_nothing_else(names):
+    """No tests, and no package `metal`, a name that pyobjc's `Metal` owns on a Mac."""
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"mlx_tq", "rescue_svc"}
+    assert not [name for name in names if re.search(r"(^|/)(tests?|__pycache__|benchmarks)/|\.pyc$", name)]
+
+
+def test_model_is_at_most_16_mb(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.compress_size for info in archive.infolist()}
+    model = sum(size for name, size in sizes.items() if name.startswith("mlx_tq/assets/needle/"))
+    assert model <= 16 * MB
+    assert wheel.stat().st_size - model <= MB
+
+
+def test_metadata(wheel):
+    fields = metadata(wheel)
+    assert (fields["Name"], fields["Version"]) == ("mlx-tq", mlx_tq.__version__)
+    assert fields["Requires-Python"] == ">=3.11"
+    assert "# mlx_tq" in fields.get_payload()
+
+
+def test_core_needs_four_packages(wheel):
+    core = [line for line in metadata(wheel).get_all("Requires-Dist") if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line).group() for line in core} == {"mlx", "mlx-lm", "numpy", "rich"}
+    assert not any("[" in line for line in core)
+
+
+def test_sdist_can_be_tested(dist):
+    (file,) = dist.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        members = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {
+        "pyproject.toml",
+        "Makefile",
+        "README.md",
+        "LICENSE",
+        "metal/README.md",
+        "tests/conftest.py",
+        "tests/zoo.py",
+    }
+    assert wanted <= members
+    assert "mlx_tq/assets/needle/model.safetensors" in members
+    assert not [name for name in members if name.startswith((".git/", ".venv", "dist/")) or "__pycache__" in name]
+
+
+@pytest.mark.parametrize("script", PROJECT["scripts"])
+def test_every_script_starts(installed, tmp_path, script):
+    assert call(installed / script, "--help", cwd=tmp_path).stdout.startswith(f"usage: {script}")
+
+
+def test_version_of_the_installed(installed, tmp_path):
+    assert call(installed / "mlx_tq", "--version", cwd=tmp_path).stdout == f"{mlx_tq.__version__}\n"
+    script = "import mlx_tq, rescue_svc; print(mlx_tq.__file__, rescue_svc.__file__)"
+    files = call(installed / "python", "-c", script, cwd=tmp_path).stdout.split()
+    assert all(Path(file).is_relative_to(installed.parent) for file in files), files
+
+
+def test_generate_from_elsewhere(installed, tmp_path):
+    prompt = "The access code is 417295. What is the access code?"
+    done = call(installed / "mlx_tq.generate", "-p", prompt, "-m", 12, "--json", cwd=tmp_path)
+    answer = json.loads(done.stdout)
+    assert answer["text"] == "417295"
+    assert [layer["key"] for layer in answer["plan"]["layers"]] == ["q8"] * 6
+    assert not list(tmp_path.iterdir())
+
+
+def test_torch_is_never_imported(installed, tmp_path):
+    """Not by the way either, where a machine has it."""
+    script = (
+        "import sys; from mlx_tq.cli import main; code = main(['generate', '-p', 'hi', '-m', '2']); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    call(installed / "python", "-c", script, cwd=tmp_path)
