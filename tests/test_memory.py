@@ -103,3 +103,10 @@ def test_sizes_below_one(name, size):
 def test_head_dim_that_cannot_be_stored(dim):
     with pytest.raises(ConfigError, match=f"head_dim {dim} "):
         memory_report(100, 1, 1, dim)
+
+
+@pytest.mark.parametrize("head_dim", [0, -64, 40])
+@pytest.mark.parametrize("name", ["off", "balanced"])
+def test_head_dims_that_no_cache_has(name, head_dim):
+    with pytest.raises(ConfigError, match=f"head_dim {head_dim} cannot be stored"):
+        memory_report(1000, 2, 2, head_dim, PROFILES[name])

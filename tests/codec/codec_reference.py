@@ -112,7 +112,7 @@ def quantize_q8(x: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """int8 codes [D, n] and fp32 scales [n] of fp32 vectors [D, n]."""
     y = rotate(x, seed)
     peak = np.abs(y).max(axis=0)
-    return np.rint(y * (np.float32(127) / peak)).astype(np.int8), peak / np.float32(127 * math.sqrt(len(x)))
+    return np.rint(y * (np.float32(127) / peak)).astype(np.int8), peak / np.float32(math.sqrt(len(x)))
 
 
 def pack(codes: list[int], bits: int) -> list[int]:
