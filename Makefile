@@ -27,8 +27,9 @@ format: $(VENV)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/dev
-	$(BIN)/python -m mlx_tq bench
+bench: $(VENV)/bench
+	$(BIN)/python -m mlx_tq bench --json benchmarks/results/decode_attention.json
+	$(BIN)/python benchmarks/plot.py benchmarks/results/decode_attention.json
 
 clean:
 	rm -rf $(VENV) dist
@@ -44,4 +45,8 @@ $(VENV)/core: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))dev]'
+	touch $@ $(VENV)/core
+
+$(VENV)/bench: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))bench]'
 	touch $@ $(VENV)/core

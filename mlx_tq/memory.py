@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.formats import get_format
 from mlx_tq.config import BLOCK, DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 
@@ -52,6 +53,7 @@ def memory_report(
     for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
         if size < 1:
             raise ConfigError(f"{name} is {size}; it must be 1 or more.")
+    get_format("fp16").check(head_dim)
     vectors = num_layers * num_kv_heads
     full_token = vectors * 2 * head_dim * mx.float16.size
     if config.is_off:

@@ -41,20 +41,30 @@ class TurboQuant:
         seed: of the rotation.
         scale: write-time scale rule, "raw", "matched" or "ls" (see `CodecOptions`).
         rotation: "wht" or "haar".
+        wide_scale: fp32 scales instead of fp16.
 
     Raises:
         ConfigError: a size, width or rule that does not exist.
 
     """
 
-    def __init__(self, head_dim: int, bits: int, *, seed: int = 42, scale: str = "raw", rotation: str = "wht") -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        bits: int,
+        *,
+        seed: int = 42,
+        scale: str = "raw",
+        rotation: str = "wht",
+        wide_scale: bool = False,
+    ) -> None:
         if bits not in POLYNOMIALS:
             raise ConfigError(f"bits {bits!r} is not available; valid are {', '.join(map(str, POLYNOMIALS))}.")
         if head_dim <= 0 or head_dim % 16:
             raise ConfigError(f"head_dim {head_dim} cannot be packed; valid are multiples of 16, such as 64 or 128.")
         self.head_dim = head_dim
         self.bits = bits
-        self.codec = TurboCodec(head_dim, bits, CodecOptions(seed=seed, scale=scale, rotation=rotation))
+        self.codec = TurboCodec(head_dim, bits, CodecOptions(seed, rotation, scale, wide_scale))
 
     def encode(self, x: mx.array) -> Encoded:
         """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...]."""

@@ -8,10 +8,15 @@ from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Fo
 from mlx_tq.codec.rotation import Rotation
 
 _LIMIT = 127.0
+# Below this the factor 127 / amax would overflow; such a vector is stored as zero.
+_TINY = 2.0**-110
 
 
 class Q8Codec(Codec):
-    """Symmetric int8 of the rotated vector; scale = amax / 127."""
+    """Symmetric int8 of the rotated vector in steps of amax / 127.
+
+    The stored scale is amax, not the step, so that small vectors stay clear of fp16's subnormals.
+    """
 
     def __init__(self, head_dim: int, options: CodecOptions) -> None:
         self.rotation: Rotation = rotation_for(head_dim, options)
@@ -32,14 +37,18 @@ class Q8Codec(Codec):
         """Encode vectors [..., D]. A zero vector has scale 0 and decodes to zero."""
         y = self.rotation.forward(mx.clip(x.astype(mx.float32), -FP16_MAX, FP16_MAX))
         peak = mx.abs(y).max(axis=-1)
-        factor = mx.where(peak > 0, _LIMIT / peak, 0.0)
+        factor = mx.where(peak > _TINY, _LIMIT / peak, 0.0)
         codes = mx.round(y * factor[..., None]).astype(mx.int8)
-        scale = mx.minimum(peak / (_LIMIT * math.sqrt(self.head_dim)), FP16_MAX)
+        scale = mx.minimum(peak / math.sqrt(self.head_dim), FP16_MAX)
         return Encoded(codes.view(mx.uint16), scale.astype(self.scale_dtype))
 
     def planes(self, codes: mx.array) -> list[mx.array]:
         """The codes as numbers: one fp32 [..., D]."""
         return [codes.view(mx.int8).astype(mx.float32)]
+
+    def gain(self, scale: mx.array) -> mx.array:
+        """Stored amax [...] over 127: fp32 [...]."""
+        return scale.astype(mx.float32) * (1 / _LIMIT)
 
 
 class Q8(Format):

@@ -1,0 +1,85 @@
+"""Properties of every codec, for shapes, types, seeds and scale rules that Hypothesis chooses."""
+
+import mlx.core as mx
+import numpy as np
+from codec_reference import BITS, DIMS, FORMATS, make_codec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tq.codec import RowLayout
+
+NAMES = (*FORMATS, "tq1")
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+# Share of a vector's norm that may be lost. Random vectors lose sqrt(MSE); the worst that Hypothesis finds, more.
+WORST = {"fp16": 2**-10, "q8": 0.1, "tq4": 0.5, "tq3": 0.6, "tq2": 0.8, "tq1": 0.95}
+
+options = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**31),
+        "rotation": st.sampled_from(["wht", "wht", "wht", "haar"]),
+        "scale": st.sampled_from(["raw", "matched", "ls"]),
+        "wide_scale": st.booleans(),
+    }
+)
+dims = st.sampled_from([dim for dim in DIMS if dim <= 128])
+leads = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+modest = settings(max_examples=60, deadline=None)
+
+
+def draw_vectors(seed: int, shape: tuple[int, ...], dtype: str) -> mx.array:
+    """Vectors of very different size and shape, whose norms fp16 holds well."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) ** rng.choice([1, 3]) * 10.0 ** rng.uniform(-2, 1)
+    return mx.array(x.astype(np.float32)).astype(DTYPES[dtype])
+
+
+@given(st.sampled_from(NAMES), dims, leads, st.sampled_from([*DTYPES]), options, st.integers(0, 2**32 - 1))
+@modest
+def test_round_trip_is_near_and_of_the_right_shape(name, dim, lead, dtype, chosen, seed):
+    codec = make_codec(name, dim, **chosen)
+    x = draw_vectors(seed, (*lead, dim), dtype)
+    encoded = codec.encode(x)
+    assert encoded.codes.shape == (*lead, codec.words)
+    assert (encoded.scale is None) == (codec.scale_dtype is None)
+    decoded = codec.decode(encoded)
+    assert decoded.shape == x.shape
+    assert decoded.dtype == mx.float32
+    exact = np.array(x.astype(mx.float32), np.float64)
+    error = np.linalg.norm(np.array(decoded) - exact, axis=-1)
+    assert (error <= WORST[name] * np.linalg.norm(exact, axis=-1) + 1e-4).all()
+
+
+@given(st.sampled_from([*BITS]), dims, options, st.integers(0, 2**32 - 1))
+@modest
+def test_opposite_vectors_have_opposite_levels(name, dim, chosen, seed):
+    """The codebook is odd. A coordinate exactly on a boundary goes down for both signs: rare, so one is granted."""
+    codec = make_codec(name, dim, **chosen)
+    x = draw_vectors(seed, (4, dim), "float32")
+    one, other = (mx.concatenate(codec.planes(codec.encode(sign * x).codes), axis=-1) for sign in (1, -1))
+    assert (one != -other).sum() <= 1
+
+
+@given(st.sampled_from([*BITS]), dims, options, st.integers(0, 2**32 - 1))
+@modest
+def test_inner_products_survive_rotation(name, dim, chosen, seed):
+    """<R x_hat, R q> = <x_hat, q>: what attention relies on."""
+    codec = make_codec(name, dim, **chosen)
+    x, q = (draw_vectors(seed + i, (3, dim), "float32") for i in range(2))
+    encoded = codec.encode(x)
+    rotated = (codec.decode_rotated(encoded) * (q @ codec.rotation.matrix.T)).sum(axis=-1)
+    plain = (codec.decode(encoded) * q).sum(axis=-1)
+    size = mx.linalg.norm(x, axis=-1) * mx.linalg.norm(q, axis=-1)
+    assert mx.all(mx.abs(rotated - plain) <= 1e-5 * size)
+
+
+@given(
+    st.sampled_from(FORMATS), st.sampled_from(FORMATS), dims, dims, leads, options, st.integers(0, 2**32 - 1)
+)  # fmt: skip
+@modest
+def test_rows_hold_what_the_codecs_made(key, value, key_dim, value_dim, lead, chosen, seed):
+    layout = RowLayout(make_codec(key, key_dim, **chosen), make_codec(value, value_dim, **chosen))
+    keys, values = (draw_vectors(seed, (*lead, dim), "float16") for dim in (key_dim, value_dim))
+    rows = layout.encode(keys, values).rows
+    assert rows.shape == (*lead, layout.words)
+    for codec, x, part in ((layout.key, keys, layout.keys(rows)), (layout.value, values, layout.values(rows))):
+        assert mx.array_equal(codec.decode(part), codec.decode(codec.encode(x)))

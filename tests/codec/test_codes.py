@@ -1,0 +1,161 @@
+"""Codes bit for bit: equal to a scalar NumPy encoder, and the same however the vectors arrive."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec, pack, quantize, quantize_q8, rotate
+
+from mlx_tq.codec import Encoded
+from mlx_tq.codec.codebook import boundaries
+from mlx_tq.codec.rotation import get_rotation
+
+ALL = (*FORMATS, "tq1")
+SEED = 1042
+
+
+def same(a: Encoded, b: Encoded) -> bool:
+    scales = a.scale is b.scale or mx.array_equal(a.scale, b.scale)
+    return bool(scales and mx.array_equal(a.codes, b.codes))
+
+
+def joined(parts: list[Encoded]) -> Encoded:
+    scale = None if parts[0].scale is None else mx.concatenate([part.scale for part in parts])
+    return Encoded(mx.concatenate([part.codes for part in parts]), scale)
+
+
+def coarse(shape: tuple[int, ...]) -> mx.array:
+    """Gaussians on a grid of 1/16, which fp16, bf16 and fp32 all hold exactly."""
+    return mx.array(np.rint(gaussian(shape) * 16) / 16)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_turbo_equals_scalar_encoder(name, dim):
+    bits = BITS[name]
+    x = gaussian((24, dim), seed=dim) * np.float32(3.7)
+    encoded = make_codec(name, dim, seed=SEED).encode(mx.array(x))
+    codes, norm = quantize(x.T, bits, SEED)
+    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), bits) for vector in codes.T]
+    assert np.array_equal(np.array(encoded.scale), norm.astype(np.float16))
+    wide = make_codec(name, dim, seed=SEED, wide_scale=True).encode(mx.array(x))
+    assert np.array_equal(np.array(wide.scale), norm)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_value_on_a_boundary_goes_down(name, dim):
+    """Vectors of a few ones have many coordinates that are exactly 0 once rotated."""
+    x = np.rint(gaussian((24, dim)) * 0.4).astype(np.float32)
+    x[:, 0] = 1
+    assert (rotate(x.T, SEED) == 0).sum() > 20
+    codes, _ = quantize(x.T, BITS[name], SEED)
+    encoded = make_codec(name, dim, seed=SEED).encode(mx.array(x))
+    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), BITS[name]) for vector in codes.T]
+
+
+def near_a_boundary(dim: int, bits: int) -> np.ndarray:
+    """Vectors [n, D] one of whose coordinates is within a few ulp of where its code changes, on both sides.
+
+    Their first value is bisected between two where the code differs; then come its neighbours among the floats.
+    """
+    x = gaussian((40, dim)).T
+    low, high = np.full(40, -1000, np.float32), np.full(40, 1000, np.float32)
+
+    def code(first: np.ndarray) -> np.ndarray:
+        x[0] = first
+        return quantize(x, bits, SEED)[0][0]
+
+    at_low = code(low)
+    assert (code(high) != at_low).all()
+    for _ in range(50):
+        middle = ((low.astype(np.float64) + high) / 2).astype(np.float32)
+        same_side = code(middle) == at_low
+        low, high = np.where(same_side, middle, low), np.where(same_side, high, middle)
+    found = []
+    for step in range(-8, 9):
+        x[0] = low + step * np.spacing(low)
+        found.append(x.T.copy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("name", BITS)
+def test_arithmetic_is_the_documented_one(name, dim):
+    """Where any other order of sums, or a division for the product by 1 / norm, would give another code."""
+    x = near_a_boundary(dim, BITS[name])
+    codes, _ = quantize(x.T, BITS[name], SEED)
+    assert len(np.unique(codes[0])) > 1
+    encoded = make_codec(name, dim, seed=SEED).encode(mx.array(x))
+    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), BITS[name]) for vector in codes.T]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_q8_equals_scalar_encoder(dim):
+    x = gaussian((24, dim), seed=dim) * np.float32(3.7)
+    encoded = make_codec("q8", dim, seed=SEED).encode(mx.array(x))
+    codes, scale = quantize_q8(x.T, SEED)
+    assert np.array_equal(np.array(encoded.codes.view(mx.int8)), codes.T)
+    assert np.array_equal(np.array(encoded.scale), scale.astype(np.float16))
+
+
+@pytest.mark.parametrize("dim", [48, 128])
+def test_haar_equals_scalar_encoder(dim):
+    """With a dense rotation the sums over D run left to right."""
+    x = gaussian((24, dim))
+    encoded = make_codec("tq4", dim, seed=SEED, rotation="haar").encode(mx.array(x))
+    matrix = np.array(get_rotation("haar", dim, SEED).matrix) * np.float32(math.sqrt(dim))
+    y = np.zeros_like(x)
+    for j in range(dim):
+        y = y + x[:, j : j + 1] * matrix[:, j]
+    norm = np.array(make_codec("tq4", dim, wide_scale=True).encode(mx.array(x)).scale)
+    codes = np.searchsorted(boundaries(4), y * (np.float32(1) / norm)[:, None], side="left")
+    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), 4) for vector in codes]
+
+
+@pytest.mark.parametrize("scale", ["raw", "matched", "ls"])
+@pytest.mark.parametrize("name", ALL)
+def test_codes_do_not_depend_on_chunks(name, scale):
+    codec = make_codec(name, 128, scale=scale)
+    x = coarse((2048, 128))
+    whole = codec.encode(x)
+    assert same(codec.encode(x), whole)
+    for chunk in (1, 7, 32, 512):
+        count = 2048 if chunk >= 32 else 256 + 3 * chunk
+        parts = [codec.encode(x[i : min(i + chunk, count)]) for i in range(0, count, chunk)]
+        assert same(joined(parts), Encoded(*(a if a is None else a[:count] for a in whole))), chunk
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ALL)
+def test_codes_do_not_depend_on_shape_layout_or_type(name, dim):
+    codec = make_codec(name, dim)
+    x = coarse((24, dim)).astype(mx.float16)
+    whole = codec.encode(x)
+    arrivals = {
+        "alone": joined([Encoded(*(a if a is None else a[None] for a in codec.encode(row))) for row in x]),
+        "batch": codec.encode(x.reshape(2, 3, 4, dim)),
+        "bfloat16": codec.encode(x.astype(mx.bfloat16)),
+        "float32": codec.encode(x.astype(mx.float32)),
+        "strided": codec.encode(mx.repeat(x, 3, axis=0)[::3]),
+        "column slice": codec.encode(mx.concatenate([x, x], axis=-1)[:, dim:]),
+        "transposed": codec.encode(mx.contiguous(x.T).T),
+        "swapped axes": codec.encode(mx.contiguous(x.reshape(4, 6, dim).swapaxes(0, 1)).swapaxes(0, 1)),
+        "broadcast": codec.encode(mx.broadcast_to(x, (3, 24, dim))),
+    }
+    if name == "fp16":  # it keeps the type that it was made for, so the values are compared
+        for other in ("bfloat16", "float32"):
+            assert mx.array_equal(codec.decode(arrivals.pop(other)), x.astype(mx.float32))
+    broadcast = arrivals.pop("broadcast")
+    assert mx.array_equal(broadcast.codes, mx.broadcast_to(whole.codes, broadcast.codes.shape))
+    for arrival, encoded in arrivals.items():
+        scale = None if encoded.scale is None else encoded.scale.reshape(24)
+        assert same(Encoded(encoded.codes.reshape(24, -1), scale), whole), arrival
+
+
+@pytest.mark.parametrize("name", ALL[1:])
+def test_seed_and_rotation_decide_the_codes(name):
+    x = mx.array(gaussian((4, 64)))
+    codes = [make_codec(name, 64, **o).encode(x).codes for o in ({"seed": 1}, {"seed": 2}, {"rotation": "haar"})]
+    assert not any(mx.array_equal(a, b) for a, b in zip(codes, [*codes[1:], codes[0]], strict=True))

@@ -1,0 +1,147 @@
+"""How far decoded vectors are from what was encoded: 1 % around theory, scale rules, error bounds.
+
+Sample sizes make 1 % at least five standard errors; seeds are fixed.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from codec_reference import BITS, DIMS, gaussian, make_codec, rotation_matrix
+
+from mlx_tq.codec.codebook import theoretical_mse
+
+RULES = ("raw", "matched", "ls")
+COORDINATES = 2**21
+
+
+def relative_errors(codec, x: mx.array) -> np.ndarray:
+    """||x - x_hat||^2 / ||x||^2 of each vector."""
+    error = codec.decode(codec.encode(x)) - x
+    return np.array((error * error).sum(axis=-1) / (x * x).sum(axis=-1), np.float64)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_mse_is_within_1_percent_of_theory(name, dim):
+    x = mx.array(gaussian((COORDINATES // dim, dim), seed=dim))
+    assert relative_errors(make_codec(name, dim), x).mean() == pytest.approx(theoretical_mse(BITS[name], dim), rel=0.01)
+
+
+@pytest.mark.parametrize("dim", [48, 80, 128, pytest.param(512, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", BITS)
+def test_mse_with_haar(name, dim):
+    x = mx.array(gaussian((COORDINATES // 4 // dim, dim), seed=dim))
+    codec = make_codec(name, dim, rotation="haar")
+    assert relative_errors(codec, x).mean() == pytest.approx(theoretical_mse(BITS[name], dim), rel=0.01)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_distortion_does_not_depend_on_direction(name):
+    """Over the seeds of a Haar rotation every direction is uniform, also that of a single huge coordinate."""
+    x = gaussian((16, 64), seed=3)
+    x[:, 5] = 1000
+    errors = [relative_errors(make_codec(name, 64, rotation="haar", seed=seed), mx.array(x)) for seed in range(200)]
+    assert np.mean(errors) == pytest.approx(theoretical_mse(BITS[name], 64), rel=0.05)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_heavy_tails_cost_nothing(name):
+    """Signs and butterflies leave coordinates that are at most as spread as Gaussians."""
+    x = mx.array(gaussian((64, 128), seed=3) ** 3)
+    errors = [relative_errors(make_codec(name, 128, seed=seed), x) for seed in range(50)]
+    assert np.mean(errors) < theoretical_mse(BITS[name], 128)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_q8_mse_is_within_1_percent_of_theory(dim):
+    """Uniform rounding errors of variance step^2 / 12 in all coordinates but the largest, which is exact."""
+    x = gaussian((2**19 // dim, dim), seed=dim)
+    y = x.astype(np.float64) @ rotation_matrix(dim, 42).T
+    step = np.abs(y).max(axis=-1) / 127
+    theory = (dim - 1) * step**2 / 12 / (y * y).sum(axis=-1)
+    assert relative_errors(make_codec("q8", dim), mx.array(x)).mean() == pytest.approx(theory.mean(), rel=0.01)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_q8_is_off_by_at_most_half_a_step(dim):
+    x = gaussian((256, dim), seed=dim)
+    codec = make_codec("q8", dim, wide_scale=True)
+    y = x.astype(np.float64) @ rotation_matrix(dim, 42).T
+    error = np.abs(np.array(codec.decode_rotated(codec.encode(mx.array(x)))) - y)
+    assert (error.max(axis=-1) <= np.abs(y).max(axis=-1) / 254 * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_fp16_keeps_every_bit(dim):
+    x = mx.array(gaussian((64, dim))).astype(mx.float16)
+    codec = make_codec("fp16", dim)
+    assert mx.array_equal(codec.decode(codec.encode(x)), x.astype(mx.float32))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ["q8", *BITS])
+def test_both_decodings_are_one_vector(name, dim):
+    """The inverse rotation of what attention reads is what decoding returns."""
+    codec = make_codec(name, dim)
+    encoded = codec.encode(mx.array(gaussian((16, dim))))
+    rotated = np.array(codec.decode_rotated(encoded), np.float64)
+    assert np.allclose(np.array(codec.decode(encoded)), rotated @ rotation_matrix(dim, 42), atol=1e-5)
+
+
+def decoded(name: str, dim: int, rule: str, x: np.ndarray, **options) -> np.ndarray:
+    codec = make_codec(name, dim, scale=rule, **options)
+    return np.array(codec.decode(codec.encode(mx.array(x))), np.float64)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_raw_stores_the_norm(name, dim):
+    x = gaussian((64, dim)) * 5
+    scale = np.array(make_codec(name, dim, scale="raw", wide_scale=True).encode(mx.array(x)).scale)
+    assert np.allclose(scale, np.linalg.norm(x.astype(np.float64), axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_matched_keeps_the_norm(name, dim):
+    x = gaussian((64, dim)) * 5
+    norm = np.linalg.norm(x, axis=-1)
+    assert np.allclose(np.linalg.norm(decoded(name, dim, "matched", x), axis=-1), norm, rtol=2**-11 + 1e-5)
+    assert not np.allclose(np.linalg.norm(decoded(name, dim, "raw", x), axis=-1), norm, rtol=2**-11 + 1e-5)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_ls_is_the_best_scale(name, dim):
+    """Any other factor of the same codeword is further away, and the residual is orthogonal to the codeword."""
+    x = gaussian((64, dim)) * 5
+    best = decoded(name, dim, "ls", x)
+    error = np.linalg.norm(x - best, axis=-1)
+    for factor in (0.99, 0.999, 1.001, 1.01):
+        assert (np.linalg.norm(x - best * factor, axis=-1) > error).all()
+    exact = decoded(name, dim, "ls", x, wide_scale=True)
+    cosine = ((x - exact) * exact).sum(axis=-1) / (exact * exact).sum(axis=-1)
+    assert np.abs(cosine).max() < 1e-5
+    for rule in ("raw", "matched"):
+        other = np.linalg.norm(x - decoded(name, dim, rule, x, wide_scale=True), axis=-1)
+        assert (other >= np.linalg.norm(x - exact, axis=-1) * (1 - 1e-5)).all()
+        assert other.mean() > error.mean()
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_scale_rules_share_the_codes(name):
+    x = mx.array(gaussian((64, 128)))
+    raw, *others = (make_codec(name, 128, scale=rule).encode(x) for rule in RULES)
+    assert all(mx.array_equal(other.codes, raw.codes) for other in others)
+    assert not any(mx.array_equal(other.scale, raw.scale) for other in others)
+
+
+@pytest.mark.parametrize("name", ["q8", *BITS])
+def test_scale_follows_the_vector(name):
+    """Powers of two change the scale only."""
+    x = mx.array(gaussian((64, 128)))
+    for rule in RULES:
+        codec = make_codec(name, 128, scale=rule, wide_scale=True)
+        one, eight = codec.encode(x), codec.encode(8 * x)
+        assert mx.array_equal(one.codes, eight.codes)
+        assert mx.array_equal(8 * one.scale, eight.scale)

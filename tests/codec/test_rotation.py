@@ -1,0 +1,146 @@
+"""Rotations: orthogonal, invertible, the same bits on every platform, and Haar where they say so."""
+
+import hashlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from codec_reference import DIMS, gaussian, rotate, rotation_matrix
+
+from mlx_tq.codec.rotation import ROTATIONS, Haar, WalshHadamard, get_rotation
+from mlx_tq.errors import ConfigError
+
+SEED = 42
+
+# Of the little-endian fp32 bytes, see `digest`.
+SIGNS = {
+    48: "75f2422832fb274c",
+    64: "106a06b17ae55242",
+    80: "7dd81c80249e6207",
+    112: "3bbe4586d50a909d",
+    128: "8f062ed761a1f93d",
+    256: "d094a5dc72d105c3",
+    512: "1a431af17a94d2a6",
+}
+HAAR = {
+    48: "4b45c067068728f3",
+    64: "81b89ab1ced454f0",
+    128: "7e76eadbc9e5aec6",
+}
+
+
+def digest(array: mx.array) -> str:
+    return hashlib.sha256(np.array(array).astype("<f4").tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_matrix_is_orthogonal(name, dim):
+    matrix = np.array(get_rotation(name, dim, SEED).matrix, np.float64)
+    assert matrix.shape == (dim, dim)
+    assert np.abs(matrix @ matrix.T - np.eye(dim)).max() < 2e-6
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_wht_matrix_is_the_documented_one(dim):
+    for seed in (0, 42, 1042):
+        got = np.array(get_rotation("wht", dim, seed).matrix)
+        assert np.allclose(got, rotation_matrix(dim, seed), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_forward_is_the_matrix_times_sqrt_dim(name, dim):
+    rotation = get_rotation(name, dim, SEED)
+    x = gaussian((7, dim))
+    expected = x.astype(np.float64) @ np.array(rotation.matrix, np.float64).T * np.sqrt(dim)
+    assert np.allclose(np.array(rotation.forward(mx.array(x))), expected, atol=2e-5 * np.sqrt(dim))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_inverse_of_forward_is_identity(name, dim):
+    rotation = get_rotation(name, dim, SEED)
+    x = gaussian((7, dim))
+    back = np.array(rotation.inverse(rotation.forward(mx.array(x)) / np.sqrt(dim).item()))
+    assert back.dtype == np.float32
+    assert np.allclose(back, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_wht_bit_for_bit(dim):
+    x = gaussian((7, dim))
+    assert np.array_equal(np.array(get_rotation("wht", dim, SEED).forward(mx.array(x))), rotate(x.T, SEED).T)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_haar_bit_for_bit(dim):
+    """Left to right over D, each product rounded."""
+    rotation = get_rotation("haar", dim, SEED)
+    x, total = gaussian((7, dim)), np.zeros((7, dim), np.float32)
+    scaled = np.array(rotation.matrix) * np.float32(np.sqrt(dim))
+    for j in range(dim):
+        total = total + x[:, j : j + 1] * scaled[:, j]
+    assert np.array_equal(np.array(rotation.forward(mx.array(x))), total)
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("dim", [64, 80])
+def test_forward_keeps_its_bits_in_any_batch(name, dim):
+    rotation = get_rotation(name, dim, SEED)
+    x = mx.array(gaussian((12, dim)))
+    together = rotation.forward(x)
+    assert mx.array_equal(together, mx.stack([rotation.forward(row) for row in x]))
+    assert mx.array_equal(together, rotation.forward(x.reshape(2, 3, 2, dim)).reshape(12, dim))
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_seeds_differ_and_repeat(name):
+    make = ROTATIONS[name]
+    assert mx.array_equal(make(64, 7).matrix, make(64, 7).matrix)
+    assert not mx.array_equal(make(64, 7).matrix, make(64, 8).matrix)
+    assert get_rotation(name, 64, 7) is get_rotation(name, 64, 7)
+
+
+def test_signs_are_balanced():
+    total = sum(np.array(WalshHadamard(128, seed).signs).sum() for seed in range(200))
+    assert abs(total) < 5 * np.sqrt(200 * 128)
+
+
+def test_haar_statistics():
+    """Uniform over the orthogonal group; QR alone is biased, its diagonal is negative."""
+    dim, count = 16, 400
+    matrices = [np.array(Haar(dim, seed).matrix, np.float64) for seed in range(count)]
+    positive = sum(np.linalg.det(matrix) > 0 for matrix in matrices)
+    assert abs(positive - count / 2) < 5 * np.sqrt(count) / 2
+    traces = np.array([np.trace(matrix) for matrix in matrices])
+    assert abs(traces.mean()) < 5 / np.sqrt(count)  # E tr = 0 and E tr^2 = 1 for Haar
+    assert abs((traces**2).mean() - 1) < 5 * np.sqrt(2 / count)
+    entries = np.stack(matrices) * np.sqrt(dim)
+    assert np.abs(entries.mean(axis=0)).max() < 5 / np.sqrt(count)
+    assert abs((entries**4).mean() - 3 * dim / (dim + 2)) < 0.05
+
+
+def test_golden_signs():
+    """What PCG64 gives for a seed; a change would make every saved cache unreadable."""
+    assert {dim: digest(WalshHadamard(dim, SEED).signs) for dim in SIGNS} == SIGNS
+
+
+def test_golden_haar():
+    """Rounded to fp32, the matrices hide what LAPACKs disagree on in float64."""
+    assert {dim: digest(Haar(dim, SEED).matrix) for dim in HAAR} == HAAR
+
+
+def test_unknown_rotation():
+    with pytest.raises(ConfigError, match=r"rotation 'dct' is unknown; valid are wht, haar\."):
+        get_rotation("dct", 64, SEED)
+
+
+@pytest.mark.parametrize("dim", [0, 72, 144, 176])
+def test_size_without_transform(dim):
+    with pytest.raises(ConfigError, match=rf"head_dim {dim} has no Walsh-Hadamard .* Use rotation='haar'"):
+        get_rotation("wht", dim, SEED)
+
+
+def test_haar_takes_what_wht_cannot():
+    assert get_rotation("haar", 176, SEED).matrix.shape == (176, 176)

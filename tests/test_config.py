@@ -1,0 +1,102 @@
+"""The configuration: what it refuses and how it says so, the profiles, and fingerprints."""
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+import mlx_tq
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, profile
+from mlx_tq.errors import ConfigError, MlxTqError
+
+# Another valid value for each field.
+CHANGES = {
+    "key": "tq4",
+    "value": "tq3",
+    "prefix": 64,
+    "window": 256,
+    "key_scale": "raw",
+    "value_scale": "matched",
+    "boundary": 2,
+    "outlier": 0.0,
+    "rotation": "haar",
+    "seed": 7,
+    "wide_scale": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("key", "q5", r"format 'q5' is unknown; valid are .*fp16, q8, tq4, tq3, tq2"),
+        ("value", "", r"format '' is unknown; valid are "),
+        ("key_scale", "max", r"scale rule 'max' is unknown; valid are raw, matched, ls\."),
+        ("value_scale", "", r"scale rule '' is unknown; valid are raw, matched, ls\."),
+        ("rotation", "dct", r"rotation 'dct' is unknown; valid are wht, haar\."),
+        ("prefix", -1, r"prefix is -1; it must be 0 or more\."),
+        ("window", -128, r"window is -128; it must be 0 or more\."),
+        ("boundary", -1, r"boundary is -1; it must be 0 or more\."),
+        ("outlier", -0.5, r"outlier is -0\.5; it must be 0 or more\."),
+        ("seed", -42, r"seed is -42; it must be 0 or more\."),
+    ],
+)
+def test_refused_values(field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        KVConfig(**{field: value})
+    with pytest.raises(ConfigError, match=message):
+        profile("safe", **{field: value})
+
+
+@pytest.mark.parametrize("field", ["prefix", "window", "boundary", "outlier", "seed"])
+def test_zero_is_allowed(field):
+    assert getattr(KVConfig(**{field: 0}), field) == 0
+
+
+def test_config_errors_are_value_errors():
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, MlxTqError)
+
+
+def test_every_field_has_a_change():
+    assert {field.name for field in fields(KVConfig)} == set(CHANGES)
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_fingerprint_changes_with_every_field(field):
+    config = KVConfig()
+    changed = replace(config, **{field: CHANGES[field]})
+    assert changed.fingerprint() != config.fingerprint()
+    assert replace(changed, **{field: getattr(config, field)}).fingerprint() == config.fingerprint()
+
+
+def test_fingerprints_are_distinct_and_stable():
+    configs = [KVConfig(), *(replace(KVConfig(), **{field: value}) for field, value in CHANGES.items())]
+    prints = [config.fingerprint() for config in configs]
+    assert len(set(prints)) == len(prints)
+    assert all(len(text) == 16 and int(text, 16) >= 0 for text in prints)
+    assert prints == [config.fingerprint() for config in configs]
+
+
+def test_profiles():
+    assert {name: (config.key, config.value) for name, config in PROFILES.items()} == {
+        "off": ("fp16", "fp16"),
+        "safe": ("q8", "q8"),
+        "balanced": ("q8", "tq4"),
+        "small": ("tq4", "tq4"),
+    }
+    assert PROFILES[DEFAULT_PROFILE] == KVConfig()
+    assert [name for name, config in PROFILES.items() if config.is_off] == ["off"]
+    assert not KVConfig(key="fp16", value="tq4").is_off
+
+
+def test_profile_with_changes():
+    assert profile("small") is not None
+    assert profile("small", prefix=0) == replace(PROFILES["small"], prefix=0)
+    with pytest.raises(ConfigError, match=r"profile 'tiny' is unknown; valid are off, safe, balanced, small\."):
+        profile("tiny")
+
+
+def test_config_is_frozen_and_hashable():
+    with pytest.raises(FrozenInstanceError):
+        KVConfig().key = "tq2"
+    assert len({KVConfig(), KVConfig(), KVConfig(prefix=0)}) == 2
+    assert mlx_tq.KVConfig is KVConfig
