@@ -89,7 +89,7 @@ def decoded(view):
 def exact_attention(queries, keys, values, scale, mask=None, sinks=None):
     """Softmax attention in float64: queries [B, Hq, L, Dk], the last L tokens of keys [B, H, S, Dk]."""
     q = np.array(queries.astype(mx.float32), np.float64)
-    batch, query_heads, length, _ = q.shape
+    query_heads, length = q.shape[1:3]
     heads, count = keys.shape[1:3]
     group = query_heads // heads
     keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
