@@ -6,9 +6,9 @@ the context lasts, and its own back afterwards, also on an exception.
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -38,29 +38,48 @@ def scaled_dot_product_attention(
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
 
 
+def _rebind(old: Callable[..., mx.array], new: Callable[..., mx.array]) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.") and getattr(module, _NAME, None) is old:
+            setattr(module, _NAME, new)
+
+
 class _Seam:
-    """Counts who needs the seam; binds it for the first and restores every module after the last."""
+    """What is bound while contexts are open, and given back after the last: attention and the models' `make_cache`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._bound: list[ModuleType] = []
+        # By id of a model: its own instance's make_cache (mostly None), then those of its open contexts.
+        self._makers: dict[int, list[Callable[[], list[Any]] | None]] = {}
 
     def open(self) -> None:
         with self._lock:
             self._users += 1
-            for name, module in list(sys.modules.items()):
-                if name.startswith("mlx_lm.") and getattr(module, _NAME, None) is _original:
-                    setattr(module, _NAME, scaled_dot_product_attention)
-                    self._bound.append(module)
+            _rebind(_original, scaled_dot_product_attention)
 
     def close(self) -> None:
         with self._lock:
             self._users -= 1
-            if self._users == 0:
-                for module in self._bound:
-                    setattr(module, _NAME, _original)
-                self._bound.clear()
+            if self._users == 0:  # also in modules that were imported meanwhile
+                _rebind(scaled_dot_product_attention, _original)
+
+    def install(self, model: Any, make: Callable[[], list[Any]]) -> None:
+        with self._lock:
+            self._makers.setdefault(id(model), [model.__dict__.get("make_cache")]).append(make)
+            model.make_cache = make
+
+    def remove(self, model: Any, make: Callable[[], list[Any]]) -> None:
+        """Contexts of several threads may end in any order; the newest of those still open serves."""
+        with self._lock:
+            makers = self._makers[id(model)]
+            makers.remove(make)
+            if makers[-1] is None:
+                del model.make_cache
+            else:
+                model.make_cache = makers[-1]
+            if len(makers) == 1:
+                del self._makers[id(model)]
 
 
 _seam = _Seam()
@@ -82,16 +101,12 @@ def attention(model: Any, config: KVConfig | None = None) -> Iterator[None]:
         if config is None or config.is_off:
             yield
         else:
-            plan = plan_caches(model, config)
-            native = model.__dict__.get("make_cache")
-            model.make_cache = lambda: build_caches(plan)
+            make = partial(build_caches, plan_caches(model, config))
+            _seam.install(model, make)
             try:
                 yield
             finally:
-                if native is None:
-                    del model.make_cache
-                else:
-                    model.make_cache = native
+                _seam.remove(model, make)
     finally:
         _seam.close()
 

@@ -22,6 +22,8 @@ from mlx_tq.errors import CacheFormatError, NonFiniteError
 
 # Rows by which the body's buffer grows.
 STEP = 256
+# Bytes of a cache's two counters.
+HEALTH = 8
 
 Pair = tuple[mx.array, mx.array]
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlx_tq.cache.compressed import STEP, CompressedKVCache
+from mlx_tq.cache.compressed import HEALTH, STEP, CompressedKVCache
 from mlx_tq.cache.facts import ModelFacts, SlotFacts
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
@@ -42,7 +42,7 @@ class LayerPlan:
         layout = spec.layout(slot.key_dim, slot.value_dim, dtype)
         body = spec.packed_until(tokens) - spec.prefix
         full = spec.full_capacity * (slot.key_dim + slot.value_dim) * dtype.size
-        return batch * slot.heads * (full + -(-body // STEP) * STEP * layout.nbytes)
+        return batch * (slot.heads * (full + -(-body // STEP) * STEP * layout.nbytes) + HEALTH)
 
     def native_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same tokens in the model's type."""

@@ -1,9 +1,10 @@
 """Save and load prompt caches: one safetensors file, versioned, written whole or not at all.
 
 A file names the model, the configuration and the storage of every layer, and is refused, with the reason, where it does
-not fit.
+not fit. A checksum over all of it finds what a disk or a copy changed.
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx_lm.models.cache as native
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_tq.config import KVConfig
@@ -20,6 +22,7 @@ from mlx_tq.errors import CacheFormatError
 
 VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
+_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
 
 
 class Header(NamedTuple):
@@ -68,6 +71,7 @@ def save_prompt_cache(
         "scalars": json.dumps(scalars),
         "metadata": json.dumps(metadata or {}),
     }
+    header["checksum"] = checksum(arrays, header)
     target = Path(path)
     try:
         handle, name = tempfile.mkstemp(suffix=".safetensors", prefix=f".{target.name}.", dir=target.parent)
@@ -101,12 +105,15 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
     arrays, header = _load(Path(path))
     if header.get("format") != _FORMAT:
         raise CacheFormatError(f"{path} is not a prompt cache of mlx_tq. Make one with mlx_tq.cache_prompt.")
-    if header["version"] != VERSION:
+    if header.get("version") != VERSION:
         raise CacheFormatError(
-            f"{path} has version {header['version']}; this mlx_tq reads {VERSION}. Make it again from the prompt."
+            f"{path} has version {header.get('version')}; this mlx_tq reads {VERSION}. Make it again from the prompt."
         )
-    if header["model"] != model:
-        raise CacheFormatError(f"{path} was made with the model {header['model']!r}, not {model!r}. Pass that model.")
+    if header.get("checksum") != checksum(arrays, header):
+        raise CacheFormatError(f"{path} is damaged (its checksum differs). Make it again from the prompt.")
+    if header.get("model") != model:
+        made = header.get("model")
+        raise CacheFormatError(f"{path} was made with the model {made!r}, not {model!r}. Pass that model.")
     try:
         stored = KVConfig(**json.loads(header["config"]))
         states = tree_unflatten(list({**json.loads(header["scalars"]), **arrays}.items()))
@@ -136,6 +143,16 @@ def read_header(path: str | Path) -> Header:
     if "1.0" in header:  # mlx-lm flattens [metadata, class names, scalars]
         return Header(False, header.get("0.model", ""))
     raise CacheFormatError(f"{path} is not a prompt cache. Make one with mlx_tq.cache_prompt.")
+
+
+def checksum(arrays: dict[str, mx.array], header: dict[str, str]) -> str:
+    """32 hex digits over the header's fields, and every array with its name, type and shape."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([header.get(name) for name in _FIELDS]).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.array(array.flatten().view(mx.uint8)).data)
+    return digest.hexdigest()
 
 
 def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

@@ -40,7 +40,7 @@ class CacheSpec:
             key=key,
             value=value,
             prefix=config.prefix,
-            window=config.window,
+            window=max(config.window, 1),  # the newest token stays unpacked: attention needs one such
             key_options=CodecOptions(seed=seed, scale=config.key_scale, **common),  # type: ignore[arg-type]
             value_options=CodecOptions(seed=seed + 1, scale=config.value_scale, **common),  # type: ignore[arg-type]
             shared=shared,

@@ -87,6 +87,7 @@ class Regions:
             first, rest = queries[:, :, :count], queries[:, :, count:]
             first_mask = rest_mask = mask
             if isinstance(mask, mx.array):
+                mask = mx.broadcast_to(mask, mx.broadcast_shapes(mask.shape, (queries.shape[2], self.key_shape()[2])))
                 first_mask = mask[..., :count, : regions.key_shape()[2]]
                 rest_mask = mask[..., count:, :]
             outputs = [

@@ -1,0 +1,1 @@
+"""Tests of the compressed caches, one layer at a time."""

@@ -1,0 +1,134 @@
+"""What the cache tests share: random keys and values, exact attention in float64, and comparisons of caches."""
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_tq.cache import CompressedKVCache
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.config import KVConfig
+
+PREFIX, WINDOW = 4, 24  # of most tests: small, and no multiples of a block
+HEADS, DIM = 2, 64
+
+
+def make_spec(key="q8", value="tq4", prefix=PREFIX, window=WINDOW, *, shared=False, **changes):
+    config = KVConfig(key=key, value=value, prefix=prefix, window=window, **changes)
+    return CacheSpec.for_layer(config, 0, key, value, shared=shared)
+
+
+def make_cache(*args, **changes):
+    return CompressedKVCache(make_spec(*args, **changes))
+
+
+def random(count, *, batch=1, heads=HEADS, dim=DIM, dtype=mx.float16, seed=0):
+    """Vectors [B, H, count, D] of which each depends on the seed and its position alone."""
+    values = np.random.default_rng(seed).standard_normal((count, batch, heads, dim), np.float32)
+    return mx.array(values.transpose(1, 2, 0, 3)).astype(dtype)
+
+
+def random_pair(count, *, seed=0, dims=(DIM, DIM), **shape):
+    """Keys [B, H, count, Dk] and values [B, H, count, Dv]."""
+    return random(count, dim=dims[0], seed=2 * seed, **shape), random(count, dim=dims[1], seed=2 * seed + 1, **shape)
+
+
+def feed(cache, keys, values, chunks):
+    """Append from the cache's offset on, in chunks; returns the view of each chunk."""
+    views = []
+    for chunk in chunks:
+        start = int(cache.offset)
+        views.append(cache.append(*(x[:, :, start : start + chunk] for x in (keys, values))))
+    return views
+
+
+def filled(spec, keys, values, chunks=None):
+    cache = CompressedKVCache(spec)
+    feed(cache, keys, values, chunks or [keys.shape[2]])
+    return cache
+
+
+def leaves(state):
+    """Arrays and scalars of a state, by name."""
+    return dict(tree_flatten(state))
+
+
+def same_bits(a, b):
+    """Whether two states are equal to the bit."""
+    a, b = leaves(a), leaves(b)
+    if a.keys() != b.keys():
+        return False
+    for name, x in a.items():
+        y = b[name]
+        if isinstance(x, mx.array) and isinstance(y, mx.array):
+            if x.dtype != y.dtype or x.shape != y.shape or not np.array_equal(_bits(x), _bits(y)):
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+def _bits(x):
+    return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+
+
+def decoded(view):
+    """Keys and values of `Regions` as stored, float64: the body decoded without rounding to the model's type."""
+    pair = []
+    for full, codec, part in (
+        (view.keys, view.layout.key, view.layout.keys),
+        (view.values, view.layout.value, view.layout.values),
+    ):
+        full = np.array(full.astype(mx.float32), np.float64)
+        if view.body:
+            body = np.array(codec.decode(part(view.rows[:, :, : view.body])), np.float64)
+            full = np.concatenate([full[:, :, : view.prefix], body, full[:, :, view.prefix :]], axis=2)
+        pair.append(full)
+    return pair
+
+
+def exact_attention(queries, keys, values, scale, mask=None, sinks=None):
+    """Softmax attention in float64: queries [B, Hq, L, Dk], the last L tokens of keys [B, H, S, Dk]."""
+    q = np.array(queries.astype(mx.float32), np.float64)
+    query_heads, length = q.shape[1:3]
+    heads, count = keys.shape[1:3]
+    group = query_heads // heads
+    keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
+    scores = q @ keys.swapaxes(-1, -2) * scale
+    if isinstance(mask, mx.array):
+        mask = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == np.bool_ else scores + mask
+    elif length > 1:
+        scores = np.where(np.arange(count)[None] <= np.arange(count - length, count)[:, None], scores, -np.inf)
+    if sinks is not None:
+        column = np.array(sinks.astype(mx.float32), np.float64)[None, :, None, None]
+        scores = np.concatenate([scores, np.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights[..., :count] @ values
+
+
+def error(out, exact):
+    """The largest difference from a float64 result."""
+    return float(np.abs(np.array(out.astype(mx.float32), np.float64) - exact).max())
+
+
+def reference_error(queries, keys, values, exact, scale, mask=None, sinks=None):
+    """The error of mlx's own attention, in the model's type, over the same decoded keys and values."""
+    keys, values = (mx.array(x.astype(np.float32)).astype(queries.dtype) for x in (keys, values))
+    sinks = None if sinks is None else sinks.astype(queries.dtype)
+    return error(
+        mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks), exact
+    )
+
+
+def check_attention(view, queries, out, scale, mask=None, sinks=None):
+    """Assert that `out` is within twice the error of mlx's attention over the decoded cache, in the same type.
+
+    In float32 both errors are a few units in the last place and their ratio is chance, so that a part of the room is a
+    fixed number of them.
+    """
+    keys, values = decoded(view)
+    exact = exact_attention(queries, keys, values, scale, mask, sinks)
+    own = reference_error(queries, keys, values, exact, scale, mask, sinks)
+    room = 32 * float(mx.finfo(mx.float32).eps) * np.abs(values).max()
+    assert error(out, exact) <= 2 * own + room
