@@ -20,13 +20,14 @@ LAYERS = (
     ("config",),  # it knows which formats there are
     ("kernels",),
     ("cache",),
-    ("probe", "memory", "models"),
+    ("probe", "memory", "models", "haystack", "environment", "images"),
     ("dispatch",),
     ("session", "rescue"),
     ("stats",),
-    ("args",),
+    ("args", "prompts"),
     ("ui",),
-    ("generate", "chat", "server", "evaluate", "calibrate", "bench", "doctor", "demo"),
+    ("limits", "prompt_cache"),
+    ("generate", "cache_prompt", "chat", "server", "evaluate", "calibrate", "bench", "doctor", "demo"),
     ("cli",),
     ("__main__",),
 )

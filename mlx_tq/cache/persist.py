@@ -112,8 +112,8 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
     if header.get("checksum") != checksum(arrays, header):
         raise CacheFormatError(f"{path} is damaged (its checksum differs). Make it again from the prompt.")
     if header.get("model") != model:
-        made = header.get("model")
-        raise CacheFormatError(f"{path} was made with the model {made!r}, not {model!r}. Pass that model.")
+        name = read_header(path).model_name or "the embedded model"
+        raise CacheFormatError(f"{path} was made with {name}, whose weights are not this model's. Pass that model.")
     try:
         stored = KVConfig(**json.loads(header["config"]))
         states = tree_unflatten(list({**json.loads(header["scalars"]), **arrays}.items()))

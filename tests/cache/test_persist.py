@@ -89,12 +89,12 @@ def refuse(path, match, **changes):
 
 
 def test_missing_file(tmp_path):
-    refuse(tmp_path / "none.safetensors", r"there is no cache file .*none\.safetensors.*--save-prompt-cache")
+    refuse(tmp_path / "none.safetensors", r"there is no cache file .*none\.safetensors.*mlx_tq\.cache_prompt")
     refuse(tmp_path, "there is no cache file")
 
 
 def test_another_model(saved):
-    refuse(saved[0], r"was made with the model 'tiny/llama', not 'other'\. Pass that model", model="other")
+    refuse(saved[0], r"whose weights are not this model.s\. Pass that model", model="other")
 
 
 def test_another_configuration_names_every_field(saved):

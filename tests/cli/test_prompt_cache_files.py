@@ -160,10 +160,10 @@ def test_another_configuration(cli, saved):
 
 def test_another_model(cli, saved, native, tmp_path):
     other = zoo_model(tmp_path / "other", "llama")
-    refused(cli("generate", *ASK, "--prompt-cache-file", saved, "--model", other), "was made with the model")
+    refused(cli("generate", *ASK, "--prompt-cache-file", saved, "--model", other), "whose weights are not")
     refused(cli("generate", *ASK, *OFF, "--prompt-cache-file", native, "--model", other), str(EMBEDDED))
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
-    refused(cli("generate", *ASK, "--prompt-cache-file", saved, "--model", finetuned), "was made with the model")
+    refused(cli("generate", *ASK, "--prompt-cache-file", saved, "--model", finetuned), "whose weights are not")
 
 
 def test_truncated(cli, saved, native):
