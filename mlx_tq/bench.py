@@ -24,7 +24,7 @@ from mlx_tq.cache.compressed import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.config import PROFILES, KVConfig
-from mlx_tq.dispatch import scaled_dot_product_attention
+from mlx_tq.dispatch import attention, scaled_dot_product_attention
 from mlx_tq.environment import environment
 from mlx_tq.errors import ConfigError
 from mlx_tq.ui import console, human_bytes, results, table
@@ -70,7 +70,8 @@ def _fill(cache: Cache, shape: Shape, tokens: int, dtype: mx.Dtype) -> None:
     for start in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - start)
         keys, values = (mx.random.normal((1, shape.kv_heads, count, shape.head_dim)).astype(dtype) for _ in range(2))
-        cache.update_and_fetch(keys, values)
+        with attention(None):
+            cache.update_and_fetch(keys, values)
         mx.eval(cache.state)
 
 

@@ -29,7 +29,7 @@ def filled(config: KVConfig, tokens: int, heads: int, dim: int, chunk: int = 100
     rng = np.random.default_rng(0)
     for start in range(0, tokens, chunk):
         shape = (1, heads, min(chunk, tokens - start), dim)
-        cache.update_and_fetch(*(mx.array(rng.standard_normal(shape)).astype(mx.float16) for _ in range(2)))
+        cache.append(*(mx.array(rng.standard_normal(shape)).astype(mx.float16) for _ in range(2)))
     return cache
 
 

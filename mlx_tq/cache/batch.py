@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_tq.cache.compressed import CompressedKVCache
-from mlx_tq.cache.view import Handle, Regions, handles
+from mlx_tq.cache.view import Handle, Regions, check_seam, handles
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels.masks import Mask
 
@@ -96,6 +96,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         """Append keys [B, H, L, Dk] and values [B, H, L, Dv], without the padding that `prepare` announced."""
+        check_seam()
         length = keys.shape[2]
         remaining = self._remaining or [length] * len(self.rows)
         counts = [min(length, left) for left in remaining]

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import _BaseCache
 from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cache.view import FEW, Handle, Regions, handles
+from mlx_tq.cache.view import FEW, Handle, Regions, check_seam, handles
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, NonFiniteError
@@ -52,6 +52,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         """Append keys [B, H, L, Dk] and values [B, H, L, Dv]; returns handles of all that these tokens attend to."""
+        check_seam()
         return handles(self.append(keys, values), keys.dtype)
 
     def keys_and_values(self) -> tuple[Handle, Handle]:

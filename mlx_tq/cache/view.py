@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
+from mlx_lm.models import base
 
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.masks import Mask
 from mlx_tq.kernels.prefill import prefill
@@ -158,6 +159,19 @@ class Handle:
         raise UnsupportedModelError(
             f"the model reads .{name} of the keys or values that it fetched from a compressed cache; only their shape "
             "and dtype are there. Use --kv-profile off for this model."
+        )
+
+
+def check_seam() -> None:
+    """Raise where a model would hand these handles to mlx-lm's own attention, which cannot read them.
+
+    Raises:
+        ConfigError: no `mlx_tq.attention` context is open.
+
+    """
+    if base.scaled_dot_product_attention.__module__ == base.__name__:
+        raise ConfigError(
+            "a compressed cache is used outside of its attention. Run the model inside `with mlx_tq.attention(model):`."
         )
 
 

@@ -178,9 +178,9 @@ def test_arrays_pass_through_to_mlx_lm():
     assert mx.array_equal(ours, ORIGINAL(queries, keys, values, **arguments))
 
 
-def test_without_the_seam_a_compressed_cache_cannot_run():
-    """Never a silent fallback: mlx refuses the handles."""
+def test_a_compressed_cache_outside_the_context_says_what_to_do():
     model = build("llama")
-    cache = dispatch.make_prompt_cache(model, SMALL)
-    with pytest.raises(TypeError):
-        mx.eval(model(mx.array([[1, 2, 3]]), cache=cache))
+    caches = dispatch.make_prompt_cache(model, SMALL)
+    with pytest.raises(ConfigError, match=r"outside of its attention. Run the model inside `with mlx_tq.attention"):
+        model(mx.array([[1, 2, 3]]), cache=caches)
+    assert caches[0].offset == 0
