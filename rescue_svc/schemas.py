@@ -84,7 +84,7 @@ class RetrieveRequest(Wire):
     top_k: Annotated[int, Field(ge=1, le=64)] = 8
     score_floor: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] = 0.0
     hybrid_alpha: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
-        default=0.5, description="weight of the dense score; 0 is BM25 alone, 1 dense alone"
+        default=0.7, description="weight of the dense score; 0 is BM25 alone, 1 dense alone"
     )
     exclude_ranges: Annotated[list[TokenRange], Field(max_length=4096, fail_fast=True)] = Field(
         default=[], description="a span that lies wholly in these is left out: it is still in the cache"

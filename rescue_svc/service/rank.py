@@ -43,20 +43,28 @@ def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[Scored]:
-    """Return all candidates, best first: alpha parts of the cosine, the rest BM25, each over its best hit.
+    """Return all candidates, best first: alpha parts of the cosine and the rest BM25, each scaled from 0 to 1.
 
-    A span without a vector yet is ranked by BM25 alone, so that waiting for the embedder does not hide it.
+    A span without a vector yet is ranked by BM25 alone, so that waiting for the embedder does not hide it. One that shares
+    no word with the question and has no positive cosine is no candidate. The scaling and alpha's default are the best of
+    those measured in benchmarks/rescue.
     """
-    best_dense = max((s for s in dense.values() if s > 0), default=1.0)
-    best_bm25 = max(bm25.values(), default=1.0)
+    by_meaning, by_words = _scaled(dense), _scaled(bm25)
+    best_words = max(bm25.values(), default=1.0)
     scored = []
     for span in dense.keys() | bm25.keys():
         cosine = dense.get(span)
-        words = bm25[span] / best_bm25 if span in bm25 else None
-        by_words = words or 0.0
-        by_meaning = by_words if cosine is None else max(cosine, 0.0) / best_dense
-        scored.append(Scored(span, alpha * by_meaning + (1 - alpha) * by_words, cosine, words))
+        if span not in bm25 and cosine is not None and cosine <= 0:
+            continue
+        words = by_words.get(span, 0.0)
+        fused = alpha * by_meaning.get(span, words) + (1 - alpha) * words
+        scored.append(Scored(span, fused, cosine, bm25[span] / best_words if span in bm25 else None))
     return sorted(scored, key=lambda s: (-s.fused, s.id))
+
+
+def _scaled(scores: dict[int, float]) -> dict[int, float]:
+    low, high = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
+    return {span: (score - low) / (high - low) if high > low else 1.0 for span, score in scores.items()}
 
 
 def join_neighbours(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Found]:

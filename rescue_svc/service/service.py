@@ -92,7 +92,7 @@ class RescueService:
             rest = [span for span in by_words if span not in by_meaning]
             by_meaning |= self._residents.similarities(session.id, vector, rest)
         ranked = fuse(by_meaning, by_words, alpha)
-        best = [s for s in ranked if s.fused > 0 and s.similarity >= ask.score_floor][: ask.top_k]
+        best = [s for s in ranked if s.similarity >= ask.score_floor][: ask.top_k]
         spans = {span.id: span for span in self.store.spans(session, [s.id for s in best])}
         best = [s for s in best if s.id in spans]  # a DELETE may have come between
         chunks = join_neighbours([spans[s.id] for s in best], best)
