@@ -1,4 +1,4 @@
-"""Plain BM25 without a database, to show that the collections and measures are read right before anything else is measured."""
+"""Plain BM25 without a database: shows first that the collections and the measures are read right."""
 
 import math
 import re

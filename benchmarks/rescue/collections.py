@@ -1,4 +1,4 @@
-"""The two public collections: Cranfield (abstracts) and QMSum (turns of meetings), as documents, queries and judgements."""
+"""Two public collections, Cranfield (abstracts) and QMSum (meetings), as documents, queries and judgements."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def _records(path: Path) -> list[tuple[str, str]]:
 
 
 def qmsum(folder: Path) -> list[Collection]:
-    """35 meetings, each a session; a span is whole turns up to about 256 tokens; relevant are those that hold evidence."""
+    """35 meetings, each a session of spans of whole turns, about 256 tokens; those that hold evidence are relevant."""
     return [_meeting(json.loads(line)) for line in (folder / "ALL_val.jsonl").read_text().splitlines()]
 
 

@@ -45,9 +45,9 @@ def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[Scored]:
     """Return all candidates, best first: alpha parts of the cosine and the rest BM25, each scaled from 0 to 1.
 
-    A span without a vector yet is ranked by BM25 alone, so that waiting for the embedder does not hide it. One that shares
-    no word with the question and has no positive cosine is no candidate. The scaling and alpha's default are the best of
-    those measured in benchmarks/rescue.
+    A span without a vector yet is ranked by BM25 alone, so that waiting for the embedder does not hide it. One that
+    shares no word with the question and has no positive cosine is no candidate. The scaling and the default of alpha
+    did best of those measured in benchmarks/rescue.
     """
     by_meaning, by_words = _scaled(dense), _scaled(bm25)
     best_words = max(bm25.values(), default=1.0)

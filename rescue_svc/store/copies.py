@@ -4,8 +4,8 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ class Rebuilt:
 
     spans: int
     vectors: int
-    lost: int  # spans that the damaged database knew of and that are not whole
-    set_aside: Path | None  # the damaged database, if anything was lost
+    lost: int  # spans that the old database knew of and that are not whole
+    complete: bool  # nothing was lost, as far as can be told
+    set_aside: Path | None = None  # the old database, unless the rebuild is complete
 
 
 def backup(directory: Path, folder: Path) -> int:
@@ -39,10 +40,8 @@ def backup(directory: Path, folder: Path) -> int:
     try:
         partial.mkdir(parents=True, mode=0o700)
         target = partial / files.DATABASE
-        with files.sqlite_errors():
-            source = files.connect(directory / files.DATABASE)
+        with files.sqlite_errors(), closing(files.connect(directory / files.DATABASE)) as source:
             source.execute("VACUUM INTO ?", (str(target),))
-            source.close()
         with target.open("rb+") as file:
             files.sync(file.fileno())
         files.seal_closed(partial)
@@ -70,29 +69,13 @@ def rebuild(directory: Path) -> Rebuilt:
 def _rebuild(directory: Path) -> Rebuilt:
     old, new = directory / files.DATABASE, directory / "rescue.db.rebuilding"
     new.unlink(missing_ok=True)
-    source = files.connect(old)
-    target = files.connect(new)
-    migrate(target)
-    target.execute("BEGIN")
-    declared = kept = 0
-    names: dict[int, str] = {}
-    for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
-        names[session] = name
-        declared += spans
-        target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?)", (session, name, created, updated))
-        words.create(target, session)
-    if not names and old.stat().st_size:
-        raise StoreDamagedError(f"no session can be read from {old}; restore a backup")
-    for span, session in _whole_spans(source, names):
-        _copy_span(target, span, session, names[session])
-        kept += 1
-    vectors_kept = _copy_vectors(source, target)
-    target.execute("COMMIT")
-    target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    target.close()
-    source.close()
-    lost = max(0, declared - kept)
-    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if lost else None
+    with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
+        migrate(target)
+        target.execute("BEGIN")
+        kept = _copy_whole(source, target)
+        target.execute("COMMIT")
+        target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not kept.complete else None
     if aside:
         aside.hardlink_to(old)
     for log in ("-wal", "-shm"):
@@ -100,7 +83,35 @@ def _rebuild(directory: Path) -> Rebuilt:
     new.replace(old)
     files.sync_directory(directory)
     files.seal_closed(directory)
-    return Rebuilt(kept, vectors_kept, lost, aside)
+    return replace(kept, set_aside=aside)
+
+
+def _copy_whole(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebuilt:
+    declared = seen = kept = 0
+    names: dict[int, str] = {}
+    for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
+        names[session] = name
+        declared += spans
+        target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?)", (session, name, created, updated))
+        words.create(target, session)
+    for *row, session in _rows(source, "spans", f"{COLUMNS}, session"):
+        seen += 1
+        with suppress(StoreDamagedError, KeyError):  # not whole, or of a session that is lost
+            name = names[session]
+            _copy_span(target, span_of_row(tuple(row), name), session, name)
+            kept += 1
+    complete = declared == seen == kept and _is_sound(source)
+    if not kept and not complete:
+        raise StoreDamagedError("no span can be read from the database; restore a backup")
+    return Rebuilt(kept, _copy_vectors(source, target), max(declared, seen) - kept, complete)
+
+
+def _is_sound(source: sqlite3.Connection) -> bool:
+    try:
+        found = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
+    except sqlite3.DatabaseError:
+        return False
+    return found == ["ok", "ok"]
 
 
 def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
@@ -116,13 +127,6 @@ def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tupl
         except sqlite3.DatabaseError:
             continue
         return
-
-
-def _whole_spans(source: sqlite3.Connection, names: dict[int, str]) -> Iterator[tuple[Span, int]]:
-    for *row, session in _rows(source, "spans", f"{COLUMNS}, session"):
-        if session in names:
-            with suppress(StoreDamagedError):
-                yield span_of_row(tuple(row), names[session]), session
 
 
 def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) -> None:

@@ -31,12 +31,12 @@ def sqlite_errors() -> Iterator[None]:
     """Turn SQLite's errors into ours; one of ours passes through."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:
         raise _translated(error) from error
 
 
-def _translated(error: sqlite3.Error) -> RescueServiceError:
-    # Python raises without a code when stored text is not UTF-8: that is damage too.
+def _translated(error: Exception) -> RescueServiceError:
+    # Python raises without a code when stored text, or a message that quotes it, is not UTF-8: that is damage too.
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if primary == sqlite3.SQLITE_FULL:
         return StoreFullError("the disk is full; free space, or forget sessions once there is a little")

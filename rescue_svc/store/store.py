@@ -6,7 +6,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,14 @@ class Store:
 
     def _open(self, path: Path) -> None:
         trust = files.trust(self.directory)
-        self._writer = files.connect(path)
+        with ExitStack() as on_failure:
+            self._writer = on_failure.enter_context(closing(files.connect(path)))
+            self._prepare(trust)
+            on_failure.pop_all()
+        for _ in range(READERS):
+            self._readers.put(files.connect(path))
+
+    def _prepare(self, trust: files.Trust) -> None:
         migrate(self._writer)
         if trust in ("crashed", "altered"):
             log.warning(
@@ -66,8 +73,6 @@ class Store:
             check.verify(self._writer, rebuild_words=trust == "altered")
         files.seal_open(self.directory)
         (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
-        for _ in range(READERS):
-            self._readers.put(files.connect(path))
 
     def close(self) -> None:
         """Empty the log into the database, seal it and free the directory."""

@@ -18,15 +18,15 @@ STOP_S = 30
 class Server:
     """`mlx-tq-rescue serve` on a free port. Its log is kept in `log_path`."""
 
-    def __init__(self, data_dir: Path, *, embedder: str = "hashing", user: str | None = None, **settings: Any) -> None:
+    def __init__(self, data_dir: Path, *, embedder: str = "hashing", logs: Path | None = None, **settings: Any) -> None:
         self.data_dir = data_dir
-        self.log_path = data_dir.with_name(f"{data_dir.name}-{time.monotonic_ns()}.log")
+        self.log_path = (logs or data_dir.parent) / f"service-{time.monotonic_ns()}.log"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
         environment |= {f"RESCUE_{name.upper()}": str(value) for name, value in settings.items()}
         environment |= {"RESCUE_DATA_DIR": str(data_dir), "RESCUE_EMBEDDER": embedder, "RESCUE_PORT": "0"}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rescue_svc.cli", "serve"], env=environment, stderr=log, user=user
+                [sys.executable, "-m", "rescue_svc.cli", "serve"], env=environment, stderr=log
             )
         self.url = self._wait_for_url()
         token = settings.get("token")
@@ -40,7 +40,7 @@ class Server:
                 if line.get("event") == "listening":
                     return line["url"]
             if self.process.poll() is not None:
-                raise ServerExited(self.process.returncode, self.log_path.read_text())
+                raise ServerExitedError(self.process.returncode, self.log_path.read_text())
             time.sleep(0.01)
         raise TimeoutError(self.log_path.read_text())
 
@@ -86,7 +86,7 @@ class Server:
         wait_for(lambda: (e := self.ready()["embedder"])["state"] == "ready" and e["pending"] == 0, timeout)
 
 
-class ServerExited(Exception):
+class ServerExitedError(Exception):
     """The service ended before it listened: its exit code, and what it said."""
 
     def __init__(self, code: int, said: str) -> None:
