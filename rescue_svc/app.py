@@ -10,7 +10,7 @@ from rescue_svc import __version__, errors
 from rescue_svc.guard import Gate
 from rescue_svc.logs import request_id
 from rescue_svc.middleware import Observed
-from rescue_svc.routes import private, public
+from rescue_svc.routes import DOCUMENTED_TOKEN, private, public
 from rescue_svc.service import RescueService
 
 STATUS: dict[type[errors.RescueServiceError], int] = {
@@ -39,7 +39,7 @@ def create_app(service: RescueService) -> FastAPI:
     app.state.service = service
     app.state.gate = Gate(service.settings)
     app.include_router(public)
-    app.include_router(private)
+    app.include_router(private, dependencies=[DOCUMENTED_TOKEN] if service.settings.token else [])
     app.add_exception_handler(errors.RescueServiceError, _own_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)

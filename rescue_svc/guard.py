@@ -38,8 +38,9 @@ class Gate:
     def check_origin(self, request: Request) -> None:
         """Keep pages of other sites out: browsers reach localhost (CSRF, DNS rebinding). Raises ForeignOriginError."""
         host = request.headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname or ""
-        if not is_loopback(name) and name not in self._hosts:
+        parts = urlsplit(f"//{host}")
+        name = parts.hostname or ""
+        if parts.netloc != host or not (is_loopback(name) or name in self._hosts):
             raise ForeignOriginError(
                 f"Host {name!r} is not this service; call it by its address or set RESCUE_ALLOWED_HOSTS"
             )

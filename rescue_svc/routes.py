@@ -30,13 +30,13 @@ from rescue_svc.service import RescueService
 from rescue_svc.store import NewSpan
 from rescue_svc.web import PAGE
 
-# The gate does the checking; this tells the OpenAPI document, and so the clients made from it, about the token.
-_documented_token = Depends(HTTPBearer(auto_error=False, description="needed when the service has a RESCUE_TOKEN"))
+# The gate does the checking; this tells the OpenAPI document, and so the clients made from it, that there is a token.
+DOCUMENTED_TOKEN = Depends(HTTPBearer(auto_error=False, description="the service's RESCUE_TOKEN"))
 
 # Every route may answer: refused origin, body too slow or too large, too many at once, store out of reach.
 ALWAYS = error_responses(403, 408, 413, 429, 503)
 public = APIRouter(route_class=PublicRoute, responses=ALWAYS)
-private = APIRouter(route_class=PrivateRoute, responses=ALWAYS | error_responses(401), dependencies=[_documented_token])
+private = APIRouter(route_class=PrivateRoute, responses=ALWAYS | error_responses(401))
 
 
 def the_service(request: Request) -> RescueService:
@@ -74,7 +74,7 @@ def retrieve(body: RetrieveRequest, service: Service, session_id: SessionInQuery
     chunks = [
         FoundChunk(
             text=stretch.span.text,
-            token_range=(stretch.span.start, stretch.span.stop),
+            token_range=[stretch.span.start, stretch.span.stop],
             layer=stretch.span.layer,
             score=stretch.span.score,
             similarity=stretch.similarity,
@@ -93,7 +93,7 @@ def dump(service: Service, session_id: Annotated[SessionId, Query()]) -> DumpAns
     return DumpAnswer(
         session_id=session_id,
         session_total=len(spans),
-        token_ranges=[(span.start, span.stop) for span in spans],
+        token_ranges=[[span.start, span.stop] for span in spans],
         layers=[span.layer for span in spans],
         scores=[span.score for span in spans],
     )
@@ -176,8 +176,8 @@ def openapi(request: Request) -> JSONResponse:
     return JSONResponse(request.app.openapi())
 
 
-@private.get("/", response_class=HTMLResponse)
-def page() -> HTMLResponse:
+@private.get("/", response_class=Response, responses={200: {"content": {"text/html": {}}}})
+def page() -> Response:
     """Show the sessions, their spans and a search box in a browser."""
     return HTMLResponse(
         PAGE.read_bytes(), headers={"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-store"}

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHUNKS = 256
 MAX_TEXT = 8192
@@ -12,11 +12,18 @@ SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 # NUL ends a C string: SQLite's tools and tokenizers would see only what stands before it.
 TEXT_PATTERN = r"^[^\x00]*$"
 
+
+def _is_whole_float(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
 SessionId = Annotated[str, Field(pattern=SESSION_PATTERN, description="letters, digits, _ and -, at most 64")]
-Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
+# JSON does not tell 3 from 3.0; its schemas call both integers.
+WHOLE = BeforeValidator(lambda value: int(value) if _is_whole_float(value) else value)
+Position = Annotated[int, Field(ge=0, le=MAX_POSITION), WHOLE]
 TokenRange = Annotated[list[Position], Field(min_length=2, max_length=2, description="[start, end) in tokens")]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=TEXT_PATTERN)]
-Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: all layers share the evicted set")]
+Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: all layers share the evicted set"), WHOLE]
 Score = Annotated[float, Field(allow_inf_nan=False, description="what the eviction policy thought of the span")]
 
 
@@ -38,7 +45,7 @@ class Chunk(Wire):
     )
     layer: Layer = -1
     score: Score = 0.0
-    round: Annotated[int, Field(ge=0, le=2**31)] = Field(
+    round: Annotated[int, Field(ge=0, le=2**31), WHOLE] = Field(
         default=0, description="the eviction round; accepted, not kept"
     )
 
@@ -81,7 +88,7 @@ class RetrieveRequest(Wire):
 
     session_id: SessionId | None = None
     query: Text
-    top_k: Annotated[int, Field(ge=1, le=64)] = 8
+    top_k: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
     score_floor: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] = 0.0
     hybrid_alpha: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
         default=0.7, description="weight of the dense score; 0 is BM25 alone, 1 dense alone"
@@ -95,7 +102,7 @@ class FoundChunk(BaseModel):
     """One stretch of text that was found; neighbouring spans are joined."""
 
     text: str
-    token_range: tuple[int, int]
+    token_range: TokenRange
     layer: int
     score: float
     similarity: float = Field(description="dense cosine, or BM25 over its best hit where there is no dense vector")
@@ -117,7 +124,7 @@ class DumpAnswer(BaseModel):
 
     session_id: str
     session_total: int
-    token_ranges: list[tuple[int, int]]
+    token_ranges: list[TokenRange]
     layers: list[int]
     scores: list[float]
 
