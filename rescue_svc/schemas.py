@@ -21,6 +21,7 @@ SessionId = Annotated[str, Field(pattern=SESSION_PATTERN, description="letters, 
 # JSON does not tell 3 from 3.0; its schemas call both integers.
 WHOLE = BeforeValidator(lambda value: int(value) if _is_whole_float(value) else value)
 Position = Annotated[int, Field(ge=0, le=MAX_POSITION), WHOLE]
+Token = Annotated[int, Field(ge=0, lt=MAX_POSITION), WHOLE]
 TokenRange = Annotated[list[Position], Field(min_length=2, max_length=2, description="[start, end) in tokens")]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=TEXT_PATTERN)]
 Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: all layers share the evicted set"), WHOLE]
@@ -40,7 +41,7 @@ class Chunk(Wire):
 
     text: Text
     token_range: TokenRange = Field(default=[])
-    tokens: Annotated[list[Position], Field(min_length=1, max_length=65_536)] = Field(
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=65_536)] = Field(
         default=[], description="positions of the evicted tokens; the range kept is the one that holds them all"
     )
     layer: Layer = -1

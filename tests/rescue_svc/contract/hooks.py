@@ -17,6 +17,6 @@ def before_call(context, case, kwargs):
 def run_forwards(chunks):
     for chunk in chunks if isinstance(chunks, list) else []:
         found = chunk.get("token_range") if isinstance(chunk, dict) else None
-        if isinstance(found, list) and len(found) == 2 and all(type(part) is int for part in found):
-            start, end = sorted(found)
+        if isinstance(found, list) and len(found) == 2 and all(type(n) in (int, float) and n % 1 == 0 for n in found):
+            start, end = sorted(map(int, found))
             chunk["token_range"] = [start, end] if start < end else [max(0, start - 1), max(1, end)]

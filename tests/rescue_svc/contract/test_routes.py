@@ -48,7 +48,9 @@ def call(server, route, headers, **options):
     client = server.client
     client.headers.pop("authorization", None)
     try:
-        return client.request(method, path.format(session_id="s"), headers=headers, **{**GOOD.get(route, {}), **options})
+        return client.request(
+            method, path.format(session_id="s"), headers=headers, **{**GOOD.get(route, {}), **options}
+        )
     finally:
         client.headers["authorization"] = f"Bearer {TOKEN}"
 
