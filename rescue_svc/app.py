@@ -27,7 +27,7 @@ STATUS: dict[type[errors.RescueServiceError], int] = {
     errors.StoreDamagedError: 503,
     errors.EmbedderUnavailableError: 503,
 }
-HEADERS = {401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue", Bearer'}, 429: {"Retry-After": "1"}}
+HEADERS = {401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue"'}, 429: {"Retry-After": "1"}}
 HTTP_CODES = {400: "invalid_body", 404: "no_such_route", 405: "method_not_allowed"}
 MAX_FAULTS = 5
 
