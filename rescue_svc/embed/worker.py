@@ -172,7 +172,8 @@ class EmbedWorker:
         return self._pipe.recv_bytes()
 
     def _start(self) -> None:
-        self.state, self.reason = "starting", "the embedder is loading"
+        if not self._failures:  # else the reason of the last failure stands until a start succeeds
+            self.state, self.reason = "starting", "the embedder is loading"
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(

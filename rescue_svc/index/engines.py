@@ -80,9 +80,15 @@ class FaissEngine:
         params = None
         if excluded:
             batch = self._faiss.IDSelectorBatch(np.fromiter(excluded, np.int64))
-            params = self._faiss.SearchParameters(sel=self._faiss.IDSelectorNot(batch))
+            params = self._parameters(self._faiss.IDSelectorNot(batch))
         similarity, ids = self._index.search(query[None], min(limit, len(self)), params=params)
         return [(int(i), float(s)) for i, s in zip(ids[0], similarity[0], strict=True) if i >= 0]
+
+    def _parameters(self, selector: Any) -> Any:
+        inner = self._faiss.downcast_index(self._index.index)
+        if isinstance(inner, self._faiss.IndexIVF):
+            return self._faiss.SearchParametersIVF(sel=selector, nprobe=inner.nprobe)
+        return self._faiss.SearchParameters(sel=selector)
 
     def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
         """Return the cosine of each of these ids that the index holds."""

@@ -43,28 +43,25 @@ def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[Scored]:
-    """Return all candidates, best first: alpha parts of the cosine and the rest BM25, each scaled from 0 to 1.
+    """Return all candidates, best first.
 
+    The score is alpha parts of the cosine, from 0 at its worst to 1 at its best, and the rest BM25 over its best.
     A span without a vector yet is ranked by BM25 alone, so that waiting for the embedder does not hide it. One that
     shares no word with the question and has no positive cosine is no candidate. The scaling and the default of alpha
     did best of those measured in benchmarks/rescue.
     """
-    by_meaning, by_words = _scaled(dense), _scaled(bm25)
-    best_words = max(bm25.values(), default=1.0)
+    low, high = min(dense.values(), default=0.0), max(dense.values(), default=0.0)
+    best = max(bm25.values(), default=1.0)
     scored = []
     for span in dense.keys() | bm25.keys():
         cosine = dense.get(span)
-        if span not in bm25 and cosine is not None and cosine <= 0:
+        words = bm25[span] / best if span in bm25 else None
+        if words is None and cosine is not None and cosine <= 0:
             continue
-        words = by_words.get(span, 0.0)
-        fused = alpha * by_meaning.get(span, words) + (1 - alpha) * words
-        scored.append(Scored(span, fused, cosine, bm25[span] / best_words if span in bm25 else None))
+        by_words = words or 0.0
+        by_meaning = by_words if cosine is None else (cosine - low) / (high - low) if high > low else 1.0
+        scored.append(Scored(span, alpha * by_meaning + (1 - alpha) * by_words, cosine, words))
     return sorted(scored, key=lambda s: (-s.fused, s.id))
-
-
-def _scaled(scores: dict[int, float]) -> dict[int, float]:
-    low, high = min(scores.values(), default=0.0), max(scores.values(), default=0.0)
-    return {span: (score - low) / (high - low) if high > low else 1.0 for span, score in scores.items()}
 
 
 def join_neighbours(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Found]:
