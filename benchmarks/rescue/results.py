@@ -17,6 +17,7 @@ def save(name: str, results: Any) -> None:
         "system": platform.platform(terse=True),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load_average": [round(load, 1) for load in os.getloadavg()],  # above the cores: others were measured too
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
         "faiss": version("faiss-cpu"),

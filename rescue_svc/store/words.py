@@ -10,10 +10,10 @@ import sqlite3
 # unicode61 splits words in any script; porter lets "evicted" find "evicts". Measured in benchmarks/rescue.
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 MAX_TERMS = 64
-# FTS5 scores about a million postings a second. A query may touch this many, or an eighth of the session if that is
+# FTS5 scores about a million postings a second. A query may touch this many, or a sixteenth of the session if that is
 # more; its commonest words, which say least, are left out beyond that.
-MIN_POSTINGS = 4096
-POSTINGS_SHARE = 8
+MIN_POSTINGS = 2048
+POSTINGS_SHARE = 16
 
 
 def table_name(session: int) -> str:
