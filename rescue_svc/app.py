@@ -25,7 +25,6 @@ STATUS: dict[type[errors.RescueServiceError], int] = {
     errors.StoreFullError: 507,
     errors.StoreUnavailableError: 503,
     errors.StoreDamagedError: 503,
-    errors.EmbedderUnavailableError: 503,
 }
 HEADERS = {401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue"'}, 429: {"Retry-After": "1"}}
 HTTP_CODES = {400: "invalid_body", 404: "no_such_route", 405: "method_not_allowed"}
@@ -55,7 +54,7 @@ def _answer(status: int, code: str, detail: str, headers: dict[str, str] | None 
 
 def _own_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, errors.RescueServiceError)  # noqa: S101 - tells the type checker
-    status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+    status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
     return _answer(status, error.code, str(error))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rescue.bench_load [--seconds 20]
 
-Writes benchmarks/results/rescue_load.json. Every fifth call writes, the others ask; each client has a session of its own.
+Writes benchmarks/results/rescue_load.json. Every fifth call writes, the others ask; each client has its own session.
 """
 
 import argparse

@@ -67,6 +67,13 @@ def remove(directory: Path, session: int) -> None:
         file.unlink()
 
 
+def remove_orphans(directory: Path, sessions: set[int]) -> None:
+    """Remove the snapshots of sessions that are not among these: a crash came between forgetting and removing."""
+    for file in (directory / INDEXES).iterdir():
+        if int(file.name.partition(".")[0]) not in sessions:
+            file.unlink()
+
+
 def _digest(header: Header, body: bytes) -> str:
     fields = json.dumps(asdict(header) | {"blake2b": ""}).encode()
     return hashlib.blake2b(fields + b"\n" + body).hexdigest()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from rescue_svc.embed import EmbedWorker, choose_embedder
 from rescue_svc.errors import EmbedderUnavailableError, SessionNotFoundError
-from rescue_svc.index import Residents, choose_engine, remove_snapshot
+from rescue_svc.index import Residents, choose_engine, remove_orphans, remove_snapshot
 from rescue_svc.metrics import Metrics
 from rescue_svc.schemas import EmbedderInfo, RetrieveRequest
 from rescue_svc.service.indexer import Indexer
@@ -47,6 +47,7 @@ class RescueService:
         self.engine = choose_engine(settings.index)
         name, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
         self.store = Store(settings.data_dir, settings.caps())
+        remove_orphans(settings.data_dir, {session.id for session in self.store.sessions()})
         self.embedder: EmbedWorker | None = None
         if name is not None:
             self.embedder = EmbedWorker(

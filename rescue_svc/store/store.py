@@ -71,6 +71,8 @@ class Store:
                 "the database was not closed cleanly, or was changed; checking every row", extra={"trust": trust}
             )
             check.verify(self._writer, rebuild_words=trust == "altered")
+        # A crash may have come after a DELETE was committed and before the log was emptied of the old text.
+        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         files.seal_open(self.directory)
         (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
 

@@ -1,8 +1,11 @@
 """DELETE leaves no byte of the text: not in the database, its log or the index, and not in what is renamed aside."""
 
 import random
+import shutil
 
 from rescue_svc.embed.hashing import HashingEmbedder
+from rescue_svc.store import words
+from rescue_svc.store.files import connect
 
 SECRET = "Xylophonquartz"  # a word that nothing else on the disk holds
 WORDS = SECRET.lower().encode()
@@ -64,6 +67,31 @@ def test_nothing_is_left_after_a_crash_before_it(serve):
     assert traces(server.data_dir)
     server.client.delete("/sessions/secret")
     assert traces(server.data_dir) == []
+
+
+def test_a_crash_in_the_middle_of_forgetting_is_made_good(serve):
+    """Committed, but the log not emptied and the index not removed: the next start does both."""
+    server = serve()
+    server.write("secret", *secrets(100))
+    server.wait_until_embedded()
+    server.retrieve("secret", SECRET)
+    server.client.post("/sessions/secret/hibernate")
+    server.kill()
+    connection = connect(server.data_dir / "rescue.db")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    reader = connect(server.data_dir / "rescue.db")  # keeps the log from being emptied at the end
+    connection.execute("BEGIN")
+    words.drop(connection, 1)
+    connection.execute("DELETE FROM sessions")
+    connection.execute("COMMIT")
+    copy = server.data_dir.with_name("copy")
+    shutil.copytree(server.data_dir, copy)
+    connection.close()
+    reader.close()
+    assert len(traces(copy)) >= 2
+    server = serve(copy)
+    assert traces(copy) == []
+    assert server.client.get("/sessions").json() == {"sessions": []}
 
 
 def test_ids_are_never_used_again(serve):

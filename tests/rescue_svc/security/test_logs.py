@@ -1,5 +1,9 @@
 """The log says what happened, with the id of the request, and never what was said."""
 
+import sqlite3
+
+from ..harness import wait_for
+
 SECRET = "Xylophonquartz"
 
 
@@ -27,8 +31,6 @@ def test_no_text_in_the_log(serve):
 def test_a_fault_of_our_own_is_logged_by_place_and_answered(serve):
     server = serve(embedder="none")
     server.write("s", (f"the {SECRET} is here", 0, 5))
-    import sqlite3
-
     with sqlite3.connect(server.data_dir / "rescue.db") as database:
         database.execute("DROP TABLE words_1")  # behind the service's back
     database.close()
@@ -36,6 +38,7 @@ def test_a_fault_of_our_own_is_logged_by_place_and_answered(serve):
         "/evict/retrieve", json={"session_id": "s", "query": SECRET}, headers={"X-Request-ID": "this-one"}
     )
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+    wait_for(lambda: [line for line in server.log() if line.get("request_id") == "this-one"])  # it follows the answer
     (line,) = [line for line in server.log() if line.get("request_id") == "this-one"]
     assert (line["route"], line["status"]) == ("POST /evict/retrieve", 503)
     assert line["ms"] > 0
@@ -45,6 +48,5 @@ def test_a_fault_of_our_own_is_logged_by_place_and_answered(serve):
 def test_every_request_has_one_line(serve):
     server = serve(embedder="none")
     ids = [server.client.get("/healthz").headers["x-request-id"] for _ in range(5)]
-    logged = [line["request_id"] for line in server.log() if line["event"] == "request"]
-    assert logged == ids
+    wait_for(lambda: [line["request_id"] for line in server.log() if line["event"] == "request"] == ids)
     assert len(set(ids)) == 5
