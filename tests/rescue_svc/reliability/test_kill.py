@@ -213,6 +213,7 @@ def test_the_embedder_ends_with_the_service(serve):
     child = embedder_process(server)
     server.kill()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert "Traceback" not in server.log_path.read_text()  # it ended quietly
 
 
 def test_an_idle_embedder_gives_its_memory_back(serve):

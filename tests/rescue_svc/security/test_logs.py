@@ -1,6 +1,11 @@
 """The log says what happened, with the id of the request, and never what was said."""
 
+import json
+import logging
 import sqlite3
+import sys
+
+from rescue_svc.logs import JsonFormatter
 
 from ..harness import wait_for
 
@@ -43,6 +48,17 @@ def test_a_fault_of_our_own_is_logged_by_place_and_answered(serve):
     assert (line["route"], line["status"]) == ("POST /evict/retrieve", 503)
     assert line["ms"] > 0
     assert SECRET.lower() not in server.log_path.read_text().lower()
+
+
+def test_an_exception_is_logged_without_its_message():
+    try:
+        raise ValueError(SECRET)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "a fault", None, sys.exc_info())
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["error"], line["event"]) == ("ValueError", "a fault")
+    assert line["at"][0].startswith(__file__)
+    assert SECRET not in str(line)
 
 
 def test_every_request_has_one_line(serve):
