@@ -21,6 +21,7 @@ class Service:
     def __init__(self, directory: Path, embedder: str) -> None:
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - lives as long as the service
         settings = {"RESCUE_DATA_DIR": str(directory), "RESCUE_EMBEDDER": embedder, "RESCUE_PORT": "0"}
+        settings |= {"RESCUE_QUERY_TIMEOUT_S": "30"}  # a slow embedder must show in the figures, not turn to BM25
         began = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rescue_svc.cli", "serve", "--max-session-spans", "10000000"],
@@ -50,6 +51,11 @@ class Service:
     def rss_mb(self) -> float:
         """Memory of the service without its embedder."""
         return psutil.Process(self.process.pid).memory_info().rss / 2**20
+
+    def cpu_s(self) -> float:
+        """Processor time of the service so far, without its embedder."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
 
     def embedder(self) -> psutil.Process:
         """The embedder's process."""
