@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 CASES_A_ROUTE = 500
+ROOT = Path(__file__).parents[3]
 TOKEN = "a-token-of-the-tests"
 
 
-def test_the_document_is_true(serve, scale):
+def test_the_document_is_true(serve, tmp_path, scale):
     server = serve(embedder="none", max_sessions=10**6, token=TOKEN)
     server.write("known", ("a text", 0, 2), ("another", 2, 4))
     run = subprocess.run(
@@ -19,7 +21,8 @@ def test_the_document_is_true(serve, scale):
             *("--max-examples", str(CASES_A_ROUTE * scale), "--continue-on-failure", "--generation-database", "none"),
             *("--no-color", "--warnings", "off"),
         ],
-        env=os.environ | {"SCHEMATHESIS_HOOKS": "tests.rescue_svc.contract.hooks"},
+        env=os.environ | {"SCHEMATHESIS_HOOKS": "tests.rescue_svc.contract.hooks", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,  # it keeps a cache where it runs
         capture_output=True,
         text=True,
         check=False,
