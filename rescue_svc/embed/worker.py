@@ -1,0 +1,222 @@
+"""The parent's side of the embedder: one thread that owns the child process, starts it, feeds it and replaces it."""
+
+import contextlib
+import itertools
+import json
+import logging
+import multiprocessing
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from rescue_svc.embed import child
+from rescue_svc.embed.registry import embedder_class
+from rescue_svc.embed.types import Vectors
+from rescue_svc.errors import EmbedderUnavailableError
+
+log = logging.getLogger(__name__)
+
+State = Literal["unavailable", "idle", "starting", "ready"]
+
+QUESTION, BULK = 0, 1  # a question goes before the background's texts
+MAX_QUESTIONS = 32  # asked together when many clients ask at once
+LOAD_TIMEOUT_S = 120.0
+WATCH_S = 0.25  # how often an idle child is looked at
+LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(order=True)
+class Job:
+    """Texts to embed; questions first, then first come, first served."""
+
+    priority: int
+    number: int
+    texts: list[str] = field(compare=False)
+    answer: "Future[Vectors]" = field(compare=False, default_factory=Future)
+
+
+class EmbedWorker:
+    """Embeds in a child process that is started when needed, replaced when it dies or hangs, and ended when idle."""
+
+    def __init__(self, name: str, model_path: Path | None, *, timeout_s: float, idle_s: float) -> None:
+        chosen = embedder_class(name)
+        self.name, self.model, self.dim = name, chosen.model, chosen.dim
+        self.state: State = "starting"
+        self.reason: str | None = "the embedder is loading"
+        self.starts = 0
+        self._model_path = model_path
+        self._timeout_s = timeout_s
+        self._idle_s = idle_s
+        self._numbers = itertools.count()
+        self._jobs: queue.PriorityQueue[Job] = queue.PriorityQueue()
+        self._stopping = threading.Event()
+        self._process: SpawnProcess | None = None
+        self._pipe: Connection | None = None
+        self._failures = 0
+        self._last_use = 0.0
+        self._thread = threading.Thread(target=self._run, name="embedder", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, if there is one."""
+        return self._process.pid if self._process else None
+
+    def question(self, text: str, timeout_s: float) -> Vectors:
+        """Return the vector [D] of a question at once or not at all; raises EmbedderUnavailableError."""
+        if self.state != "ready":
+            if self.state == "idle":
+                self._put(QUESTION, [text])  # wakes the child for the next question; nobody waits for this one
+            raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
+        try:
+            vector: Vectors = self._put(QUESTION, [text]).answer.result(timeout_s)[0]
+            return vector
+        except FutureTimeout:
+            raise EmbedderUnavailableError(f"the embedder took longer than {timeout_s} s") from None
+
+    def bulk(self, texts: list[str]) -> Vectors:
+        """Return the vectors [N, D] of texts, however long it takes; raises EmbedderUnavailableError."""
+        return self._put(BULK, texts).answer.result()
+
+    def close(self) -> None:
+        """End the child and the thread; those who wait get EmbedderUnavailableError."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _put(self, priority: int, texts: list[str]) -> Job:
+        job = Job(priority, next(self._numbers), texts)
+        self._jobs.put(job)
+        if self._stopping.is_set():
+            self._refuse_all()
+        return job
+
+    def _run(self) -> None:
+        self._try_to_start()
+        while not self._stopping.is_set():
+            jobs = self._next_jobs()
+            if jobs:
+                self._serve(jobs)
+            elif self._process and not self._process.is_alive():
+                self._replace("the embedder process died")
+            elif self._process and time.monotonic() - self._last_use > self._idle_s:
+                self._end_child("idle", "the embedder gave its memory back; it loads again now")
+        self._end_child("unavailable", "the service is stopping")
+        self._refuse_all()
+
+    def _next_jobs(self) -> list[Job]:
+        try:
+            jobs = [self._jobs.get(timeout=WATCH_S)]
+        except queue.Empty:
+            return []
+        while jobs[0].priority == QUESTION and len(jobs) < MAX_QUESTIONS:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job.priority != QUESTION:
+                self._jobs.put(job)
+                break
+            jobs.append(job)
+        return jobs
+
+    def _serve(self, jobs: list[Job]) -> None:
+        try:
+            if self._process is None:
+                self._start()
+            vectors = self._ask([text for job in jobs for text in job.texts])
+        except EmbedderUnavailableError as error:
+            for job in jobs:
+                job.answer.set_exception(error)
+            return
+        first = 0
+        for job in jobs:
+            job.answer.set_result(vectors[first : first + len(job.texts)])
+            first += len(job.texts)
+
+    def _ask(self, texts: list[str]) -> Vectors:
+        assert self._pipe is not None  # noqa: S101 - _start set it; this tells the type checker
+        self._last_use = time.monotonic()
+        try:
+            self._pipe.send_bytes(json.dumps(texts).encode())
+            answer = self._receive(self._timeout_s)
+        except (EOFError, OSError):
+            self._replace("the embedder process died")
+            raise EmbedderUnavailableError("the embedder process died and is started again") from None
+        except TimeoutError:
+            self._replace(f"the embedder was silent for {self._timeout_s} s")
+            raise EmbedderUnavailableError(
+                f"the embedder was silent for {self._timeout_s} s and is started again"
+            ) from None
+        if answer[:1] != child.VECTORS:
+            raise EmbedderUnavailableError(f"the embedder failed on a text: {answer[1:].decode()}")
+        return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim)
+
+    def _receive(self, timeout_s: float) -> bytes:
+        """Return the child's next frame; raises TimeoutError, or EOFError when it is gone."""
+        assert self._pipe is not None  # noqa: S101 - _start set it; this tells the type checker
+        deadline = time.monotonic() + timeout_s
+        while not self._pipe.poll(min(WATCH_S, timeout_s)):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if self._stopping.is_set():
+                raise EOFError
+        return self._pipe.recv_bytes()
+
+    def _start(self) -> None:
+        if not self._failures:  # else the reason of the last failure stands until a start succeeds
+            self.state, self.reason = "starting", "the embedder is loading"
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=child.serve, args=(theirs, self.name, self._model_path), name="rescue-embedder", daemon=True
+        )
+        self._process.start()
+        theirs.close()  # so that the pipe ends when the child does
+        self.starts += 1
+        try:
+            answer = self._receive(LOAD_TIMEOUT_S)
+        except (EOFError, OSError, TimeoutError):
+            answer = child.FAILED + b"the embedder process ended while it was loading"
+        if answer != child.READY:
+            reason = answer[1:].decode()
+            self._failures += 1
+            self._end_child("unavailable", reason)
+            log.warning("the embedder did not start", extra={"reason": reason})
+            # The pause keeps a child that cannot load from being started in a loop.
+            self._stopping.wait(min(2.0**self._failures, LONGEST_PAUSE_S))
+            raise EmbedderUnavailableError(reason)
+        self._failures = 0
+        self._last_use = time.monotonic()
+        self.state, self.reason = "ready", None
+
+    def _try_to_start(self) -> None:
+        with contextlib.suppress(EmbedderUnavailableError):  # the state says so, and the next text tries again
+            self._start()
+
+    def _replace(self, reason: str) -> None:
+        if not self._stopping.is_set():
+            log.warning("the embedder is started again", extra={"reason": reason})
+            self._end_child("starting", reason)
+            self._try_to_start()
+
+    def _end_child(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+        if self._pipe:
+            self._pipe.close()
+        if self._process:
+            self._process.kill()
+            self._process.join()
+        self._process = self._pipe = None
+
+    def _refuse_all(self) -> None:
+        while not self._jobs.empty():
+            self._jobs.get().answer.set_exception(EmbedderUnavailableError("the service is stopping"))

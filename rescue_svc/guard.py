@@ -1,0 +1,125 @@
+"""Who may call, and how much they may send: decided after routing and before the body is read or parsed.
+
+A check on the route, not a middleware: a middleware decides by a path that it reads itself, and a path that the router
+reads differently (CVE-2026-48710 in starlette) slips past it.
+"""
+
+import asyncio
+import base64
+import binascii
+import secrets
+from collections.abc import Callable, Coroutine
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from rescue_svc.errors import BodyTooLargeError, BodyTooSlowError, BusyError, ForeignOriginError, UnauthorizedError
+from rescue_svc.settings import Settings, is_loopback
+
+BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a place for long
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class Gate:
+    """The checks, and the count of requests in progress. Used on the event loop's thread only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._token = settings.token.get_secret_value().encode() if settings.token else None
+        self._hosts = {settings.host, *settings.allowed_hosts}
+        self._max_body = settings.max_body_bytes
+        self._max_in_flight = settings.max_in_flight
+        self._in_flight = 0
+
+    def check_origin(self, request: Request) -> None:
+        """Keep pages of other sites out: browsers reach localhost (CSRF, DNS rebinding). Raises ForeignOriginError."""
+        host = request.headers.get("host", "")
+        parts = urlsplit(f"//{host}")
+        name = parts.hostname or ""
+        if parts.netloc != host or not (is_loopback(name) or name in self._hosts):
+            raise ForeignOriginError(
+                f"Host {name!r} is not this service; call it by its address or set RESCUE_ALLOWED_HOSTS"
+            )
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise ForeignOriginError(f"a page of {origin!r} asked; only the service's own page may")
+
+    def check_token(self, request: Request) -> None:
+        """Ask for the token as Bearer, or as Basic's password, which browsers can send. Raises UnauthorizedError."""
+        if self._token is None:
+            return
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        given = value.strip().encode()
+        if scheme.lower() == "basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                given = b""
+        elif scheme.lower() != "bearer":
+            given = b""
+        if not secrets.compare_digest(given, self._token):
+            raise UnauthorizedError(
+                "a token is needed: send `Authorization: Bearer TOKEN` with the service's RESCUE_TOKEN"
+            )
+
+    async def read_body(self, request: Request) -> bytes:
+        """Read the body up to the limit; raises BodyTooLargeError, or BodyTooSlowError."""
+        if int(request.headers.get("content-length") or 0) > self._max_body:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self._max_body:
+                        raise self._too_large()
+        except TimeoutError:
+            raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S} s to arrive; send it at once") from None
+        return bytes(body)
+
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
+
+    async def admit(self, request: Request, handler: Handler) -> Response:
+        """Run the handler unless too many are running; raises BusyError."""
+        if self._in_flight >= self._max_in_flight:
+            raise BusyError(f"{self._max_in_flight} requests are in progress, the limit; try again in a second")
+        self._in_flight += 1
+        try:
+            body = await self.read_body(request)
+
+            async def replay() -> Message:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            return await handler(Request(request.scope, replay))
+        finally:
+            self._in_flight -= 1
+
+
+class PublicRoute(APIRoute):
+    """A route that anyone on the right host may call."""
+
+    needs_token = False
+
+    def get_route_handler(self) -> Handler:
+        """Put the gate before FastAPI's handler, which reads the body."""
+        handler = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            gate: Gate = request.app.state.gate
+            gate.check_origin(request)
+            if self.needs_token:
+                gate.check_token(request)
+            return await gate.admit(request, handler)
+
+        return guarded
+
+
+class PrivateRoute(PublicRoute):
+    """A route that needs the token when one is set."""
+
+    needs_token = True

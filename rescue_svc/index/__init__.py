@@ -1,0 +1,8 @@
+"""The index: a cache of the stored vectors that can always be built again from the store."""
+
+from rescue_svc.index.engines import EngineName, choose_engine
+from rescue_svc.index.residents import Residents
+from rescue_svc.index.snapshot import remove as remove_snapshot
+from rescue_svc.index.snapshot import remove_orphans
+
+__all__ = ["EngineName", "Residents", "choose_engine", "remove_orphans", "remove_snapshot"]

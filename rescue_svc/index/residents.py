@@ -1,0 +1,131 @@
+"""The indexes in memory: built from a snapshot or the store when first asked for, kept up by pulling what is newer."""
+
+import threading
+from collections import OrderedDict
+
+from rescue_svc.index import snapshot
+from rescue_svc.index.engines import ENGINES, Engine, EngineName, Hits
+from rescue_svc.store import Store, Vectors
+
+BYTES_PER_FLOAT = 4
+
+
+class Resident:
+    """One session's index and how far it has followed the store."""
+
+    def __init__(self, engine: Engine, last: int) -> None:
+        self.lock = threading.Lock()
+        self.engine = engine
+        self.last = last
+
+
+class Residents:
+    """Indexes of the sessions in use, at most `max_bytes` of vectors; the one used longest ago leaves first."""
+
+    def __init__(self, store: Store, engine: EngineName, model: str, dim: int, max_bytes: int) -> None:
+        self.engine = engine
+        self._store = store
+        self._model = model
+        self._dim = dim
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._residents: OrderedDict[int, Resident] = OrderedDict()
+
+    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> Hits:
+        """Return up to `limit` (span, cosine) of a session, best first."""
+        resident = self._current(session)
+        with resident.lock:
+            return resident.engine.search(query, limit, excluded)
+
+    def similarities(self, session: int, query: Vectors, spans: list[int]) -> dict[int, float]:
+        """Return the cosine of each of these spans that has a vector."""
+        resident = self._current(session)
+        with resident.lock:
+            return resident.engine.similarities(query, spans)
+
+    def resume(self, session: int) -> int:
+        """Bring a session's index to memory; return how many vectors it holds."""
+        return len(self._current(session).engine)
+
+    def hibernate(self, session: int) -> int:
+        """Save a session's index and let its memory go; return how many vectors it held."""
+        with self._lock:
+            resident = self._residents.pop(session, None)
+        if resident is None:
+            return 0
+        self._save(session, resident)
+        return len(resident.engine)
+
+    def forget(self, session: int) -> None:
+        """Drop a session's index from memory and disk."""
+        # Under the loading lock: an index that is being built must not come back after it was dropped.
+        with self._loading, self._lock:
+            self._residents.pop(session, None)
+        snapshot.remove(self._store.directory, session)
+
+    def is_resident(self, session: int) -> bool:
+        """Tell whether a session's index is in memory."""
+        return session in self._residents
+
+    def sizes(self) -> tuple[int, int]:
+        """Return how many indexes are in memory and how many bytes of vectors they hold."""
+        with self._lock:
+            vectors = sum(len(resident.engine) for resident in self._residents.values())
+            return len(self._residents), vectors * self._dim * BYTES_PER_FLOAT
+
+    def save_all(self) -> None:
+        """Save every index in memory, for a quick next start."""
+        for session in list(self._residents):
+            self.hibernate(session)
+
+    def _current(self, session: int) -> Resident:
+        with self._lock:
+            resident = self._residents.get(session)
+            if resident:
+                self._residents.move_to_end(session)
+        if resident is None:
+            resident = self._load(session)
+        with resident.lock:
+            newer = self._store.vectors(session, self._model, resident.last, self._dim)
+            if len(newer.spans):
+                resident.engine.add(newer.spans, newer.vectors)
+            resident.last = newer.last
+        self._make_room(session)
+        return resident
+
+    def _load(self, session: int) -> Resident:
+        with self._loading:
+            resident = self._residents.get(session)
+            if resident is None:
+                resident = self._from_snapshot(session) or Resident(ENGINES[self.engine](self._dim), 0)
+                with self._lock:
+                    self._residents[session] = resident
+        return resident
+
+    def _from_snapshot(self, session: int) -> Resident | None:
+        found = snapshot.load(snapshot.path_of(self._store.directory, session), self.engine, self._model, self._dim)
+        if found is None:
+            return None
+        engine, last = found
+        # Vectors that were made again have newer numbers: then the snapshot holds ones the store no longer has.
+        stale = len(engine) != self._store.count_vectors(session, self._model, last)
+        return None if stale else Resident(engine, last)
+
+    def _make_room(self, session: int) -> None:
+        while self.sizes()[1] > self._max_bytes and len(self._residents) > 1:
+            oldest = next(iter(self._residents))
+            if oldest == session:
+                return
+            self.hibernate(oldest)
+
+    def _save(self, session: int, resident: Resident) -> None:
+        with resident.lock:
+            if len(resident.engine):
+                snapshot.save(
+                    snapshot.path_of(self._store.directory, session),
+                    resident.engine,
+                    self._model,
+                    self._dim,
+                    resident.last,
+                )

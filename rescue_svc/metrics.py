@@ -1,0 +1,37 @@
+"""Counters and histograms in a registry of their own, so that two services in one process do not mix."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class Metrics:
+    """All that `/metrics` shows. Labels are routes, modes and codes: never a session id, never text."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "rescue_requests", "Requests by route and status.", ["method", "route", "status"], registry=self.registry
+        )
+        self.request_seconds = Histogram(
+            "rescue_request_seconds", "Time of a request.", ["route"], buckets=BUCKETS_S, registry=self.registry
+        )
+        self.retrieve_seconds = Histogram(
+            "rescue_retrieve_seconds",
+            "Time of a retrieval by stage.",
+            ["stage"],
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self.retrievals = Counter(
+            "rescue_retrievals", "Retrievals by mode, hit or miss.", ["mode", "outcome"], registry=self.registry
+        )
+        self.spans_written = Counter("rescue_spans_written", "Spans stored for the first time.", registry=self.registry)
+        self.sessions_forgotten = Counter("rescue_sessions_forgotten", "Sessions forgotten.", registry=self.registry)
+        self.sessions = Gauge("rescue_sessions", "Sessions kept.", registry=self.registry)
+        self.spans = Gauge("rescue_spans", "Spans kept.", registry=self.registry)
+        self.spans_pending = Gauge("rescue_spans_pending", "Spans that wait for a vector.", registry=self.registry)
+        self.indexes = Gauge("rescue_resident_indexes", "Indexes in memory.", registry=self.registry)
+        self.index_bytes = Gauge("rescue_resident_index_bytes", "Bytes of vectors in memory.", registry=self.registry)
+        self.embedder_starts = Gauge("rescue_embedder_starts", "Starts of the embedder.", registry=self.registry)
+        self.embedder_ready = Gauge("rescue_embedder_ready", "1 while dense vectors are made.", registry=self.registry)

@@ -1,0 +1,177 @@
+"""The service without HTTP: what each call does, by store, index and embedder."""
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from rescue_svc.embed import EmbedWorker, choose_embedder
+from rescue_svc.errors import EmbedderUnavailableError, SessionNotFoundError
+from rescue_svc.index import Residents, choose_engine, remove_orphans, remove_snapshot
+from rescue_svc.metrics import Metrics
+from rescue_svc.schemas import EmbedderInfo, RetrieveRequest
+from rescue_svc.service.indexer import Indexer
+from rescue_svc.service.rank import Found, fuse, join_neighbours, merge_ranges
+from rescue_svc.settings import Settings
+from rescue_svc.store import NewSpan, Session, Span, Store, Vectors
+
+# How deep each ranking is read before they are fused.
+CANDIDATES = 100
+Mode = Literal["hybrid", "dense", "bm25"]
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What a question found."""
+
+    chunks: list[Found]
+    session_total: int
+    mode: Mode
+    degraded: str | None
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """A session and how far its index is."""
+
+    session: Session
+    embedded: int
+    resident: bool
+
+
+class RescueService:
+    """All calls of the service. Safe to use from many threads; `close` ends it cleanly."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.engine = choose_engine(settings.index)
+        name, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
+        self.store = Store(settings.data_dir, settings.caps())
+        remove_orphans(settings.data_dir, {session.id for session in self.store.sessions()})
+        self.embedder: EmbedWorker | None = None
+        if name is not None:
+            self.embedder = EmbedWorker(
+                name, settings.model_path, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s
+            )
+            self._indexer = Indexer(self.store, self.embedder, settings.embed_batch)
+            self._residents = Residents(
+                self.store, self.engine, self.embedder.model, self.embedder.dim, settings.max_index_mb * 2**20
+            )
+
+    def close(self) -> None:
+        """Finish: end the embedder, save the indexes, seal the store."""
+        if self.embedder:
+            self.embedder.close()
+            self._indexer.close()
+            self._residents.save_all()
+        self.store.close()
+
+    def write(self, session: str, spans: list[NewSpan]) -> tuple[int, int]:
+        """Keep spans; return how many are new and how many the session holds. They are on disk when this returns."""
+        accepted, total = self.store.write(session, spans)
+        if self.embedder:
+            self._indexer.wake()
+        self.metrics.spans_written.inc(accepted)
+        return accepted, total
+
+    def retrieve(self, name: str, ask: RetrieveRequest) -> Retrieved:
+        """Find what answers a question. A session that was never written is empty, not an error."""
+        session = self.store.session(name)
+        if session is None:
+            return Retrieved([], 0, "bm25", None)
+        began = time.perf_counter()
+        vector, degraded = self._question_vector(ask) if ask.hybrid_alpha > 0 else (None, None)
+        embedded = time.perf_counter()
+        excluded = self.store.covered(session, merge_ranges(ask.exclude_ranges)) if ask.exclude_ranges else set()
+        alpha = ask.hybrid_alpha if vector is not None else 0.0
+        mode: Mode = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
+        # Dense alone still reads BM25: it is what finds a span whose vector is not made yet.
+        by_words = self.store.bm25(session, ask.query, CANDIDATES, excluded)
+        by_meaning: dict[int, float] = {}
+        if vector is not None:
+            by_meaning = dict(self._residents.search(session.id, vector, CANDIDATES, excluded))
+            rest = [span for span in by_words if span not in by_meaning]
+            by_meaning |= self._residents.similarities(session.id, vector, rest)
+        ranked = fuse(by_meaning, by_words, alpha)
+        best = [s for s in ranked if s.similarity >= ask.score_floor][: ask.top_k]
+        spans = {span.id: span for span in self.store.spans(session, [s.id for s in best])}
+        best = [s for s in best if s.id in spans]  # a DELETE may have come between
+        chunks = join_neighbours([spans[s.id] for s in best], best)
+        self.metrics.retrieve_seconds.labels("embed").observe(embedded - began)
+        self.metrics.retrieve_seconds.labels("search").observe(time.perf_counter() - embedded)
+        self.metrics.retrievals.labels(mode, "hit" if chunks else "miss").inc()
+        return Retrieved(chunks, session.spans, mode, degraded)
+
+    def _question_vector(self, ask: RetrieveRequest) -> tuple[Vectors | None, str | None]:
+        if self.embedder is None:
+            return None, self._no_embedder
+        try:
+            return self.embedder.question(ask.query, self.settings.query_timeout_s), None
+        except EmbedderUnavailableError as error:
+            return None, str(error)
+
+    def dump(self, name: str) -> list[Span]:
+        """Return all spans of a session in the order of writing; none for a session that was never written."""
+        session = self.store.session(name)
+        return self.store.spans(session) if session else []
+
+    def sessions(self) -> list[SessionState]:
+        """Return all sessions, the last written first."""
+        return [
+            SessionState(
+                session,
+                self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
+                self._residents.is_resident(session.id) if self.embedder else False,
+            )
+            for session in self.store.sessions()
+        ]
+
+    def forget(self, name: str) -> int:
+        """Forget a session for good; return how many spans it held. Raises SessionNotFoundError."""
+        session = self.store.forget(name)
+        if self.embedder:
+            self._residents.forget(session.id)
+        else:
+            remove_snapshot(self.settings.data_dir, session.id)
+        self.metrics.sessions_forgotten.inc()
+        return session.spans
+
+    def hibernate(self, name: str) -> int:
+        """Let a session's index leave memory; return how many vectors it held. The next question brings it back."""
+        session = self._existing(name)
+        return self._residents.hibernate(session.id) if self.embedder else 0
+
+    def resume(self, name: str) -> int:
+        """Bring a session's index to memory ahead of a question; return how many vectors it holds."""
+        session = self._existing(name)
+        return self._residents.resume(session.id) if self.embedder else 0
+
+    def _existing(self, name: str) -> Session:
+        session = self.store.session(name)
+        if session is None:
+            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+        return session
+
+    def embedder_info(self) -> EmbedderInfo:
+        """Say which embedder there is and how it is."""
+        if self.embedder is None:
+            state: Literal["off", "unavailable"] = "off" if self.settings.embedder == "none" else "unavailable"
+            return EmbedderInfo(name=self.settings.embedder, state=state, reason=self._no_embedder, pending=0)
+        worker = self.embedder
+        pending = self.store.count_pending(worker.model)
+        return EmbedderInfo(name=worker.name, state=worker.state, reason=worker.reason, pending=pending)
+
+    def refresh_gauges(self) -> EmbedderInfo:
+        """Bring the gauges up to date; return the embedder's state, which they share."""
+        sessions = self.store.sessions()
+        info = self.embedder_info()
+        self.metrics.sessions.set(len(sessions))
+        self.metrics.spans.set(sum(session.spans for session in sessions))
+        self.metrics.spans_pending.set(info.pending)
+        self.metrics.embedder_ready.set(info.state == "ready")
+        if self.embedder:
+            indexes, size = self._residents.sizes()
+            self.metrics.indexes.set(indexes)
+            self.metrics.index_bytes.set(size)
+            self.metrics.embedder_starts.set(self.embedder.starts)
+        return info

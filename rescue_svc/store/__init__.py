@@ -1,0 +1,6 @@
+"""The store: SQLite, the one truth of the service."""
+
+from rescue_svc.store.records import NewSpan, Span, Vectors
+from rescue_svc.store.store import Session, Store
+
+__all__ = ["NewSpan", "Session", "Span", "Store", "Vectors"]

@@ -1,0 +1,147 @@
+"""Copies of the database: a backup of a good one, and a new one from what is whole in a damaged one."""
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rescue_svc.errors import StoreDamagedError, StoreUnavailableError
+from rescue_svc.store import files, vectors, words
+from rescue_svc.store.migrations import migrate
+from rescue_svc.store.records import COLUMNS, Span, span_of_row, vector_of_row
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a rebuild kept."""
+
+    spans: int
+    vectors: int
+    lost: int  # spans that the old database knew of and that are not whole
+    complete: bool  # nothing was lost, as far as can be told
+    set_aside: Path | None = None  # the old database, unless the rebuild is complete
+
+
+def backup(directory: Path, folder: Path) -> int:
+    """Copy the database into the new `folder`, itself a data directory, sealed; return its bytes.
+
+    Safe while a service runs on `directory`. Raises StoreUnavailableError when `folder` exists or cannot be made.
+    """
+    if not (directory / files.DATABASE).exists():
+        raise StoreUnavailableError(f"{directory} holds no {files.DATABASE}; name the service's --data-dir")
+    if folder.exists():
+        raise StoreUnavailableError(f"{folder} exists; name a folder that does not, as nothing is ever overwritten")
+    # Made under another name and renamed when it is whole, so that a backup that was cut short is never taken for one.
+    partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
+    try:
+        partial.mkdir(parents=True, mode=0o700)
+        target = partial / files.DATABASE
+        with files.sqlite_errors(), closing(files.connect(directory / files.DATABASE)) as source:
+            source.execute("VACUUM INTO ?", (str(target),))
+        with target.open("rb+") as file:
+            files.sync(file.fileno())
+        files.seal_closed(partial)
+        partial.rename(folder)
+        files.sync_directory(folder.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StoreUnavailableError(f"{folder} cannot be made ({error.strerror}); name another folder") from error
+    return (folder / files.DATABASE).stat().st_size
+
+
+def rebuild(directory: Path) -> Rebuilt:
+    """Make the database anew from every span that is whole. A damaged one is renamed aside, never deleted.
+
+    Raises DirectoryInUseError while a service runs, and StoreDamagedError when nothing can be read.
+    """
+    lock = files.DirectoryLock(directory)
+    try:
+        with files.sqlite_errors():
+            return _rebuild(directory)
+    finally:
+        lock.release()
+
+
+def _rebuild(directory: Path) -> Rebuilt:
+    old, new = directory / files.DATABASE, directory / "rescue.db.rebuilding"
+    new.unlink(missing_ok=True)
+    with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
+        migrate(target)
+        target.execute("BEGIN")
+        kept = _copy_whole(source, target)
+        target.execute("COMMIT")
+        target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not kept.complete else None
+    if aside:
+        aside.hardlink_to(old)
+    for log in ("-wal", "-shm"):
+        old.with_name(old.name + log).unlink(missing_ok=True)
+    new.replace(old)
+    files.sync_directory(directory)
+    files.seal_closed(directory)
+    return replace(kept, set_aside=aside)
+
+
+def _copy_whole(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebuilt:
+    declared = seen = kept = 0
+    names: dict[int, str] = {}
+    for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
+        names[session] = name
+        declared += spans
+        target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?)", (session, name, created, updated))
+        words.create(target, session)
+    for *row, session in _rows(source, "spans", f"{COLUMNS}, session"):
+        seen += 1
+        with suppress(StoreDamagedError, KeyError):  # not whole, or of a session that is lost
+            name = names[session]
+            _copy_span(target, span_of_row(tuple(row), name), session, name)
+            kept += 1
+    complete = declared == seen == kept and _is_sound(source)
+    if not kept and not complete:
+        raise StoreDamagedError("no span can be read from the database; restore a backup")
+    return Rebuilt(kept, _copy_vectors(source, target), max(declared, seen) - kept, complete)
+
+
+def _is_sound(source: sqlite3.Connection) -> bool:
+    try:
+        found = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
+    except sqlite3.DatabaseError:
+        return False
+    return found == ["ok", "ok"]
+
+
+def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
+    """Yield every row that SQLite can still read: from the front to the first damaged page, then from the back."""
+    seen: set[int] = set()
+    for order in ("ASC", "DESC"):
+        try:
+            for row in source.execute(f"SELECT {columns} FROM {table} ORDER BY 1 {order}"):  # noqa: S608
+                if row[0] in seen:
+                    return
+                seen.add(row[0])
+                yield row
+        except sqlite3.DatabaseError:
+            continue
+        return
+
+
+def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) -> None:
+    target.execute(
+        f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
+        (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name), session),
+    )
+    words.add(target, session, span.id, span.text)
+    size = len(span.text.encode())
+    target.execute("UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?", (size, session))
+
+
+def _copy_vectors(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
+    kept = 0
+    for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal"):
+        if vector_of_row(span, model, vector, seal) is not None:
+            kept += vectors.store_raw(target, span, model, vector, seal)
+    return kept

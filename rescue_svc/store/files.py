@@ -1,0 +1,156 @@
+"""The data directory: its lock, its connections, and the seal that tells a database changed behind our back."""
+
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from rescue_svc.errors import (
+    DirectoryInUseError,
+    RescueServiceError,
+    StoreDamagedError,
+    StoreFullError,
+    StoreUnavailableError,
+)
+
+DATABASE = "rescue.db"
+SEAL = "rescue.seal"
+LOCK = "rescue.lock"
+INDEXES = "index"
+
+Trust = Literal["new", "crashed", "sealed", "altered"]
+
+
+@contextmanager
+def sqlite_errors() -> Iterator[None]:
+    """Turn SQLite's errors into ours; one of ours passes through."""
+    try:
+        yield
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise _translated(error) from error
+
+
+def _translated(error: Exception) -> RescueServiceError:
+    # Python raises without a code when stored text, or a message that quotes it, is not UTF-8: that is damage too.
+    primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    if primary == sqlite3.SQLITE_FULL:
+        return StoreFullError("the disk is full; free space, or forget sessions once there is a little")
+    if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return StoreDamagedError(
+            "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
+        )
+    name = getattr(error, "sqlite_errorname", type(error).__name__)
+    return StoreUnavailableError(f"the database cannot be used now ({name}); check the data directory and its disk")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the database for reading and writing, with every pragma that durability and forgetting need."""
+    connection = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
+    for pragma in (
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "fullfsync = ON",  # macOS: fsync alone leaves the data in the drive's cache; no effect elsewhere
+        "checkpoint_fullfsync = ON",
+        "secure_delete = ON",
+        "foreign_keys = ON",
+        "cell_size_check = ON",  # damage is found where it is read
+        "trusted_schema = OFF",
+        "temp_store = MEMORY",  # text of spans never reaches a temporary file
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+    return connection
+
+
+class DirectoryLock:
+    """Keeps a second process off the data directory; the system frees it however this one ends."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreUnavailableError(
+                f"data directory {directory} cannot be written ({error.strerror}); make it writable or set --data-dir"
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._fd)
+            raise DirectoryInUseError(
+                f"data directory {directory} is in use by another process; stop it or set another --data-dir"
+            ) from error
+
+    def release(self) -> None:
+        """Let another process have the directory."""
+        os.close(self._fd)
+
+
+def write_durably(path: Path, *parts: bytes) -> None:
+    """Replace `path` by `parts` in one step that survives a crash at any point."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        sync(file.fileno())
+    partial.replace(path)
+    sync_directory(path.parent)
+
+
+def sync(fd: int) -> None:
+    """Force a file to the disk itself; on macOS fsync alone stops at the drive's cache."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(fd)
+
+
+def sync_directory(directory: Path) -> None:
+    """Force the names in a folder to the disk."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def seal_closed(directory: Path) -> None:
+    """Record what the database is after a clean close."""
+    write_durably(directory / SEAL, json.dumps({"state": "closed", "blake2b": _digest(directory / DATABASE)}).encode())
+
+
+def seal_open(directory: Path) -> None:
+    """Record that the database is in use: from here on only its own checks vouch for it."""
+    write_durably(directory / SEAL, json.dumps({"state": "open"}).encode())
+
+
+def trust(directory: Path) -> Trust:
+    """Tell how far the database is to be believed before it is opened."""
+    database, seal = directory / DATABASE, directory / SEAL
+    if not seal.exists():
+        return "altered" if database.exists() and database.stat().st_size else "new"
+    try:
+        record = json.loads(seal.read_bytes())
+        state, digest = record["state"], record.get("blake2b")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        state, digest = "damaged", None
+    if not database.exists() or not database.stat().st_size:
+        raise StoreDamagedError(f"{database} is missing or empty although it was written before; restore a backup")
+    if state == "open":
+        return "crashed"
+    unchanged = state == "closed" and digest == _digest(database) and not _log(database).exists()
+    return "sealed" if unchanged else "altered"
+
+
+def _log(database: Path) -> Path:
+    return database.with_name(database.name + "-wal")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()

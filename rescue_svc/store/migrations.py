@@ -1,0 +1,59 @@
+"""The database's shape as an ordered list of steps; `PRAGMA user_version` counts the steps that were taken."""
+
+import sqlite3
+
+from rescue_svc.errors import StoreDamagedError
+
+APPLICATION_ID = 0x6D717271  # "mqrq": tells our files from other SQLite databases
+
+# AUTOINCREMENT everywhere: an id that was forgotten is never given to someone else's data.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        """CREATE TABLE sessions (
+            id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, spans INTEGER NOT NULL,
+            text_bytes INTEGER NOT NULL, created REAL NOT NULL, updated REAL NOT NULL) STRICT""",
+        """CREATE TABLE spans (
+            id INTEGER PRIMARY KEY AUTOINCREMENT, session INTEGER NOT NULL REFERENCES sessions(id) ON DELETE CASCADE,
+            start INTEGER NOT NULL, stop INTEGER NOT NULL, layer INTEGER NOT NULL, score REAL NOT NULL,
+            text TEXT NOT NULL, digest BLOB NOT NULL, seal INTEGER NOT NULL, UNIQUE (session, digest)) STRICT""",
+        "CREATE INDEX spans_by_start ON spans (session, start, stop)",
+    ),
+    (
+        """CREATE TABLE embeddings (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,
+            span INTEGER NOT NULL UNIQUE REFERENCES spans(id) ON DELETE CASCADE,
+            session INTEGER NOT NULL, model TEXT NOT NULL, vector BLOB NOT NULL, seal INTEGER NOT NULL) STRICT""",
+        "CREATE INDEX embeddings_by_session ON embeddings (session, model, seq)",
+    ),
+)
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Take the steps that are missing, each in a transaction of its own.
+
+    Raises StoreDamagedError for a database of a newer version or of another program.
+    """
+    done = connection.execute("PRAGMA user_version").fetchone()[0]
+    owner = connection.execute("PRAGMA application_id").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables and owner != APPLICATION_ID:
+        raise StoreDamagedError(
+            f"the database is not of this program (application id {owner:#x}, not {APPLICATION_ID:#x}); "
+            "restore a backup or name another --data-dir"
+        )
+    if done > len(MIGRATIONS):
+        raise StoreDamagedError(
+            f"the database has version {done}, this program knows {len(MIGRATIONS)}; upgrade mlx-tq or restore a backup"
+        )
+    for version, steps in enumerate(MIGRATIONS[done:], start=done + 1):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for statement in steps:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {version}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise

