@@ -9,20 +9,24 @@ import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-# Prefix plus window at most an eighth of a context of 1,000, and what lets a needle be packed in one of 500.
+# Lets a needle be packed in 500 tokens, and is an eighth of a context at 768.
 SMALL = "--kv-prefix 32 --kv-window 64"
 
+
+def _scales(pair: str) -> str:
+    """Every scale rule of tq4 and tq3, put into a pair such as {}/fp16."""
+    return ",".join(pair.format(f"{name}:{rule}") for name in ("tq4", "tq3") for rule in ("raw", "matched", "ls"))
+
+
 RUNS = {
-    "scales_key": "divergence --profiles "
-    + ",".join(f"{name}:{rule}/fp16" for name in ("tq4", "tq3") for rule in ("raw", "matched", "ls")),
-    "scales_value": "divergence --profiles "
-    + ",".join(f"fp16/{name}:{rule}" for name in ("tq4", "tq3") for rule in ("raw", "matched", "ls")),
-    "needle": f"needle --lengths 500,1000,2000 --seeds 5 --profiles balanced,small {SMALL}",
+    "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
+    "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
+    "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
     "perplexity": "perplexity",
     "divergence": "divergence",
-    "formats": "formats",
-    "drift": "drift --profiles balanced,small",
-    "needle_long": f"needle --lengths 3000,3500 --seeds 2 --profiles balanced,small {SMALL}",
+    "formats": f"formats --length 1024 --step 256 {SMALL}",
+    "drift": "drift --length 1024 --steps 7,32,128,512,2048 --profiles balanced,small",
+    "needle_long": f"needle --lengths 3000,3500 --seeds 1 --profiles balanced,small {SMALL}",
 }
 
 

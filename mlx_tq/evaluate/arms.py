@@ -87,10 +87,11 @@ def arms_from_args(args: argparse.Namespace) -> list[Arm]:
         ConfigError: an unknown name, or formats chosen twice.
 
     """
-    named = [o.flag for o in (PROFILE, *OPTIONS[:2]) if option_value(args, o) is not None]
-    if args.profiles is not None and named:
-        raise ConfigError(f"--profiles and {named[0]} both choose formats. Drop one of them.")
-    if args.profiles is None and named:
+    options = [PROFILE, *(option for option in OPTIONS if option.field in ("key", "value"))]
+    flags = [option.flag for option in options if option_value(args, option, {}) is not None]
+    if args.profiles is not None and flags:
+        raise ConfigError(f"--profiles and {flags[0]} both choose formats. Drop one of them.")
+    if args.profiles is None and any(option_value(args, option) is not None for option in options):
         config = config_from_args(args)
         return [Arm(f"{config.key}/{config.value}", config)]
     names = [name.strip() for name in (args.profiles or args.default_profiles).split(",") if name.strip()]

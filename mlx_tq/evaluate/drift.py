@@ -24,8 +24,8 @@ class DriftRow:
     Attributes:
         name: of the arm.
         step: tokens read at a time.
-        first_layer: of the first layer's packed tokens, how many have other codes or scales.
-        later_layers: of the later layers' packed tokens, the percentage that has.
+        first_layer: of the first layer's packed vectors, how many have other codes or scales; None where none are.
+        later_layers: of the later layers' packed vectors, the percentage that has, or None.
         kld: mean KL divergence of the predictions in nats.
         logits: root mean square change of the log-probabilities over that of the log-probabilities themselves.
         top1: percent of tokens with the same most likely next token.
@@ -34,8 +34,8 @@ class DriftRow:
 
     name: str
     step: int
-    first_layer: int
-    later_layers: float
+    first_layer: int | None
+    later_layers: float | None
     kld: float
     logits: float
     top1: float
@@ -62,8 +62,8 @@ def measure_drift(
             DriftRow(
                 name=arm.name,
                 step=size,
-                first_layer=changed[0] if changed else 0,
-                later_layers=100 * sum(changed[1:]) / tokens if tokens else 0.0,
+                first_layer=changed[0] if changed else None,
+                later_layers=100 * sum(changed[1:]) / tokens if tokens else None,
                 kld=float(kl_divergence(whole, found).mean()),
                 logits=float(mx.sqrt(mx.square(whole - found).mean() / mx.square(whole).mean())),
                 top1=100 * float((whole.argmax(axis=-1) == found.argmax(axis=-1)).mean()),

@@ -96,8 +96,8 @@ def show_drift(results: Results, rows: list[DriftRow]) -> None:
     lines = [
         (
             f"{row.name}, {row.step} at a time",
-            str(row.first_layer),
-            f"{row.later_layers:.1f}",
+            "-" if row.first_layer is None else str(row.first_layer),
+            "-" if row.later_layers is None else f"{row.later_layers:.1f}",
             f"{row.kld:.6f}",
             f"{row.logits:.5f}",
             f"{row.top1:.2f}",

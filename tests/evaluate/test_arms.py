@@ -44,3 +44,9 @@ def test_the_default_the_list_and_the_flags():
 def test_what_cannot_be_met(words, message):
     with pytest.raises(ConfigError, match=message):
         arms(*words)
+
+
+def test_the_environment_chooses_and_the_list_wins(monkeypatch):
+    monkeypatch.setenv("MLX_TQ_KV_PROFILE", "small")
+    assert [arm.name for arm in arms()] == ["tq4/tq4"]
+    assert [arm.name for arm in arms("--profiles", "safe")] == ["safe"]

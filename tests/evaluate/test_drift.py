@@ -22,5 +22,5 @@ def test_the_control_drifts_by_rounding_alone(needle):
     model, tokenizer = needle
     ids = tokenizer.encode(load_text()[:2000], add_special_tokens=False)[:96]
     (row,) = measure_drift(model, ids, OFF, [32])
-    assert (row.first_layer, row.later_layers) == (0, 0)
+    assert (row.first_layer, row.later_layers) == (None, None)
     assert row.kld == pytest.approx(0, abs=1e-3)

@@ -4,6 +4,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import command
 from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.needle import Cell, measure_needles
+from mlx_tq.evaluate.parser import build_parser
 from mlx_tq.haystack import load_text
 
 REGIONS = {"prefix": 32, "window": 64}
@@ -77,5 +78,5 @@ def cell(name, verdict, seed=0):
 def test_strict_fails_where_a_compressed_cache_misses(monkeypatch, capsys, cells, strict, code):
     monkeypatch.setattr(command.needle, "measure_needles", lambda *args, **options: cells)
     words = ["needle", "--profiles", "small", *(["--strict"] if strict else [])]
-    assert command.run(command.build_parser().parse_args(words)) == code
+    assert command.run(build_parser().parse_args(words)) == code
     assert "Needles found" in capsys.readouterr().out
