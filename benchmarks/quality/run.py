@@ -18,14 +18,17 @@ def _scales(pair: str) -> str:
     return ",".join(pair.format(f"{name}:{rule}") for name in ("tq4", "tq3") for rule in ("raw", "matched", "ls"))
 
 
+# Every format, with the scale rule that the runs called scales_* found best.
+MATCHED = "fp16,q8,tq4:matched,tq3:matched,tq2:matched"
+
 RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
     "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
-    "perplexity": "perplexity",
-    "divergence": "divergence",
-    "formats": f"formats --length 1024 --step 256 {SMALL}",
-    "drift": "drift --length 1024 --steps 7,32,128,512,2048 --profiles balanced,small",
+    "perplexity": "perplexity --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched",
+    "divergence": "divergence --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls",
+    "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
+    "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
     "needle_long": f"needle --lengths 3000,3500 --seeds 1 --profiles balanced,small {SMALL}",
 }
 

@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.compressed import CompressedKVCache
-from mlx_tq.codec.formats import format_names, get_format
-from mlx_tq.config import KVConfig
+from mlx_tq.codec.formats import format_names
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import Arm
+from mlx_tq.evaluate.arms import Arm, parse_arm
 from mlx_tq.evaluate.divergence import summarize_divergence
 from mlx_tq.evaluate.passes import Advance, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
@@ -58,16 +57,14 @@ class FormatRow:
 
 
 def pairs(keys: str | None, values: str | None, **changes: Any) -> list[Arm]:
-    """All pairs of the named formats (default: all), keys first; `changes` are other fields of the configuration.
+    """All pairs of the named formats (default: all), written as in `parse_arm`; `changes` are other fields.
 
     Raises:
-        ConfigError: an unknown format.
+        ConfigError: an unknown format or scale rule.
 
     """
-    chosen = [[get_format(n).name for n in names.split(",")] if names else format_names() for names in (keys, values)]
-    return [
-        Arm(f"{key}/{value}", KVConfig(key=key, value=value, **changes)) for key in chosen[0] for value in chosen[1]
-    ]
+    chosen = [names.split(",") if names else format_names() for names in (keys, values)]
+    return [parse_arm(f"{key}/{value}", **changes) for key, value in product(*chosen)]
 
 
 def measure_formats(

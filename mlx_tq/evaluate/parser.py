@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         made.add_argument("--length", type=int, default=2048, help="tokens of each (default: 2048)")
         made.add_argument("--step", type=int, default=512, help="tokens read at a time (default: 512)")
         if name == "formats":
-            made.add_argument("--keys", help="formats of keys, separated by commas (default: all)")
+            made.add_argument("--keys", help="formats of keys, as tq4 or tq4:raw, separated by commas (default: all)")
             made.add_argument("--values", help="formats of values (default: all)")
 
     made = add("needle", "find a fact planted in a long text", needle.DEFAULT_ARMS)

@@ -1,6 +1,7 @@
 import pytest
 
 from mlx_tq.codec.formats import format_names
+from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.formats import measure_formats, pairs
 from mlx_tq.evaluate.passes import cut_chunks
@@ -43,6 +44,13 @@ def test_errors_grow_as_bits_fall_and_touch_only_their_side(rows):
     assert (control.kld, control.cosine, control.delta, control.packed) == (0, 1, 0, 0)
     assert rows["tq2/tq2"].kld > rows["q8/q8"].kld > 0
     assert rows["tq2/tq2"].packed > 0.3
+
+
+def test_a_format_may_carry_its_scale_rule():
+    assert [(arm.name, arm.config.key_scale) for arm in pairs("tq4:raw,q8", "tq2")] == [
+        ("tq4:raw/tq2", "raw"),
+        ("q8/tq2", KVConfig.key_scale),
+    ]
 
 
 def test_an_unknown_format_is_refused():
