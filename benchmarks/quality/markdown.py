@@ -38,21 +38,22 @@ def needles(name: str) -> None:
 
 def main() -> None:
     """Print everything that has been measured."""
-    table(
-        "perplexity",
-        ["cache", "PPL", "±", "change %", "±", "packed %"],
-        (
-            [
-                r["name"],
-                f"{r['ppl']:.2f}",
-                f"{r['ppl_error']:.2f}",
-                f"{r['delta']:+.3f}",
-                f"{r['delta_error']:.3f}",
-                f"{100 * r['packed']:.0f}",
-            ]
-            for r in rows("perplexity")
-        ),
-    )
+    for name in ("perplexity", "perplexity_ls"):
+        table(
+            name,
+            ["cache", "PPL", "±", "change %", "±", "packed %"],
+            (
+                [
+                    r["name"],
+                    f"{r['ppl']:.2f}",
+                    f"{r['ppl_error']:.2f}",
+                    f"{r['delta']:+.3f}",
+                    f"{r['delta_error']:.3f}",
+                    f"{100 * r['packed']:.0f}",
+                ]
+                for r in rows(name)
+            ),
+        )
     for name in ("divergence", "scales_key", "scales_value"):
         table(
             name,

@@ -26,10 +26,11 @@ RUNS = {
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
     "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
     "perplexity": "perplexity --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched",
+    "perplexity_ls": "perplexity --profiles q8/tq4:ls,tq4:ls/tq4:ls",
     "divergence": "divergence --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls",
     "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
-    "needle_long": f"needle --lengths 3000,3500 --seeds 1 --profiles balanced,small {SMALL}",
+    "needle_long": f"needle --lengths 3000 --seeds 1 --profiles q8/tq4:matched,tq4:matched/tq4:matched {SMALL}",
 }
 
 
