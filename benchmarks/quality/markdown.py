@@ -1,0 +1,117 @@
+"""Print the tables of docs/quality.md from the results beside this folder: python benchmarks/quality/markdown.py."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The rows of one file of results, or none where it has not been measured."""
+    path = RESULTS / f"quality_{name}.json"
+    return list(json.loads(path.read_text())["results"].values()) if path.exists() else []
+
+
+def table(title: str, columns: list[str], lines: Iterable[list[str]]) -> None:
+    """Print one table."""
+    print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
+
+
+def needles(name: str) -> None:
+    """Print passes by length and depth."""
+    cells = rows(name)
+    columns = list(dict.fromkeys((cell["tokens"], cell["depth"]) for cell in cells))
+    lines = []
+    for arm in dict.fromkeys(cell["name"] for cell in cells):
+        line = [arm]
+        for column in columns:
+            verdicts = [c["verdict"] for c in cells if c["name"] == arm and (c["tokens"], c["depth"]) == column]
+            counted = [verdict for verdict in verdicts if verdict != "VOID"]
+            line.append(f"{counted.count('PASS')}/{len(counted)}")
+        lines.append(line)
+    table(name, ["cache", *(f"{tokens} at {depth:g}" for tokens, depth in columns)], lines)
+
+
+def main() -> None:
+    """Print everything that has been measured."""
+    for name in ("perplexity", "perplexity_ls"):
+        table(
+            name,
+            ["cache", "PPL", "±", "change %", "±", "packed %"],
+            (
+                [
+                    r["name"],
+                    f"{r['ppl']:.2f}",
+                    f"{r['ppl_error']:.2f}",
+                    f"{r['delta']:+.3f}",
+                    f"{r['delta_error']:.3f}",
+                    f"{100 * r['packed']:.0f}",
+                ]
+                for r in rows(name)
+            ),
+        )
+    for name in ("divergence", "scales_key", "scales_value"):
+        table(
+            name,
+            ["cache", "KLD", "±", "median", "99 %", "top-1 %", "±", "packed %"],
+            (
+                [
+                    r["name"],
+                    f"{r['kld']:.6f}",
+                    f"{r['kld_error']:.6f}",
+                    f"{r['kld_median']:.6f}",
+                    f"{r['kld_99']:.4f}",
+                    f"{r['top1']:.2f}",
+                    f"{r['top1_error']:.2f}",
+                    f"{100 * r['packed']:.0f}",
+                ]
+                for r in rows(name)
+            ),
+        )
+    table(
+        "formats",
+        ["K/V", "B/token", "ratio", "K error", "V error", "cosine", "KLD", "±", "top-1 %", "PPL", "change %", "±"],
+        (
+            [
+                r["name"],
+                f"{r['nbytes']:,.0f}",
+                f"{r['ratio']:.2f}",
+                f"{r['key_error']:.5f}",
+                f"{r['value_error']:.5f}",
+                f"{r['cosine']:.5f}",
+                f"{r['kld']:.5f}",
+                f"{r['kld_error']:.5f}",
+                f"{r['top1']:.2f}",
+                f"{r['ppl']:.2f}",
+                f"{r['delta']:+.2f}",
+                f"{r['delta_error']:.2f}",
+            ]
+            for r in sorted(rows("formats"), key=lambda r: (r["nbytes"], r["name"]))
+        ),
+    )
+    table(
+        "drift",
+        ["cache", "read at a time", "first layer", "later layers %", "KLD", "logits", "top-1 %"],
+        (
+            [
+                r["name"],
+                str(r["step"]),
+                "-" if r["first_layer"] is None else str(r["first_layer"]),
+                "-" if r["later_layers"] is None else f"{r['later_layers']:.1f}",
+                f"{r['kld']:.6f}",
+                f"{r['logits']:.5f}",
+                f"{r['top1']:.2f}",
+            ]
+            for r in rows("drift")
+        ),
+    )
+    for name in ("needle", "needle_long"):
+        needles(name)
+
+
+if __name__ == "__main__":
+    main()

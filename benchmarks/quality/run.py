@@ -1,0 +1,52 @@
+"""Measure what docs/quality.md reports: one `mlx_tq.evaluate` command after another, each with its JSON.
+
+python benchmarks/quality/run.py [NAME ...] runs those that have no results yet; remove a file of ../results to repeat
+it. Needle and format runs resume where they stopped.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+# Lets a needle be packed in 500 tokens, and is an eighth of a context at 768.
+SMALL = "--kv-prefix 32 --kv-window 64"
+
+
+def _scales(pair: str) -> str:
+    """Every scale rule of tq4 and tq3, put into a pair such as {}/fp16."""
+    return ",".join(pair.format(f"{name}:{rule}") for name in ("tq4", "tq3") for rule in ("raw", "matched", "ls"))
+
+
+# Every format, with the scale rule that the runs called scales_* found best.
+MATCHED = "fp16,q8,tq4:matched,tq3:matched,tq2:matched"
+
+RUNS = {
+    "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
+    "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
+    "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
+    "perplexity": "perplexity --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched",
+    "perplexity_ls": "perplexity --profiles q8/tq4:ls,tq4:ls/tq4:ls",
+    "divergence": "divergence --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls",
+    "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
+    "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
+    "needle_long": f"needle --lengths 3000 --seeds 1 --profiles q8/tq4:matched,tq4:matched/tq4:matched {SMALL}",
+}
+
+
+def main(names: list[str]) -> int:
+    """Run the named measurements, or all; returns the first exit code that is not 0."""
+    for name in names or RUNS:
+        target = RESULTS / f"quality_{name}.json"
+        words = RUNS[name].split()
+        if target.exists() and words[0] not in ("needle", "formats"):
+            continue
+        print(f"$ python -m mlx_tq evaluate {RUNS[name]}", flush=True)
+        code = subprocess.run([sys.executable, "-m", "mlx_tq", "evaluate", *words, "--json", str(target)]).returncode
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The configurations that a measurement compares: profiles by name, and pairs of formats."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_tq.args import OPTIONS, PROFILE, config_from_args, option_value
+from mlx_tq.cache.factory import build_caches
+from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.dispatch import plan_caches
+from mlx_tq.errors import ConfigError
+from mlx_tq.probe import native_caches
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One configuration under its name in the results."""
+
+    name: str
+    config: KVConfig
+
+    def caches(self, model: Any) -> Callable[[], list[Any]]:
+        """A function that makes fresh caches; the model is probed once, here.
+
+        Raises:
+            UnsupportedModelError: the model cannot run on compressed caches.
+            ConfigError: a head size that the formats cannot take.
+
+        """
+        if self.config.is_off:
+            return lambda: native_caches(model)
+        plan = plan_caches(model, self.config)
+        return lambda: build_caches(plan)
+
+
+OFF = Arm("off", PROFILES["off"])
+
+
+def parse_arm(text: str, **changes: Any) -> Arm:
+    """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule.
+
+    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`.
+
+    Args:
+        text: as above.
+        changes: other fields of the configuration.
+
+    Raises:
+        ConfigError: an unknown profile, format or scale rule.
+
+    """
+    if text in PROFILES:
+        return Arm(text, KVConfig(**{"key": PROFILES[text].key, "value": PROFILES[text].value, **changes}))
+    key, slash, value = text.partition("/")
+    if not slash:
+        raise ConfigError(
+            f"profile {text!r} is unknown; valid are {', '.join(PROFILES)}, or a pair of formats such as q8/tq4."
+        )
+    for field, part in (("key", key), ("value", value)):
+        name, colon, rule = part.partition(":")
+        changes = {**changes, field: name, **({f"{field}_scale": rule} if colon else {})}
+    return Arm(text, KVConfig(**changes))
+
+
+def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --profiles."""
+    parser.add_argument(
+        "--profiles",
+        metavar="A,B,...",
+        help="what to compare: profiles, or pairs such as q8/tq4, with a scale rule as in tq4:raw/fp16 (default: "
+        f"{default}, or what the --kv flags say)",
+    )
+    parser.set_defaults(default_profiles=default)
+
+
+def region_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """What flags and environment say about everything but the formats."""
+    chosen = {option.field: option_value(args, option) for option in OPTIONS}
+    return {field: value for field, value in chosen.items() if value is not None and field not in ("key", "value")}
+
+
+def arms_from_args(args: argparse.Namespace) -> list[Arm]:
+    """The arms that the flags name; one arm where --kv-profile, --kv-key or --kv-value choose it.
+
+    Raises:
+        ConfigError: an unknown name, or formats chosen twice.
+
+    """
+    options = [PROFILE, *(option for option in OPTIONS if option.field in ("key", "value"))]
+    flags = [option.flag for option in options if option_value(args, option, {}) is not None]
+    if args.profiles is not None and flags:
+        raise ConfigError(f"--profiles and {flags[0]} both choose formats. Drop one of them.")
+    if args.profiles is None and any(option_value(args, option) is not None for option in options):
+        config = config_from_args(args)
+        return [Arm(f"{config.key}/{config.value}", config)]
+    names = [name.strip() for name in (args.profiles or args.default_profiles).split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--profiles is empty; give some, such as off,balanced,q8/tq3.")
+    return [parse_arm(name, **region_changes(args)) for name in dict.fromkeys(names)]

@@ -1,0 +1,162 @@
+"""`mlx_tq.evaluate`: run one measurement, show it, keep it."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate import divergence, drift, formats, needle, perplexity, tables
+from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, region_changes
+from mlx_tq.evaluate.passes import cut_chunks
+from mlx_tq.evaluate.report import Results, progress
+from mlx_tq.haystack import load_text
+from mlx_tq.models import load
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; returns the exit code.
+
+    Raises:
+        MlxTqError: whatever stands in the way.
+
+    """
+    text = _read_text(args.text)
+    measure = {
+        "perplexity": _perplexity,
+        "divergence": _divergence,
+        "formats": _formats,
+        "needle": _needle,
+        "drift": _drift,
+    }[args.measurement]
+    return measure(args, text)
+
+
+def _read_text(path: str | None) -> str:
+    if path is None:
+        return load_text()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the text {path} cannot be read: {error}. Give a UTF-8 file.") from error
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    return load(
+        args.model,
+        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+        trust_remote_code=args.trust_remote_code,
+    )
+
+
+def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], *, resume: bool = False) -> Results:
+    """The results of a measurement under the settings called `names`."""
+    settings = {"model": args.model or "embedded", "text": args.text or "embedded"}
+    settings |= {name: getattr(args, name) for name in names}
+    settings["arms"] = {arm.name: asdict(arm.config) for arm in arms}
+    return Results(args.json, args.measurement, settings, resume=resume)
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} is {text!r}; write whole numbers like 500,1000.") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"{flag} is {text!r}; each must be 1 or more.")
+    return numbers
+
+
+def _perplexity(args: argparse.Namespace, text: str) -> int:
+    arms = arms_from_args(args)
+    results = _results(args, arms, ("chunks", "length", "step"))
+    model, tokenizer = _load(args)
+    chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
+    passes = 1 + sum(not arm.config.is_off for arm in arms)
+    with progress("perplexity", passes * args.chunks * (args.length - 1)) as advance:
+        rows = perplexity.measure_perplexity(model, chunks, arms, args.step, advance)
+    for row in rows:
+        results.add(row.name, asdict(row))
+    tables.show_perplexity(results, rows)
+    return 0
+
+
+def _divergence(args: argparse.Namespace, text: str) -> int:
+    arms = arms_from_args(args)
+    results = _results(args, arms, ("chunks", "length", "step"))
+    model, tokenizer = _load(args)
+    chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
+    with progress("divergence", (1 + len(arms)) * args.chunks * (args.length - 1)) as advance:
+        rows = divergence.measure_divergence(model, chunks, arms, args.step, advance)
+    for row in rows:
+        results.add(row.name, asdict(row))
+    tables.show_divergence(results, rows)
+    return 0
+
+
+def _formats(args: argparse.Namespace, text: str) -> int:
+    pairs = formats.pairs(args.keys, args.values, **region_changes(args))
+    results = _results(args, pairs, ("chunks", "length", "step"), resume=True)
+    model, tokenizer = _load(args)
+    chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
+    left = [pair for pair in pairs if pair.name not in results.rows]
+    passes = len(left) + len({pair.config.key for pair in left})
+    with progress("formats", passes * args.chunks * (args.length - 1)) as advance:
+        for row in formats.measure_formats(model, chunks, left, args.step, advance):
+            results.add(row.name, asdict(row))
+    rows = [formats.FormatRow(**results.rows[pair.name]) for pair in pairs]
+    tables.show_formats(results, sorted(rows, key=lambda row: (row.nbytes, row.name)))
+    return 0
+
+
+def _needle(args: argparse.Namespace, text: str) -> int:
+    arms = arms_from_args(args)
+    lengths = _numbers(args.lengths, "--lengths")
+    depths = [_depth(part) for part in args.depths.split(",")]
+    if args.seeds < 1 or args.max_tokens < 1:
+        raise ConfigError(f"--seeds is {args.seeds} and --max-tokens {args.max_tokens}; both must be 1 or more.")
+    results = _results(args, arms, ("lengths", "depths", "seeds", "step", "max_tokens"), resume=True)
+    model, tokenizer = _load(args)
+    with progress("needle", (1 + len(arms)) * len(lengths) * len(depths) * args.seeds) as advance:
+
+        def report(cell: needle.Cell) -> None:
+            results.add(cell.key, asdict(cell))
+            advance(1)
+
+        cells = needle.measure_needles(
+            model,
+            tokenizer,
+            text,
+            arms,
+            lengths=lengths,
+            depths=depths,
+            seeds=range(args.seeds),
+            step=args.step,
+            max_tokens=args.max_tokens,
+            known=results.rows.get,
+            report=report,
+        )
+    tables.show_needles(results, cells)
+    missed = any(cell.name != OFF.name and cell.verdict not in ("PASS", needle.VOID) for cell in cells)
+    return 1 if args.strict and missed else 0
+
+
+def _depth(text: str) -> float:
+    try:
+        return needle.DEPTHS[text] if text in needle.DEPTHS else float(text)
+    except ValueError:
+        raise ConfigError(f"depth {text!r} is unknown; write start, middle, end or a number from 0 to 1.") from None
+
+
+def _drift(args: argparse.Namespace, text: str) -> int:
+    arms = arms_from_args(args)
+    sizes = _numbers(args.steps, "--steps")
+    results = _results(args, arms, ("length", "steps"))
+    model, tokenizer = _load(args)
+    (ids,) = cut_chunks(tokenizer, text, 1, args.length)
+    with progress("drift", (1 + len(arms)) * (1 + len(sizes)) * args.length) as advance:
+        rows = [row for arm in (OFF, *arms) for row in drift.measure_drift(model, ids, arm, sizes, advance)]
+    for row in rows:
+        results.add(f"{row.name} {row.step}", asdict(row))
+    tables.show_drift(results, rows)
+    return 0

@@ -1,0 +1,160 @@
+"""Every pair of key and value formats: bytes, error of what is stored, and what that does to predictions."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.compressed import CompressedKVCache
+from mlx_tq.codec.formats import format_names
+from mlx_tq.dispatch import plan_caches
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import Arm, parse_arm
+from mlx_tq.evaluate.divergence import summarize_divergence
+from mlx_tq.evaluate.passes import Advance, read_side_by_side
+from mlx_tq.evaluate.perplexity import summarize_perplexity
+from mlx_tq.evaluate.recording import Attended, record
+
+QUERIES = 64  # the last tokens of the recorded text, whose attention is compared
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """One pair.
+
+    Attributes:
+        name: KEY/VALUE.
+        nbytes: of a packed token in all layers, measured from arrays.
+        ratio: how many times smaller than the model's own type.
+        key_error: squared error of stored keys over their squared norm, mean over layers.
+        value_error: of values.
+        cosine: between attention's outputs over the compressed and the fp16 cache, for the same queries, mean over
+            layers and heads.
+        kld: mean KL divergence from the fp16 cache's predictions in nats, and its standard error.
+        top1: percent of tokens with the same most likely next token.
+        ppl: perplexity.
+        delta: its change against the fp16 cache in percent, and the standard error of that.
+        packed: share of the attended tokens that was packed, where predictions were compared.
+
+    """
+
+    name: str
+    nbytes: float
+    ratio: float
+    key_error: float
+    value_error: float
+    cosine: float
+    kld: float
+    kld_error: float
+    top1: float
+    ppl: float
+    delta: float
+    delta_error: float
+    packed: float
+
+
+def pairs(keys: str | None, values: str | None, **changes: Any) -> list[Arm]:
+    """All pairs of the named formats (default: all), written as in `parse_arm`; `changes` are other fields.
+
+    Raises:
+        ConfigError: an unknown format or scale rule.
+
+    """
+    chosen = [names.split(",") if names else format_names() for names in (keys, values)]
+    return [parse_arm(f"{key}/{value}", **changes) for key, value in product(*chosen)]
+
+
+def measure_formats(
+    model: Any, chunks: list[list[int]], arms: Sequence[Arm], step: int = 512, advance: Advance = lambda tokens: None
+) -> Iterator[FormatRow]:
+    """Measure each pair, one key format after the other, so that results come while the rest is measured.
+
+    Raises:
+        ConfigError: the reading would measure nothing; see `passes.check_reading`.
+
+    """
+    if not arms:
+        return
+    recorded = record(model, chunks[0], QUERIES)
+    for _, group in groupby(arms, key=lambda arm: arm.config.key):
+        members = list(group)
+        reference, *scores = read_side_by_side(model, chunks, members, step, advance)
+        for arm, found in zip(members, scores, strict=True):
+            stored = _measure_storage(model, arm, recorded)
+            ppl = summarize_perplexity(arm.name, found, reference.nll)
+            kld = summarize_divergence(arm.name, found)
+            yield FormatRow(
+                name=arm.name,
+                nbytes=stored.nbytes,
+                ratio=stored.full_nbytes / stored.nbytes,
+                key_error=stored.key_error,
+                value_error=stored.value_error,
+                cosine=stored.cosine,
+                kld=kld.kld,
+                kld_error=kld.kld_error,
+                top1=kld.top1,
+                ppl=ppl.ppl,
+                delta=ppl.delta,
+                delta_error=ppl.delta_error,
+                packed=ppl.packed,
+            )
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Bytes of a token and errors over all layers."""
+
+    nbytes: float
+    full_nbytes: float
+    key_error: float
+    value_error: float
+    cosine: float
+
+
+def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> _Storage:
+    """Put recorded keys and values through the cache of each layer, and attend with the recorded queries."""
+    full = sum(_token_bytes(layer.keys, layer.values) for layer in recorded)
+    if arm.config.is_off:
+        return _Storage(full, full, 0.0, 0.0, 1.0)
+    nbytes, rows = 0.0, []
+    for planned, layer in zip(plan_caches(model, arm.config).layers, recorded, strict=True):
+        cache = CompressedKVCache(planned.spec)
+        past = layer.keys.shape[2] - QUERIES
+        cache.append(layer.keys[:, :, :past], layer.values[:, :, :past])
+        stored = cache.state[2]
+        if stored is None:
+            raise ConfigError(
+                f"{past} tokens with prefix {planned.spec.prefix} and window {planned.spec.window} pack none. Take a "
+                "longer --length, or a smaller --kv-prefix or --kv-window."
+            )
+        nbytes += stored.nbytes / (stored.shape[0] * stored.shape[2])
+        body = slice(planned.spec.prefix, planned.spec.prefix + cache.body_tokens)
+        view = cache.append(layer.keys[:, :, past:], layer.values[:, :, past:])
+        output = view.attend(layer.queries, layer.scale, layer.mask, layer.sinks)
+        keys, values = (handle.materialize() for handle in cache.keys_and_values())
+        errors = [
+            _relative_error(keys[:, :, body], layer.keys[:, :, body]),
+            _relative_error(values[:, :, body], layer.values[:, :, body]),
+            _cosine(output, layer.output),
+        ]
+        rows.append([float(error) for error in errors])
+    key_error, value_error, cosine = np.mean(rows, axis=0)
+    return _Storage(nbytes, full, float(key_error), float(value_error), float(cosine))
+
+
+def _token_bytes(keys: mx.array, values: mx.array) -> float:
+    return (keys.nbytes + values.nbytes) / (keys.shape[0] * keys.shape[2])
+
+
+def _relative_error(found: mx.array, exact: mx.array) -> mx.array:
+    found, exact = found.astype(mx.float32), exact.astype(mx.float32)
+    return mx.square(found - exact).sum() / mx.square(exact).sum()
+
+
+def _cosine(found: mx.array, exact: mx.array) -> mx.array:
+    found, exact = found.astype(mx.float32), exact.astype(mx.float32)
+    norms = mx.linalg.norm(found, axis=-1) * mx.linalg.norm(exact, axis=-1)
+    return ((found * exact).sum(axis=-1) / mx.maximum(norms, 1e-12)).mean()

@@ -1,0 +1,156 @@
+"""Can the model still find a fact that lies wholly in the packed body? Greedy, strict, and void where fp16 fails."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+
+from mlx_tq.cache.factory import compressed_caches
+from mlx_tq.dispatch import attention
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.evaluate.passes import steps
+from mlx_tq.haystack import Case, build_case, verdict
+from mlx_tq.limits import position_limit
+
+VOID = "VOID"
+DEFAULT_ARMS = "balanced,small"
+DEPTHS = {"start": 0.0, "middle": 0.5, "end": 1.0}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One question asked of one arm.
+
+    Attributes:
+        name: of the arm.
+        tokens: of the prompt.
+        depth: asked for, 0 to 1.
+        seed: of the case.
+        needle: first token of the planted sentence, and the one after its last.
+        live: how many of its tokens the cache still held when the question was read.
+        packed: how many of them were in the packed body by then.
+        verdict: a `haystack.Verdict`, or VOID where the fp16 cache did not pass either.
+        expected: the answer that passes.
+        answer: what was generated.
+
+    """
+
+    name: str
+    tokens: int
+    depth: float
+    seed: int
+    needle: tuple[int, int]
+    live: int
+    packed: int
+    verdict: str
+    expected: str
+    answer: str
+
+    @property
+    def key(self) -> str:
+        """Unique in a grid."""
+        return cell_key(self.name, self.tokens, self.depth, self.seed)
+
+
+def cell_key(name: str, tokens: int, depth: float, seed: int) -> str:
+    """The key of a cell in results."""
+    return f"{name} {tokens} {depth:g} {seed}"
+
+
+def ask(
+    model: Any, tokenizer: Any, case: Case, caches: list[Any], *, step: int = 512, max_tokens: int = 64
+) -> tuple[str, int, int]:
+    """Read a case and answer it greedily: the answer, and how many needle tokens were live and packed at the question.
+
+    The text is read in steps, then the question in one of its own, so that it meets the text as the cache keeps it.
+    """
+    ids = case.ids
+    with attention(model):
+        for start, stop in steps(case.question, step):
+            mx.eval(model(mx.array(ids[start:stop])[None], cache=caches))
+        live, packed = _whereabouts(caches, case.needle)
+        replies = stream_generate(model, tokenizer, ids[case.question :], max_tokens=max_tokens, prompt_cache=caches)
+        return "".join(reply.text for reply in replies), live, packed
+
+
+def _whereabouts(caches: list[Any], needle: tuple[int, int]) -> tuple[int, int]:
+    """How many tokens of the needle a cache holds, and how many of them packed, at worst over its layers."""
+    compressed = compressed_caches(caches)
+    span = range(*needle)
+    if not compressed:
+        return len(span), 0
+    live, packed = [], []
+    for cache in compressed:
+        positions = list(cache.positions)
+        prefix = cache.spec.prefix
+        live.append(len(set(span).intersection(positions)))
+        packed.append(len(set(span).intersection(positions[prefix : prefix + cache.body_tokens])))
+    return min(live), min(packed)
+
+
+def measure_needles(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    arms: Sequence[Arm],
+    *,
+    lengths: Sequence[int],
+    depths: Iterable[float] = tuple(DEPTHS.values()),
+    seeds: Iterable[int] = range(3),
+    step: int = 512,
+    max_tokens: int = 64,
+    known: Callable[[str], dict[str, Any] | None] = lambda key: None,
+    report: Callable[[Cell], None] = lambda cell: None,
+) -> list[Cell]:
+    """Ask every arm at every length, depth and seed, the fp16 cache first.
+
+    Args:
+        model: to ask.
+        tokenizer: of the model.
+        text: what surrounds the needles.
+        arms: to compare; they must agree on prefix and window, so that all answer the same cases.
+        lengths: of the prompts in tokens.
+        depths: of the needles, 0 to 1.
+        seeds: of the cases.
+        step: tokens read at a time.
+        max_tokens: of an answer.
+        known: finds the fields of a cell that was measured before, by its key.
+        report: told each cell.
+
+    Raises:
+        ConfigError: arms that disagree, lengths beyond the model's positions, or a text too short.
+
+    """
+    compressed = [arm for arm in arms if not arm.config.is_off]
+    regions = {(arm.config.prefix, arm.config.window) for arm in compressed or [OFF]}
+    if len(regions) > 1:
+        raise ConfigError(f"the arms have different prefixes and windows: {sorted(regions)}. Give them one each.")
+    ((prefix, window),) = regions
+    limit = position_limit(model)
+    if limit is not None and max(lengths) + max_tokens > limit:
+        raise ConfigError(
+            f"{max(lengths):,} tokens and an answer of {max_tokens} exceed the model's {limit:,} positions. Take "
+            f"--lengths up to {limit - max_tokens:,}."
+        )
+    makers = [arm.caches(model) for arm in (OFF, *compressed)]
+    cells = []
+    for tokens, depth, seed in product(lengths, depths, seeds):
+        case = build_case(tokenizer, text, tokens=tokens, depth=depth, seed=seed, prefix=prefix, window=window)
+        void = False
+        for arm, make in zip((OFF, *compressed), makers, strict=True):
+            before = known(cell_key(arm.name, tokens, depth, seed))
+            if before is not None:
+                cell = Cell(**{**before, "needle": tuple(before["needle"])})
+            else:
+                found = ("", 0, 0) if void else ask(model, tokenizer, case, make(), step=step, max_tokens=max_tokens)
+                answer, live, packed = found
+                outcome = VOID if void else verdict(answer, case.answer).value
+                cell = Cell(arm.name, tokens, depth, seed, case.needle, live, packed, outcome, case.answer, answer)
+            void = void or (arm is OFF and cell.verdict != "PASS")
+            report(cell)
+            cells.append(cell)
+    return cells

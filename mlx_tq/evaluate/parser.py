@@ -1,0 +1,56 @@
+"""The flags of `mlx_tq.evaluate`."""
+
+import argparse
+
+from mlx_tq.args import add_cache_arguments
+from mlx_tq.evaluate import needle, perplexity
+from mlx_tq.evaluate.arms import add_arm_arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One subcommand for each measurement."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_tq.evaluate", description="Measure what a compressed KV cache costs in quality."
+    )
+    commands = parser.add_subparsers(dest="measurement", required=True, metavar="MEASUREMENT")
+
+    def add(name: str, what: str, default_arms: str | None) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=what, description=what)
+        made.add_argument("--model", help="folder or hub name (default: the embedded model)")
+        made.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
+        made.add_argument("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
+        made.add_argument(
+            "--json", metavar="FILE", help="write the results here too; - is stdout, instead of the table"
+        )
+        if default_arms is not None:
+            add_arm_arguments(made, default_arms)
+        add_cache_arguments(made)
+        return made
+
+    for name, what, arms in (
+        ("perplexity", "perplexity of a text, against the fp16 cache", perplexity.DEFAULT_ARMS),
+        ("divergence", "KL divergence and top-1 agreement with the fp16 cache", perplexity.DEFAULT_ARMS),
+        ("formats", "every pair of formats: bytes, errors, divergence, perplexity", None),
+    ):
+        made = add(name, what, arms)
+        made.add_argument("--chunks", type=int, default=3, help="pieces of the text (default: 3)")
+        made.add_argument("--length", type=int, default=2048, help="tokens of each (default: 2048)")
+        made.add_argument("--step", type=int, default=512, help="tokens read at a time (default: 512)")
+        if name == "formats":
+            made.add_argument("--keys", help="formats of keys, as tq4 or tq4:raw, separated by commas (default: all)")
+            made.add_argument("--values", help="formats of values (default: all)")
+
+    made = add("needle", "find a fact planted in a long text", needle.DEFAULT_ARMS)
+    made.add_argument("--lengths", default="1000,2000", help="tokens of the prompts (default: 1000,2000)")
+    made.add_argument(
+        "--depths", default="start,middle,end", help="start, middle, end or 0 to 1 (default: those three)"
+    )
+    made.add_argument("--seeds", type=int, default=3, help="cases for each length and depth (default: 3)")
+    made.add_argument("--step", type=int, default=512, help="tokens read at a time (default: 512)")
+    made.add_argument("--max-tokens", type=int, default=64, help="of an answer (default: 64)")
+    made.add_argument("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
+
+    made = add("drift", "what the number of tokens read at a time changes", "balanced")
+    made.add_argument("--length", type=int, default=2048, help="tokens of the text (default: 2048)")
+    made.add_argument("--steps", default="7,32,128,512,2048", help="tokens read at a time (default: 7,32,128,512,2048)")
+    return parser

@@ -1,0 +1,167 @@
+"""Read text through several caches side by side and compare every prediction with that of the fp16 cache."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.factory import compressed_caches
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.dispatch import attention
+from mlx_tq.errors import ConfigError, NonFiniteError
+from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.limits import position_limit
+
+Advance = Callable[[int], None]  # told how many tokens were read
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What one arm predicted for each scored token.
+
+    Attributes:
+        nll: negative log-likelihood of the true next token in nats, [N].
+        kld: KL divergence of the arm's prediction from the fp16 cache's, in nats, [N].
+        agrees: both have the same most likely token, [N].
+        packed: of all tokens that were attended to, the share that was packed.
+        nbytes: of all caches after the last chunk, unused capacity included.
+
+    """
+
+    nll: np.ndarray
+    kld: np.ndarray
+    agrees: np.ndarray
+    packed: float
+    nbytes: int
+
+
+def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list[int]]:
+    """The first `chunks` runs of `length` tokens of a text.
+
+    Raises:
+        ConfigError: fewer than one chunk, or a text too short for them.
+
+    """
+    if chunks < 1:
+        raise ConfigError(f"chunks is {chunks}; it must be 1 or more, and 3 for a figure to publish.")
+    ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    if len(ids) < chunks * length:
+        raise ConfigError(
+            f"the text has {len(ids):,} tokens; {chunks} chunks of {length:,} need {chunks * length:,}. Give a longer "
+            "text, fewer --chunks or a smaller --length."
+        )
+    return [ids[start : start + length] for start in range(0, chunks * length, length)]
+
+
+def steps(total: int, step: int) -> Iterator[tuple[int, int]]:
+    """The ranges in which `total` tokens are read."""
+    for start in range(0, total, step):
+        yield start, min(start + step, total)
+
+
+def check_positions_of(model: Any, length: int) -> None:
+    """Raise where a text is longer than the model allows.
+
+    Raises:
+        ConfigError: it is, with both lengths.
+
+    """
+    limit = position_limit(model)
+    if limit is not None and length > limit:
+        raise ConfigError(f"the length is {length:,}; the model allows {limit:,} positions. Take a smaller --length.")
+
+
+def check_reading(model: Any, length: int, step: int, arms: Sequence[Arm]) -> None:
+    """Raise where a measurement would be none.
+
+    Raises:
+        ConfigError: a length beyond the model's positions, or one at which an arm never reads a packed token.
+
+    """
+    check_positions_of(model, length)
+    if step < 1:
+        raise ConfigError(f"step is {step}; it must be 1 or more, such as 512.")
+    if length < 2 or length - 1 <= step:
+        raise ConfigError(
+            f"{length} tokens in steps of {step} leave none to score, for those of the first step attend to nothing "
+            f"packed. Take a --length above {step + 1} or a smaller --step."
+        )
+    last = (length - 2) // step * step
+    for arm in arms:
+        config = arm.config
+        spec = CacheSpec.for_layer(config, 0, config.key, config.value)
+        if not config.is_off and spec.packed_until(last) == config.prefix:
+            raise ConfigError(
+                f"{length} tokens in steps of {step} never read a packed one with prefix {config.prefix} and window "
+                f"{config.window}. Take a longer --length, or a smaller --step, --kv-prefix or --kv-window."
+            )
+
+
+def log_probabilities(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
+    """Of the next token after each of `ids`, which are appended to the caches: fp32 [L, V]."""
+    logits = model(mx.array(ids)[None], cache=caches)[0].astype(mx.float32)
+    found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return found
+
+
+def kl_divergence(reference: mx.array, other: mx.array) -> mx.array:
+    """Of two log-probabilities [..., V], in nats: [...]."""
+    divergence: mx.array = (mx.exp(reference) * (reference - other)).sum(axis=-1)
+    return mx.maximum(divergence, 0)
+
+
+def body_tokens(caches: list[Any]) -> int:
+    """Tokens of a layer that attention reads packed; 0 for the model's own caches."""
+    compressed = compressed_caches(caches)
+    return compressed[0].body_tokens if compressed else 0
+
+
+def read_side_by_side(
+    model: Any, chunks: list[list[int]], arms: Sequence[Arm], step: int, advance: Advance = lambda tokens: None
+) -> list[TokenScores]:
+    """Score every token after the first step of each chunk, for the fp16 reference and then for each arm.
+
+    All of them take a step before any takes the next, so that one step's logits are held, not a chunk's. The tokens of
+    the first step attend to nothing packed and are not scored.
+
+    Raises:
+        ConfigError: the reading would measure nothing; see `check_reading`.
+        NonFiniteError: the model's logits are NaN.
+
+    """
+    check_reading(model, min(map(len, chunks)), step, arms)
+    makers = [arm.caches(model) for arm in (OFF, *arms)]
+    scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
+    attended, packed, nbytes = 0, [0] * len(makers), [0] * len(makers)
+    with attention(model):
+        for ids in chunks:
+            readers = [make() for make in makers]
+            for start, stop in steps(len(ids) - 1, step):
+                attended += sum(range(start + 1, stop + 1)) if start else 0
+                reference: mx.array | None = None
+                for number, caches in enumerate(readers):
+                    body = body_tokens(caches)
+                    found = log_probabilities(model, ids[start:stop], caches)
+                    mx.eval(found)
+                    advance(stop - start)
+                    reference = found if reference is None else reference
+                    if start:
+                        packed[number] += body * (stop - start)
+                        scores[number].append(_score(reference, found, ids[start + 1 : stop + 1]))
+            nbytes = [sum(cache.nbytes for cache in caches) for caches in readers]
+    joined = [np.concatenate(parts, axis=1) for parts in scores]
+    if not all(np.isfinite(part).all() for part in joined):
+        raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
+    return [
+        TokenScores(nll, kld, agrees.astype(bool), count / attended, size)
+        for (nll, kld, agrees), count, size in zip(joined, packed, nbytes, strict=True)
+    ]
+
+
+def _score(reference: mx.array, found: mx.array, targets: list[int]) -> np.ndarray:
+    """Negative log-likelihood, divergence and agreement of each token: [3, L]."""
+    nll = -mx.take_along_axis(found, mx.array(targets)[:, None], axis=-1)[:, 0]
+    agrees = reference.argmax(axis=-1) == found.argmax(axis=-1)
+    return np.array(mx.stack([nll, kl_divergence(reference, found), agrees.astype(mx.float32)]), dtype=np.float64)

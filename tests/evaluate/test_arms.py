@@ -1,0 +1,52 @@
+import argparse
+
+import pytest
+
+from mlx_tq.args import add_cache_arguments
+from mlx_tq.config import PROFILES
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import add_arm_arguments, arms_from_args, parse_arm
+
+
+def arms(*words):
+    parser = argparse.ArgumentParser()
+    add_arm_arguments(parser, "off,balanced")
+    add_cache_arguments(parser)
+    return arms_from_args(parser.parse_args(words))
+
+
+def test_a_profile_a_pair_and_a_pair_with_scale_rules():
+    assert parse_arm("small").config == PROFILES["small"]
+    pair = parse_arm("q8/tq3", prefix=7).config
+    assert (pair.key, pair.value, pair.prefix) == ("q8", "tq3", 7)
+    ruled = parse_arm("tq3:matched/tq4:raw").config
+    assert (ruled.key, ruled.key_scale, ruled.value, ruled.value_scale) == ("tq3", "matched", "tq4", "raw")
+
+
+def test_the_default_the_list_and_the_flags():
+    assert [arm.name for arm in arms()] == ["off", "balanced"]
+    listed = arms("--profiles", "small, q8/tq2,small", "--kv-window", "64")
+    assert [(arm.name, arm.config.window) for arm in listed] == [("small", 64), ("q8/tq2", 64)]
+    (chosen,) = arms("--kv-profile", "small", "--kv-value", "tq2")
+    assert (chosen.name, chosen.config.key, chosen.config.value) == ("tq4/tq2", "tq4", "tq2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--profiles", "bold"], "profile 'bold' is unknown; valid are off, safe, balanced, small, or a pair"),
+        (["--profiles", "q8/tq9"], "format 'tq9' is unknown"),
+        (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
+        (["--profiles", ","], "--profiles is empty"),
+        (["--profiles", "small", "--kv-key", "q8"], "--profiles and --kv-key both"),
+    ],
+)
+def test_what_cannot_be_met(words, message):
+    with pytest.raises(ConfigError, match=message):
+        arms(*words)
+
+
+def test_the_environment_chooses_and_the_list_wins(monkeypatch):
+    monkeypatch.setenv("MLX_TQ_KV_PROFILE", "small")
+    assert [arm.name for arm in arms()] == ["tq4/tq4"]
+    assert [arm.name for arm in arms("--profiles", "safe")] == ["safe"]

@@ -1,0 +1,58 @@
+import pytest
+
+from mlx_tq.codec.formats import format_names
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.formats import measure_formats, pairs
+from mlx_tq.evaluate.passes import cut_chunks
+from mlx_tq.haystack import load_text
+
+REGIONS = {"prefix": 16, "window": 32}
+# Bytes of a vector of 32 at each format's bits, with its scale; the tiny model is fp32.
+SIZES = {"fp16": 128, "q8": 34, "tq4": 18, "tq3": 14, "tq2": 10}
+
+
+@pytest.fixture(scope="module")
+def rows(tiny, needle):
+    chunks = cut_chunks(needle[1], load_text(), 1, 300)
+    return {row.name: row for row in measure_formats(tiny, chunks, pairs("fp16,q8,tq4,tq3,tq2", None, **REGIONS), 128)}
+
+
+def test_every_pair_is_measured(rows):
+    assert len(rows) == 5 * len(format_names())
+    assert {"fp16/fp16", "q8/tq4", "tq2/tq2"} <= set(rows)
+
+
+@pytest.mark.parametrize("name", ["fp16/fp16", "q8/q8", "q8/tq4", "tq4/tq4", "tq3/tq2", "fp16/tq3"])
+def test_bytes_come_from_arrays_and_equal_the_formats(rows, name):
+    payload = sum(SIZES[part] for part in name.split("/"))
+    row = rows[name]
+    assert row.nbytes == 2 * 2 * -(-payload // 4) * 4  # layers, heads, padded to 4 bytes
+    assert row.ratio == pytest.approx(2 * 2 * 256 / row.nbytes)
+
+
+def test_errors_grow_as_bits_fall_and_touch_only_their_side(rows):
+    for falling in (["fp16/q8", "fp16/tq4", "fp16/tq3", "fp16/tq2"], ["q8/fp16", "tq4/fp16", "tq3/fp16", "tq2/fp16"]):
+        found = [rows[name] for name in falling]
+        errors = [row.value_error if falling[0] == "fp16/q8" else row.key_error for row in found]
+        others = [row.key_error if falling[0] == "fp16/q8" else row.value_error for row in found]
+        assert errors == sorted(errors)
+        assert others == [0] * 4
+        assert errors[1:] == pytest.approx([0.0095, 0.034, 0.117], rel=0.15)  # the codecs' own
+        assert [row.cosine for row in found] == sorted((row.cosine for row in found), reverse=True)
+    control = rows["fp16/fp16"]
+    assert (control.kld, control.cosine, control.delta, control.packed) == (0, 1, 0, 0)
+    assert rows["tq2/tq2"].kld > rows["q8/q8"].kld > 0
+    assert rows["tq2/tq2"].packed > 0.3
+
+
+def test_a_format_may_carry_its_scale_rule():
+    assert [(arm.name, arm.config.key_scale) for arm in pairs("tq4:raw,q8", "tq2")] == [
+        ("tq4:raw/tq2", "raw"),
+        ("q8/tq2", KVConfig.key_scale),
+    ]
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ConfigError, match="format 'tq5' is unknown"):
+        pairs("tq5", None)

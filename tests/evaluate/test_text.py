@@ -1,0 +1,120 @@
+"""Perplexity and divergence, which share their reading."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import OFF, parse_arm
+from mlx_tq.evaluate.divergence import measure_divergence, summarize_divergence
+from mlx_tq.evaluate.passes import (
+    TokenScores,
+    check_reading,
+    cut_chunks,
+    kl_divergence,
+    read_side_by_side,
+)
+from mlx_tq.evaluate.perplexity import measure_perplexity, summarize_perplexity
+from mlx_tq.haystack import load_text
+
+LENGTH, STEP = 320, 128
+REGIONS = {"prefix": 16, "window": 32}
+
+
+@pytest.fixture(scope="module")
+def chunks(needle):
+    return cut_chunks(needle[1], load_text(), 1, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def scores(needle, chunks):
+    arms = [OFF, *(parse_arm(name, **REGIONS) for name in ("q8/q8", "tq4/tq4", "tq2/tq2"))]
+    return read_side_by_side(needle[0], chunks, arms, STEP)
+
+
+def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(needle, chunks):
+    model, (ids,) = needle[0], chunks
+    cache, logits = make_prompt_cache(model), []
+    for start in range(0, LENGTH - 1, STEP):
+        step = model(mx.array(ids[start : min(start + STEP, LENGTH - 1)])[None], cache=cache)[0]
+        logits.append(np.array(step.astype(mx.float32), dtype=np.float64))
+    joined = np.concatenate(logits)
+    shifted = joined - joined.max(axis=-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    nll = -log_p[np.arange(STEP, LENGTH - 1), ids[STEP + 1 :]]
+
+    (found,) = measure_perplexity(model, chunks, [OFF], STEP)
+    assert found.tokens == len(nll) == LENGTH - 1 - STEP
+    assert found.ppl == pytest.approx(np.exp(nll.mean()), rel=1e-5)
+    assert found.ppl_error == pytest.approx(np.exp(nll.mean()) * nll.std(ddof=1) / np.sqrt(len(nll)), rel=1e-4)
+    assert (found.delta, found.delta_error, found.packed) == (0, 0, 0)
+
+
+def test_a_second_fp16_cache_diverges_by_nothing(scores):
+    control = summarize_divergence("off", scores[1])
+    assert (control.kld, control.kld_99, control.top1) == (0, 0, 100)
+
+
+def test_fewer_bits_diverge_more(scores):
+    q8, tq4, tq2 = (summarize_divergence(name, found) for name, found in zip("abc", scores[2:], strict=True))
+    assert 0 < q8.kld < tq4.kld / 2 < tq2.kld / 10
+    assert tq2.kld > 0.005
+    assert q8.top1 > tq2.top1
+    assert q8.kld_median < q8.kld_99
+
+
+def test_the_packed_share_and_the_bytes_are_counted(scores):
+    attended = sum(range(STEP + 1, LENGTH))
+    body = [(start - 32) // 32 * 32 - 16 for start in (128, 256)]
+    packed = body[0] * 128 + body[1] * (LENGTH - 1 - 256)
+    assert scores[2].packed == pytest.approx(packed / attended)
+    assert scores[0].packed == 0
+    assert scores[4].nbytes < scores[3].nbytes < scores[2].nbytes < scores[0].nbytes
+
+
+def test_the_change_is_paired():
+    rng = np.random.default_rng(1)
+    baseline = rng.normal(3, 2, 1000)
+    arm = TokenScores(baseline + rng.normal(0.01, 0.001, 1000), np.zeros(1000), np.ones(1000, bool), 0.5, 0)
+    row = summarize_perplexity("x", arm, baseline)
+    assert row.delta == pytest.approx(100 * (np.exp(0.01) - 1), abs=0.02)
+    assert row.delta_error < 0.01 < row.ppl_error
+
+
+def test_divergence_is_that_of_the_definition():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (2, 5, 40))
+    p, q = (np.exp(x) / np.exp(x).sum(axis=-1, keepdims=True) for x in logits)
+    expected = (p * np.log(p / q)).sum(axis=-1)
+    np.testing.assert_allclose(np.array(kl_divergence(mx.array(np.log(p)), mx.array(np.log(q)))), expected, rtol=1e-4)
+
+
+def test_chunks_follow_one_another(needle):
+    chunks = cut_chunks(needle[1], load_text(), 3, 50)
+    assert [len(chunk) for chunk in chunks] == [50, 50, 50]
+    assert [token for chunk in chunks for token in chunk] == needle[1].encode(
+        load_text()[:2000], add_special_tokens=False
+    )[:150]
+
+
+def test_what_would_measure_nothing_is_refused(needle):
+    model, tokenizer = needle
+    with pytest.raises(ConfigError, match="chunks is 0"):
+        cut_chunks(tokenizer, "text", 0, 10)
+    with pytest.raises(ConfigError, match=r"the text has \d+ tokens; 3 chunks of 100 need 300"):
+        cut_chunks(tokenizer, "a few words", 3, 100)
+    balanced = parse_arm("balanced")
+    for length, step, words in (
+        (5000, 512, "the model allows 4,096 positions"),
+        (512, 512, "--length above 513"),
+        (2048, 0, "step is 0"),
+        (513 + 200, 256, None),
+        (300, 128, "never read a packed one with prefix 128 and window 128"),
+    ):
+        if words is None:
+            check_reading(model, length, step, [balanced])
+            continue
+        with pytest.raises(ConfigError, match=words):
+            measure_divergence(model, [[1] * length], [balanced], step)
+    check_reading(model, 300, 128, [OFF])
