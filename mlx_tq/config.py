@@ -22,7 +22,7 @@ class KVConfig:
         prefix: first tokens kept in the model's type (sinks, system prompt).
         window: last tokens kept in the model's type. 32 to 63 more stay beside them, so that a trim of up to 32 tokens
             restores exactly what was there.
-        key_scale: write-time scale of tq keys, "raw", "matched" or "ls".
+        key_scale: write-time scale of tq keys, "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
         value_scale: the same for tq values.
         boundary: first and last layers whose keys and values are stored as q8 at least.
         outlier: a layer whose median key norm exceeds this many times the median over layers stores its keys as q8 at
@@ -40,8 +40,8 @@ class KVConfig:
     value: str = "tq4"
     prefix: int = 128
     window: int = 128
-    key_scale: str = "ls"
-    value_scale: str = "ls"
+    key_scale: str = "unbiased"
+    value_scale: str = "unbiased"
     boundary: int = 0
     outlier: float = 3.0
     rotation: str = "wht"
@@ -57,7 +57,7 @@ class KVConfig:
             raise ConfigError(f"rotation {self.rotation!r} is unknown; valid are {', '.join(ROTATIONS)}.")
         for name in ("prefix", "window", "boundary", "outlier", "seed"):
             value = getattr(self, name)
-            if value < 0:
+            if not value >= 0:  # also refuses NaN
                 raise ConfigError(f"{name} is {value}; it must be 0 or more.")
 
     @property

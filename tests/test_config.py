@@ -29,8 +29,8 @@ CHANGES = {
     [
         ("key", "q5", r"format 'q5' is unknown; valid are .*fp16, q8, tq4, tq3, tq2"),
         ("value", "", r"format '' is unknown; valid are "),
-        ("key_scale", "max", r"scale rule 'max' is unknown; valid are raw, matched, ls\."),
-        ("value_scale", "", r"scale rule '' is unknown; valid are raw, matched, ls\."),
+        ("key_scale", "max", r"scale rule 'max' is unknown; valid are raw, matched, ls, unbiased\."),
+        ("value_scale", "", r"scale rule '' is unknown; valid are raw, matched, ls, unbiased\."),
         ("rotation", "dct", r"rotation 'dct' is unknown; valid are wht, haar\."),
         ("prefix", -1, r"prefix is -1; it must be 0 or more\."),
         ("window", -128, r"window is -128; it must be 0 or more\."),

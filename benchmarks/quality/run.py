@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mlx_tq.codec.formats.base import SCALE_RULES
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 # Lets a needle be packed in 500 tokens, and is an eighth of a context at 768.
 SMALL = "--kv-prefix 32 --kv-window 64"
@@ -15,22 +17,23 @@ SMALL = "--kv-prefix 32 --kv-window 64"
 
 def _scales(pair: str) -> str:
     """Every scale rule of tq4 and tq3, put into a pair such as {}/fp16."""
-    return ",".join(pair.format(f"{name}:{rule}") for name in ("tq4", "tq3") for rule in ("raw", "matched", "ls"))
+    return ",".join(pair.format(f"{name}:{rule}") for name in ("tq4", "tq3") for rule in SCALE_RULES)
 
 
-# Every format, with the scale rule that the runs called scales_* found best.
+# The profiles, and the rules that they do not use.
+PROFILES = "off,safe,balanced,small"
+OTHERS = "q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls"
 MATCHED = "fp16,q8,tq4:matched,tq3:matched,tq2:matched"
 
 RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
-    "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
     "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
-    "perplexity": "perplexity --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched",
-    "perplexity_ls": "perplexity --profiles q8/tq4:ls,tq4:ls/tq4:ls",
-    "divergence": "divergence --profiles off,safe,q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls",
+    "perplexity": f"perplexity --profiles {PROFILES},{OTHERS}",
+    "divergence": f"divergence --profiles {PROFILES},{OTHERS}",
+    "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
+    "needle_long": f"needle --lengths 3000 --seeds 1 --profiles balanced,small {SMALL}",
     "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
-    "needle_long": f"needle --lengths 3000 --seeds 1 --profiles q8/tq4:matched,tq4:matched/tq4:matched {SMALL}",
 }
 
 

@@ -39,7 +39,7 @@ class TurboQuant:
         head_dim: size of the vectors, a multiple of 16 that the rotation takes.
         bits: 1 to 4.
         seed: of the rotation.
-        scale: write-time scale rule, "raw", "matched" or "ls" (see `CodecOptions`).
+        scale: write-time scale rule, "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
         rotation: "wht" or "haar".
         wide_scale: fp32 scales instead of fp16.
 

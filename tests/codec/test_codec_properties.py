@@ -17,7 +17,7 @@ options = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 2**31),
         "rotation": st.sampled_from(["wht", "wht", "wht", "haar"]),
-        "scale": st.sampled_from(["raw", "matched", "ls"]),
+        "scale": st.sampled_from(["raw", "matched", "ls", "unbiased"]),
         "wide_scale": st.booleans(),
     }
 )

@@ -114,7 +114,7 @@ def test_haar_equals_scalar_encoder(dim):
     assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), 4) for vector in codes]
 
 
-@pytest.mark.parametrize("scale", ["raw", "matched", "ls"])
+@pytest.mark.parametrize("scale", ["raw", "matched", "ls", "unbiased"])
 @pytest.mark.parametrize("name", ALL)
 def test_codes_do_not_depend_on_chunks(name, scale):
     codec = make_codec(name, 128, scale=scale)

@@ -10,7 +10,7 @@ from codec_reference import BITS, DIMS, gaussian, make_codec, rotation_matrix
 
 from mlx_tq.codec.codebook import theoretical_mse
 
-RULES = ("raw", "matched", "ls")
+RULES = ("raw", "matched", "ls", "unbiased")
 COORDINATES = 2**21
 
 
@@ -122,10 +122,21 @@ def test_ls_is_the_best_scale(name, dim):
     exact = decoded(name, dim, "ls", x, wide_scale=True)
     cosine = ((x - exact) * exact).sum(axis=-1) / (exact * exact).sum(axis=-1)
     assert np.abs(cosine).max() < 1e-5
-    for rule in ("raw", "matched"):
+    for rule in ("raw", "matched", "unbiased"):
         other = np.linalg.norm(x - decoded(name, dim, rule, x, wide_scale=True), axis=-1)
         assert (other >= np.linalg.norm(x - exact, axis=-1) * (1 - 1e-5)).all()
         assert other.mean() > error.mean()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", BITS)
+def test_unbiased_keeps_the_inner_product(name, dim):
+    """Of the decoded vector with the original; least squares makes it too short."""
+    x = gaussian((64, dim)) * 5
+    energy = (x.astype(np.float64) ** 2).sum(axis=-1)
+    assert np.allclose((decoded(name, dim, "unbiased", x, wide_scale=True) * x).sum(axis=-1), energy, rtol=1e-5)
+    short = (decoded(name, dim, "ls", x, wide_scale=True) * x).sum(axis=-1)
+    assert (short < energy * (1 - 1e-4)).all()
 
 
 @pytest.mark.parametrize("name", BITS)

@@ -91,7 +91,7 @@ def test_size_that_the_rotation_cannot_take(name):
 
 
 def test_unknown_scale_rule():
-    with pytest.raises(ConfigError, match="scale rule 'max' is unknown; valid are raw, matched, ls"):
+    with pytest.raises(ConfigError, match="scale rule 'max' is unknown; valid are raw, matched, ls, unbiased"):
         CodecOptions(scale="max")
 
 

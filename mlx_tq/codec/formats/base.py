@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_tq.codec.rotation import Rotation, get_rotation
 from mlx_tq.errors import ConfigError
 
-SCALE_RULES = ("raw", "matched", "ls")
+SCALE_RULES = ("raw", "matched", "ls", "unbiased")
 
 # The largest finite fp16: larger components and scales are clamped to it, and counted.
 FP16_MAX = 65504.0
@@ -23,7 +23,8 @@ class CodecOptions:
         seed: of the rotation.
         rotation: "wht" or "haar".
         scale: the write-time scale of the tq formats. "raw" keeps ||x||, "matched" makes the decoded norm ||x||, "ls"
-            is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c.
+            is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c, "unbiased" is
+            <y, y> / <y, c>, with which the inner product of the decoded vector and the original is ||x||^2.
         wide_scale: store scales as fp32 instead of fp16.
 
     """

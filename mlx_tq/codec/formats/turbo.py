@@ -79,6 +79,9 @@ class TurboCodec(Codec):
         if self._rule == "raw":
             return norm
         level = _level(code, self.bits)
+        if self._rule == "unbiased":  # codeword and vector agree in sign everywhere, so their product is positive
+            product = pairwise_sum(y * level)
+            return mx.where(norm > 0, norm * (norm * self.head_dim / product), 0.0)
         energy = pairwise_sum(level * level)
         if self._rule == "matched":
             return norm * math.sqrt(self.head_dim) / mx.sqrt(energy)
