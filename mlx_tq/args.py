@@ -49,7 +49,6 @@ def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str,
 
     Raises:
         ConfigError: the environment holds a value of the wrong type.
-
     """
     chosen = getattr(args, option.flag.removeprefix("--").replace("-", "_"))
     name = _environment_name(option.flag)
@@ -66,7 +65,6 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
 
     Raises:
         ConfigError: a value that cannot be met.
-
     """
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
@@ -83,7 +81,6 @@ def parse_size(text: str) -> int:
 
     Raises:
         argparse.ArgumentTypeError: not a size.
-
     """
     number, unit = text[:-2], text[-2:].upper()
     try:

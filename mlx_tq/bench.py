@@ -54,7 +54,6 @@ class Timing:
         tokens: in the cache.
         nbytes: of the cache.
         median: seconds of a call; low and high are the extremes of the rounds.
-
     """
 
     arm: str
@@ -146,7 +145,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an unknown profile or type, or a count below 1.
-
     """
     unknown = set(args.profiles) - set(PROFILES)
     if unknown:

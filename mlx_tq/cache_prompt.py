@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         MlxTqError: whatever stands in the way; no file is written then.
-
     """
     check_arguments(args)
     config = config_from_args(args)

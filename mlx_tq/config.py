@@ -33,7 +33,6 @@ class KVConfig:
 
     Raises:
         ConfigError: a value that cannot be met, with those that can.
-
     """
 
     key: str = "q8"
@@ -84,7 +83,6 @@ def profile(name: str, **changes: object) -> KVConfig:
 
     Raises:
         ConfigError: an unknown profile, or a value that cannot be met.
-
     """
     if name not in PROFILES:
         raise ConfigError(f"profile {name!r} is unknown; valid are {', '.join(PROFILES)}.")

@@ -30,7 +30,6 @@ class Outcome:
         found: the answer holds the fact, to the letter.
         nbytes: of the cache.
         prompt_tps, generation_tps: tokens a second.
-
     """
 
     profile: str

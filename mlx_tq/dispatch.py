@@ -94,7 +94,6 @@ def attention(model: Any, config: KVConfig | None = None) -> Iterator[None]:
 
     Raises:
         UnsupportedModelError: a config was given and the model cannot run on it.
-
     """
     _seam.open()
     try:
@@ -117,7 +116,6 @@ def plan_caches(model: Any, config: KVConfig) -> Plan:
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
         ConfigError: a head size that the configured formats cannot take.
-
     """
     _seam.open()
     try:
@@ -132,7 +130,6 @@ def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
         ConfigError: a head size that the configured formats cannot take.
-
     """
     if config.is_off:
         return native_caches(model)

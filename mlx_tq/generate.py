@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         MlxTqError: whatever stands in the way, before anything is generated where that can be known.
-
     """
     _check_request(args)
     prompt = read_prompt(args)

@@ -40,7 +40,6 @@ class Case:
         question: first token after the text. Read `ids[:question]` first and the rest in a step of its own; the whole
             needle is packed by then.
         depth: where the needle came to lie in the text, 0 to 1.
-
     """
 
     ids: list[int]
@@ -102,7 +101,6 @@ def build_case(
 
     Raises:
         ConfigError: a depth outside 0 to 1, a text too short, or a prompt too short for a packed needle.
-
     """
     if not 0 <= depth <= 1:
         raise ConfigError(f"depth is {depth}; it must be from 0 (start) to 1 (end).")

@@ -15,7 +15,6 @@ def embed_images(
 
     Raises:
         ConfigError: a model without vision, an image that cannot be read, or no Pillow to read it.
-
     """
     from mlx_lm.processors import load_processor
 

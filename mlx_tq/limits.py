@@ -18,7 +18,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: one does not, with the least that does.
-
     """
     if getattr(args, "max_tokens", 1) == 0:
         raise ConfigError("--max-tokens is 0; it must be 1 or more, or -1 for all that the model allows.")
@@ -45,7 +44,6 @@ def check_positions(tokens: int, limit: int | None) -> None:
 
     Raises:
         ConfigError: it is, with both lengths.
-
     """
     if limit is not None and tokens >= limit:
         raise ConfigError(
@@ -71,7 +69,6 @@ def check_memory(plan: Plan, tokens: int, limit: int) -> None:
 
     Raises:
         ConfigError: it would not, with the bytes and the context that would fit.
-
     """
     needed = plan.nbytes(tokens)
     if needed <= limit:

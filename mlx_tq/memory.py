@@ -18,7 +18,6 @@ class MemoryReport:
         body: packed tokens.
         prefix, window: tokens in the model's type; the window includes the block in progress and the slack for trims.
         fp16: all tokens in a 16-bit type.
-
     """
 
     body: int
@@ -48,7 +47,6 @@ def memory_report(
 
     Raises:
         ConfigError: a size below 1, or a head_dim that a format cannot take.
-
     """
     for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
         if size < 1:

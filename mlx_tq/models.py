@@ -36,7 +36,6 @@ def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
     Raises:
         ConfigError: no such folder or hub model, or a damaged one.
         UnsupportedModelError: mlx-lm does not know the architecture.
-
     """
     loaded, tokenizer, _ = load_with_config(model, **options)
     return loaded, tokenizer

@@ -116,7 +116,6 @@ def probe_model(model: Any) -> ModelFacts:
 
     Raises:
         UnsupportedModelError: the model keeps no plain KV cache, or uses it as a compressed one cannot be used.
-
     """
     name = model_type(model)
     native = native_caches(model)

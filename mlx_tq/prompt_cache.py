@@ -33,7 +33,6 @@ def chosen_config(args: argparse.Namespace) -> KVConfig:
 
     Raises:
         ConfigError: one of them together with a flag of the compressed cache.
-
     """
     native = _native_flags(args)
     config = config_from_args(args)
@@ -57,7 +56,6 @@ def saved_model(path: str) -> str | None:
 
     Raises:
         CacheFormatError: no such file, or no cache.
-
     """
     return read_header(path).model_name or None
 
@@ -68,7 +66,6 @@ def make_caches(model: Any, config: KVConfig, max_kv_size: int | None = None) ->
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches.
         ConfigError: a head size that the formats cannot take.
-
     """
     if config.is_off:
         return PromptCache(make_native_cache(model, max_kv_size), None, config)
@@ -83,7 +80,6 @@ def open_prompt_cache(model: Any, args: argparse.Namespace) -> PromptCache:
         ConfigError: flags that contradict one another or that the model cannot meet.
         CacheFormatError: --prompt-cache-file is damaged or does not fit.
         UnsupportedModelError: the model cannot run on compressed caches.
-
     """
     config, path = chosen_config(args), args.prompt_cache_file
     if path is None:

@@ -18,7 +18,6 @@ def read_prompt(args: argparse.Namespace) -> str:
 
     Raises:
         ConfigError: no prompt, an empty one, two of them, one that is not text, or a file that cannot be read.
-
     """
     try:
         prompt = _prompt_text(args)
@@ -56,7 +55,6 @@ def render(tokenizer: Any, prompt: str, args: argparse.Namespace, *, continues: 
 
     Raises:
         ConfigError: --chat-template-config is not a JSON object, or the template refuses the messages.
-
     """
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return prompt
@@ -88,7 +86,6 @@ def template_config(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         ConfigError: it is not a JSON object.
-
     """
     if args.chat_template_config is None:
         return {}
@@ -106,7 +103,6 @@ def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
 
     Raises:
         ConfigError: the tokenizer makes no tokens of the text.
-
     """
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     ids = list(tokenizer.encode(text, add_special_tokens=not templated))

@@ -18,7 +18,6 @@ class CacheStats:
         nbytes: of all its arrays.
         fp16_nbytes: of the same tokens had nothing been compressed.
         clamped: vectors that exceeded fp16's range and were clamped to it.
-
     """
 
     tokens: int
@@ -70,7 +69,6 @@ class GenerationStats:
         finish_reason: "stop", "length" or "interrupted".
         peak_memory: bytes.
         cache: of the whole conversation.
-
     """
 
     prompt_tokens: int

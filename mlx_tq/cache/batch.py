@@ -27,7 +27,6 @@ class BatchRegions:
         rows: one for each sequence.
         counts: how many of the L queries are the row's own; the rest is padding on the right.
         key_heads: [H, Dk] and [H, Dv] of the model.
-
     """
 
     rows: list[Regions | None]
@@ -81,7 +80,6 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     Attributes:
         rows: the sequences.
-
     """
 
     def __init__(self, rows: Sequence[CompressedKVCache]) -> None:
@@ -115,7 +113,6 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Raises:
             UnsupportedModelError: no layer was known to share this cache.
-
         """
         if self._last is None:
             raise UnsupportedModelError(
@@ -135,7 +132,6 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Raises:
             ConfigError: padding on the left, which rows here never have.
-
         """
         if left_padding is not None and max(left_padding) > 0:
             raise ConfigError(f"left padding {left_padding} cannot be stored; pad a batch's prompts on the right.")
@@ -153,7 +149,6 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Raises:
             ConfigError: a sliding window on a layer that stores everything.
-
         """
         if window_size is not None:
             raise ConfigError(

@@ -34,7 +34,6 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     Attributes:
         spec: formats and sizes.
         offset: tokens seen; the logical position of the next one.
-
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -141,7 +140,6 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Raises:
             NonFiniteError: the model produced NaN or infinite keys or values.
-
         """
         broken = self._counts()[1]
         if broken:

@@ -28,7 +28,6 @@ class LayerPlan:
         slot: the cache and its sizes.
         spec: its storage.
         note: why it differs from the configuration, or "".
-
     """
 
     slot: SlotFacts
@@ -60,7 +59,6 @@ class Plan:
         classes: class name of each of the model's own caches; those not in `layers` are kept as they are.
         layers: the compressed ones.
         native_caches: makes a fresh list of the model's own caches.
-
     """
 
     model_type: str
@@ -83,7 +81,6 @@ def make_plan(facts: ModelFacts, config: KVConfig) -> Plan:
 
     Raises:
         ConfigError: a head size that a configured format cannot take.
-
     """
     typical = statistics.median(slot.key_norm for slot in facts.slots)
     count = len(facts.slots)
@@ -133,7 +130,6 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
 
     Raises:
         CacheFormatError: they are not of this model.
-
     """
     if [type(cache).__name__ for cache in caches] != plan.classes:
         raise CacheFormatError(

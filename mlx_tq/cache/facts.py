@@ -17,7 +17,6 @@ class SlotFacts:
         dtype: of keys and values, by name.
         key_norm: median norm of a key.
         shared: later layers read this cache too.
-
     """
 
     index: int
@@ -39,7 +38,6 @@ class ModelFacts:
         classes: class name of each cache in the model's list.
         slots: the plain KV caches among them.
         native_caches: makes a fresh list of the model's own caches.
-
     """
 
     model_type: str

@@ -57,7 +57,6 @@ def save_prompt_cache(
 
     Raises:
         CacheFormatError: the file cannot be written.
-
     """
     leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
     arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
@@ -100,7 +99,6 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
 
     Raises:
         CacheFormatError: no such file, a damaged or foreign one, another version, model or configuration.
-
     """
     arrays, header = _load(Path(path))
     if header.get("format") != _FORMAT:
@@ -135,7 +133,6 @@ def read_header(path: str | Path) -> Header:
 
     Raises:
         CacheFormatError: no such file, or neither mlx_tq nor mlx-lm did.
-
     """
     _, header = _load(Path(path))
     if header.get("format") == _FORMAT:

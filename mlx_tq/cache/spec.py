@@ -20,7 +20,6 @@ class CacheSpec:
         prefix, window: tokens in the model's type at the start and at the end.
         key_options, value_options: of the codecs.
         shared: later layers read this cache with `keys_and_values`, so it holds on to what each step attended to.
-
     """
 
     key: str

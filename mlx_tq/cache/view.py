@@ -55,7 +55,6 @@ class Regions:
             that, and the regions that they see. Each query then sees what it would have seen alone.
         pending: arrays of the cache that this step computes; attention waits for them, so that one layer's tokens are
             compressed before the next layer makes its own.
-
     """
 
     rows: mx.array | None
@@ -167,7 +166,6 @@ def check_seam() -> None:
 
     Raises:
         ConfigError: no `mlx_tq.attention` context is open.
-
     """
     if base.scaled_dot_product_attention.__module__ == base.__name__:
         raise ConfigError(

@@ -99,7 +99,6 @@ def get_rotation(name: str, dim: int, seed: int) -> Rotation:
 
     Raises:
         ConfigError: an unknown name, or a size that the rotation cannot take.
-
     """
     if name not in ROTATIONS:
         raise ConfigError(f"rotation {name!r} is unknown; valid are {', '.join(ROTATIONS)}.")

@@ -19,7 +19,6 @@ class Validation:
         mse: measured E ||u - u_hat||^2.
         theory: the Beta integral of the levels in use.
         bound: the rate-distortion bound 4^-bits (TurboQuant, theorem 3).
-
     """
 
     mse: float
@@ -45,7 +44,6 @@ class TurboQuant:
 
     Raises:
         ConfigError: a size, width or rule that does not exist.
-
     """
 
     def __init__(

@@ -26,7 +26,6 @@ class Arm:
         Raises:
             UnsupportedModelError: the model cannot run on compressed caches.
             ConfigError: a head size that the formats cannot take.
-
         """
         if self.config.is_off:
             return lambda: native_caches(model)
@@ -48,7 +47,6 @@ def parse_arm(text: str, **changes: Any) -> Arm:
 
     Raises:
         ConfigError: an unknown profile, format or scale rule.
-
     """
     if text in PROFILES:
         return Arm(text, KVConfig(**{"key": PROFILES[text].key, "value": PROFILES[text].value, **changes}))
@@ -85,7 +83,6 @@ def arms_from_args(args: argparse.Namespace) -> list[Arm]:
 
     Raises:
         ConfigError: an unknown name, or formats chosen twice.
-
     """
     options = [PROFILE, *(option for option in OPTIONS if option.field in ("key", "value"))]
     flags = [option.flag for option in options if option_value(args, option, {}) is not None]

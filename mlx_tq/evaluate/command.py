@@ -19,7 +19,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         MlxTqError: whatever stands in the way.
-
     """
     text = _read_text(args.text)
     measure = {

@@ -25,7 +25,6 @@ class Divergence:
         top1: share of the tokens whose most likely next token is the same, in percent.
         top1_error: its standard error.
         packed: share of the attended tokens that was packed.
-
     """
 
     name: str
@@ -62,7 +61,6 @@ def measure_divergence(
 
     Raises:
         ConfigError: no token would be read from a packed body.
-
     """
     _, *scores = read_side_by_side(model, chunks, arms, step, advance)
     return [summarize_divergence(arm.name, found) for arm, found in zip(arms, scores, strict=True)]

@@ -29,7 +29,6 @@ class DriftRow:
         kld: mean KL divergence of the predictions in nats.
         logits: root mean square change of the log-probabilities over that of the log-probabilities themselves.
         top1: percent of tokens with the same most likely next token.
-
     """
 
     name: str
@@ -48,7 +47,6 @@ def measure_drift(
 
     Raises:
         ConfigError: more tokens than the model has positions.
-
     """
     check_positions_of(model, len(ids))
     make = arm.caches(model)

@@ -38,7 +38,6 @@ class FormatRow:
         ppl: perplexity.
         delta: its change against the fp16 cache in percent, and the standard error of that.
         packed: share of the attended tokens that was packed, where predictions were compared.
-
     """
 
     name: str
@@ -61,7 +60,6 @@ def pairs(keys: str | None, values: str | None, **changes: Any) -> list[Arm]:
 
     Raises:
         ConfigError: an unknown format or scale rule.
-
     """
     chosen = [names.split(",") if names else format_names() for names in (keys, values)]
     return [parse_arm(f"{key}/{value}", **changes) for key, value in product(*chosen)]
@@ -74,7 +72,6 @@ def measure_formats(
 
     Raises:
         ConfigError: the reading would measure nothing; see `passes.check_reading`.
-
     """
     if not arms:
         return

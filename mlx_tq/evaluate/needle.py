@@ -36,7 +36,6 @@ class Cell:
         verdict: a `haystack.Verdict`, or VOID where the fp16 cache did not pass either.
         expected: the answer that passes.
         answer: what was generated.
-
     """
 
     name: str
@@ -123,7 +122,6 @@ def measure_needles(
 
     Raises:
         ConfigError: arms that disagree, lengths beyond the model's positions, or a text too short.
-
     """
     compressed = [arm for arm in arms if not arm.config.is_off]
     regions = {(arm.config.prefix, arm.config.window) for arm in compressed or [OFF]}

@@ -27,7 +27,6 @@ class TokenScores:
         agrees: both have the same most likely token, [N].
         packed: of all tokens that were attended to, the share that was packed.
         nbytes: of all caches after the last chunk, unused capacity included.
-
     """
 
     nll: np.ndarray
@@ -42,7 +41,6 @@ def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list
 
     Raises:
         ConfigError: fewer than one chunk, or a text too short for them.
-
     """
     if chunks < 1:
         raise ConfigError(f"chunks is {chunks}; it must be 1 or more, and 3 for a figure to publish.")
@@ -66,7 +64,6 @@ def check_positions_of(model: Any, length: int) -> None:
 
     Raises:
         ConfigError: it is, with both lengths.
-
     """
     limit = position_limit(model)
     if limit is not None and length > limit:
@@ -78,7 +75,6 @@ def check_reading(model: Any, length: int, step: int, arms: Sequence[Arm]) -> No
 
     Raises:
         ConfigError: a length beyond the model's positions, or one at which an arm never reads a packed token.
-
     """
     check_positions_of(model, length)
     if step < 1:
@@ -129,7 +125,6 @@ def read_side_by_side(
     Raises:
         ConfigError: the reading would measure nothing; see `check_reading`.
         NonFiniteError: the model's logits are NaN.
-
     """
     check_reading(model, min(map(len, chunks)), step, arms)
     makers = [arm.caches(model) for arm in (OFF, *arms)]

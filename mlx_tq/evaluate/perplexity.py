@@ -25,7 +25,6 @@ class Perplexity:
         delta: change against the fp16 cache in percent.
         delta_error: its standard error, from the differences token by token, which is far smaller than `ppl_error`.
         packed: share of the attended tokens that was packed.
-
     """
 
     name: str
@@ -65,7 +64,6 @@ def measure_perplexity(
 
     Raises:
         ConfigError: no token would be read from a packed body.
-
     """
     compressed = [arm for arm in arms if not arm.config.is_off]
     scores = read_side_by_side(model, chunks, compressed, step, advance)

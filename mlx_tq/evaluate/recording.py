@@ -23,7 +23,6 @@ class Attended:
         mask: as in `kernels.masks`.
         sinks: attention-sink logits or None.
         output: of attention in the model's type, [B, Hq, L, Dv].
-
     """
 
     keys: mx.array

@@ -24,7 +24,6 @@ class Results:
 
     Attributes:
         rows: what has been measured, by key.
-
     """
 
     def __init__(self, target: str | None, command: str, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -38,7 +37,6 @@ class Results:
 
         Raises:
             ConfigError: the file cannot be written, or holds something else that must not be mixed in.
-
         """
         self.rows: dict[str, dict[str, Any]] = {}
         self._target = target

@@ -47,7 +47,6 @@ def attend(
 
     Returns:
         [B, Hq, L, Dv] in the queries' type.
-
     """
     batch, query_heads, length, dim = queries.shape
     heads, tokens = keys.shape[1:3]

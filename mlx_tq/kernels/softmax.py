@@ -33,7 +33,6 @@ def partial(scores: mx.array, values: list[mx.array], gain: mx.array | None = No
         scores: fp32 [..., N, S], masked where needed.
         values: the value vectors cut along their last axis, fp32 [..., S, Dv / parts] each.
         gain: factor of each value vector, fp32 [..., S].
-
     """
     m = scores.max(axis=-1, keepdims=True)
     p = mx.exp(scores - m)

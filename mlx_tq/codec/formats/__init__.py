@@ -42,7 +42,6 @@ def get_format(name: str) -> Format:
 
     Raises:
         ConfigError: there is none.
-
     """
     try:
         return _registry()[name]

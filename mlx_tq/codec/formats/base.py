@@ -26,7 +26,6 @@ class CodecOptions:
             is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c, "unbiased" is
             <y, y> / <y, c>, with which the inner product of the decoded vector and the original is ||x||^2.
         wide_scale: store scales as fp32 instead of fp16.
-
     """
 
     seed: int = 42
@@ -119,7 +118,6 @@ class Format(ABC):
 
         Raises:
             ConfigError: a size that the format or its rotation cannot take.
-
         """
 
 
