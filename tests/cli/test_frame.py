@@ -55,8 +55,9 @@ def test_every_command_is_a_module_with_help(cli, command):
 
 
 def test_scripts_are_commands():
-    assert set(SCRIPTS.values()) == {"mlx_tq.cli:main"}
-    assert {name.partition(".")[2] for name in SCRIPTS} - {""} <= set(COMMANDS)
+    ours = {name: target for name, target in SCRIPTS.items() if name.startswith("mlx_tq")}
+    assert set(ours.values()) == {"mlx_tq.cli:main"}
+    assert {name.partition(".")[2] for name in ours} - {""} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("script", ["mlx_tq.generate", "mlx_tq.generate.exe"])
