@@ -9,7 +9,7 @@
 #include "codebook.h"
 #include "packing.h"
 
-// Decodes unit number `unit` of a vector's words. FULL is the model's type where that is what is stored.
+// Decodes unit number `unit` of a vector's words. FULL is the model's type where 16 bits of it are stored.
 template <class T, class FULL, int D, int BITS, bool WIDE, class Words, class Out>
 TQ_FN void tq_decode_unit(Words words, Words scale_words, int unit, Out out) {
   if (BITS == 16) {

@@ -55,7 +55,7 @@ TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
   return tq_div(peak, tq_sqrt(static_cast<float>(D)));
 }
 
-// Encodes one vector of T whose neighbours are `stride` apart; FULL is the model's type where that is what is stored.
+// Encodes one vector of T whose neighbours are `stride` apart; FULL is the model's type where 16 bits of it are stored.
 template <class T, class FULL, int D, int M, int BITS, int RULE, bool WIDE, class Vector, class Flips, class Words, class Flag,
           class Codes>
 TQ_FN void tq_encode_vector(Vector vector, int64_t stride, Flips flips, Words row, Words scale_words, Flag flag, Codes codes,

@@ -38,7 +38,7 @@ def backend() -> str | None:
 @cache
 def built(kernel: Kernel, where: str) -> Callable[..., list[mx.array]]:
     """The object of `mx.fast` for a kernel; its text is compiled when it first runs. Inputs are never copied."""
-    make = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
+    make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
     header, source = text(kernel.name)
     made: Callable[..., list[mx.array]] = make(
         name=f"mlx_tq_{kernel.name}",

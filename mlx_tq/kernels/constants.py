@@ -42,7 +42,7 @@ def _known(codec: Codec) -> bool:
 
 
 def layout_constants(layout: RowLayout) -> Template:
-    """Template values KEY_... and VALUE_...: DIM, ORDER, BITS, RULE, WIDE and FULL, as metal/encode.metal reads them."""
+    """Template values KEY_... and VALUE_...: DIM, ORDER, BITS, RULE, WIDE and FULL."""
     return (*_codec_constants("KEY", layout.key), *_codec_constants("VALUE", layout.value))
 
 
@@ -55,16 +55,21 @@ def _codec_constants(prefix: str, codec: Codec) -> Template:
         "BITS": 16 * codec.words // codec.head_dim,
         "RULE": SCALE_RULES.index(rule),
         "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
-        "FULL": codec.dtype if isinstance(codec, FullCodec) else mx.float16,
+        # The 16-bit type that is stored as it is; some such type where there is none.
+        "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
     }
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
 
 
-@lru_cache(maxsize=1024)
 def flips(rotation: Rotation | None) -> mx.array:
-    """Which values a rotation flips, in the layout of metal/rotation.h: uint32 [at least 8]."""
+    """Which values a rotation flips, in the layout of metal/rotation.h: uint32 [at least 8]; zeros for none."""
+    return _flips(rotation if isinstance(rotation, WalshHadamard) else None)
+
+
+@lru_cache(maxsize=1024)
+def _flips(rotation: WalshHadamard | None) -> mx.array:
     words: list[int] = []
-    if isinstance(rotation, WalshHadamard):
+    if rotation is not None:
         signs: list[float] = rotation.signs.tolist()  # type: ignore[assignment]
         order, _ = split_order(rotation.dim) or (1, 0)
         matrix = hadamard_matrix(order)

@@ -32,7 +32,9 @@ def folder() -> Traversable:
     for place in (files("mlx_tq") / "metal", checkout):
         if (place / "tq_compat.h").is_file():
             return place
-    raise KernelUnavailableError(f"the kernels' text is missing: {checkout} is no folder of kernels; install mlx_tq again.")
+    raise KernelUnavailableError(
+        f"the kernels' text is missing: {checkout} is no folder of kernels; install mlx_tq again."
+    )
 
 
 @cache

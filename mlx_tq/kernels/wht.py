@@ -4,10 +4,10 @@ import math
 
 import mlx.core as mx
 
+from mlx_tq.codec.exact import split_order
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.kernels import build
 from mlx_tq.kernels.constants import can_rotate, flips
-from mlx_tq.codec.exact import split_order
 
 KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
 SIMDGROUPS = 4
@@ -30,7 +30,13 @@ def _wht_gpu(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.ar
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     count = x.size // rotation.dim
     order, _ = split_order(rotation.dim) or (1, 0)
-    template = (("T", x.dtype), ("DIM", rotation.dim), ("ORDER", order), ("INVERSE", inverse), ("SIMDGROUPS", SIMDGROUPS))
+    template = (
+        ("T", x.dtype),
+        ("DIM", rotation.dim),
+        ("ORDER", order),
+        ("INVERSE", inverse),
+        ("SIMDGROUPS", SIMDGROUPS),
+    )
     (rotated,) = build.run(
         KERNEL,
         inputs=[vectors, flips(rotation)],

@@ -6,7 +6,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO
 
 import mlx.core as mx
@@ -46,10 +46,8 @@ def capture(kernel: Callable[..., Any], inputs: list[mx.array], **call: Any) -> 
         raise _Captured
 
     with _stdout_of_c() as file:
-        try:
+        with suppress(_Captured):
             mx.export_function(os.devnull, traced, *inputs)
-        except _Captured:
-            pass
         file.seek(0)
         printed = file.read().decode()
     found = _PRINTED.search(printed)

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from metal_sim.run import simulate
 from metal_sim.small import TOTAL, small
 

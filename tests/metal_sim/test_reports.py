@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+
 from metal_sim.build import CompileError
 from metal_sim.run import SimulationError, simulate
 from metal_sim.small import TOTAL, small
@@ -94,7 +95,7 @@ def test_store_after_a_load_is_a_race(order):
     source = (
         "threadgroup float x[32]; x[lane] = v; simdgroup_barrier(mem_flags::mem_threadgroup); x[lane] = x[lane ^ 1];"
     )
-    with pytest.raises(SimulationError, match="race: (stores|loads) x"):
+    with pytest.raises(SimulationError, match=r"race: (stores|loads) x"):
         simulate(**lanes(source), order=order)
 
 
