@@ -89,9 +89,9 @@ def test_error_is_at_most_twice_the_reference(number):
 @pytest.mark.parametrize("key_dim", DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_pairs_of_formats(key_dim, dtype):
-    for number, (key, value, wide) in enumerate(product(FORMATS, FORMATS, (False, True))):
-        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype, "wide": wide}
-        case |= {"value_dim": DIMS[(number * 4 + 1) % len(DIMS)], "tokens": TOKENS[number % len(TOKENS)]}
+    for number, (key, value) in enumerate(product(FORMATS, FORMATS)):
+        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype, "wide": number % 2 == 1}
+        case |= {"value_dim": DIMS[(number * 4 + 1) % len(DIMS)], "tokens": TOKENS[number * 3 % 5]}
         for order in ORDERS:
             check(case, order=order)
 

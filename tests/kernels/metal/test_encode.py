@@ -76,9 +76,10 @@ def test_rows_are_the_codecs_bit_for_bit(number):
 @pytest.mark.parametrize("key_dim", DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_pairs_of_formats(key_dim, dtype):
-    for number, (key, value, rule, wide) in enumerate(product(FORMATS, FORMATS, RULES, (False, True))):
-        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype, "rule": rule, "wide": wide}
-        case = with_value_dim({**case, "tokens": TOKENS[number % len(TOKENS)]}, number)
+    for number, (key, value) in enumerate(product(FORMATS, FORMATS)):
+        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype}
+        case |= {"rule": RULES[number % 3], "wide": number % 2 == 1, "tokens": TOKENS[number * 3 % 5]}
+        case = with_value_dim(case, number)
         for order in ORDERS:
             check(case, order=order)
 

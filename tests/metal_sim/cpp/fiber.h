@@ -10,13 +10,12 @@
 
 // Saves what the ABI wants preserved across a call on the current stack, stores the stack pointer in *save, and goes on
 // from the stack pointer `load`.
-extern "C" void tqsim_switch(void** save, void* load);
+extern "C" void tqsim_switch(void** save, void* load) asm("tqsim_switch");  // the same name for every linker
 
 #if defined(__x86_64__)
 asm(R"(
 .text
 .globl tqsim_switch
-.type tqsim_switch,@function
 tqsim_switch:
   pushq %rbp
   pushq %rbx
@@ -38,7 +37,6 @@ tqsim_switch:
 asm(R"(
 .text
 .globl tqsim_switch
-.type tqsim_switch,%function
 tqsim_switch:
   sub sp, sp, #160
   stp x19, x20, [sp, #0]
