@@ -35,9 +35,3 @@ TQ_FN ushort tq_pack_word(Codes codes, int word) {
   }
   return ushort(packed);
 }
-
-// The fewest words that hold whole codes, and how many of them there are: one word, but three for 3 bits, two for 32.
-template <int D, int BITS>
-struct tq_units {
-  enum { COUNT = BITS == 3 || BITS == 32 ? D * BITS / 16 / (BITS == 3 ? 3 : 2) : D * BITS / 16 };
-};

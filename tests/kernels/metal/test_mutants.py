@@ -95,7 +95,7 @@ MUTANTS = {
     ),
     "rows packed without strides": (decoded, "head * packed_rows_strides[1]", "head * tokens * uint(ROW::WORDS)"),
     "wrong unit count": (decoded, "units = key ? KEY_UNITS", "units = key ? VALUE_UNITS"),
-    "planes interleaved": (decoded, "out[plane * COUNT + unit]", "out[plane + (16 / BITS) * unit]"),
+    "planes interleaved": (decoded, "i * COUNT + unit", "i + VALUES * unit"),
     "key's scale for the value": (decoded, "words + int(ROW::VALUE_SCALE)", "words + int(ROW::KEY_SCALE)"),
     "grid's spare threads write": (decoded, "if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
 }
