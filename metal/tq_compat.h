@@ -21,6 +21,8 @@ TQ_FN float tq_mul(float a, float b) { return __fmul_rn(a, b); }
 TQ_FN float tq_div(float a, float b) { return __fdiv_rn(a, b); }
 TQ_FN float tq_sqrt(float a) { return __fsqrt_rn(a); }
 TQ_FN float tq_rint(float a) { return rintf(a); }
+TQ_FN float tq_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TQ_FN float tq_exp2(float a) { return exp2f(a); }
 
 // Where mlx passes attributes in Metal, CUDA has these.
 #define threadgroup_position_in_grid blockIdx
@@ -57,5 +59,7 @@ TQ_FN float tq_mul(float a, float b) { return a * b; }
 TQ_FN float tq_div(float a, float b) { return metal::precise::divide(a, b); }
 TQ_FN float tq_sqrt(float a) { return metal::precise::sqrt(a); }
 TQ_FN float tq_rint(float a) { return metal::rint(a); }
+TQ_FN float tq_fma(float a, float b, float c) { return metal::fma(a, b, c); }
+TQ_FN float tq_exp2(float a) { return metal::fast::exp2(a); }
 
 #endif

@@ -7,7 +7,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec import CodecOptions, RowLayout, get_format
+from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
+from mlx_tq.codec.codebook import POLYNOMIALS
+from mlx_tq.codec.packing import split_words, unpack
 
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
@@ -70,6 +72,19 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
     """Equal, NaN to NaN and zero of either sign to its like."""
     kind = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.dtype.size]
     return a.shape == b.shape and a.dtype == b.dtype and mx.array_equal(a.view(kind), b.view(kind)).item()
+
+
+def exact(codec: Codec, encoded: Encoded) -> np.ndarray:
+    """The decoded vectors in rotated space, in float64."""
+    if encoded.scale is None:
+        return np.array(codec.decode_rotated(encoded), np.float64)
+    scale = np.array(encoded.scale.astype(mx.float32), np.float64)[..., None]
+    if not hasattr(codec, "bits"):
+        return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
+    planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
+    u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
+    level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
+    return level * scale / np.sqrt(codec.head_dim)
 
 
 def largest_error(found: mx.array, exact: np.ndarray) -> float:

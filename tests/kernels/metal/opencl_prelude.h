@@ -6,6 +6,7 @@ typedef unsigned int uint;
 typedef uchar uint8_t;
 typedef ushort uint16_t;
 typedef uint uint32_t;
+typedef int int32_t;
 typedef long int64_t;
 typedef uint uint3 __attribute__((ext_vector_type(3)));
 typedef half float16_t;
@@ -22,6 +23,10 @@ void simdgroup_barrier(mem_flags);
 template <class T> T simd_shuffle(T, ushort);
 template <class T> T simd_shuffle_xor(T, ushort);
 float rint(float);
+float fma(float, float, float);
+namespace fast {
+float exp2(float);
+}  // namespace fast
 namespace precise {
 float divide(float, float);
 float sqrt(float);

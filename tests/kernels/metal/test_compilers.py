@@ -15,6 +15,7 @@ from metal_sim.capture import capture
 
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import build
+from mlx_tq.kernels.attend_packed import _attend_packed_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
 from mlx_tq.kernels.wht import _wht_gpu
@@ -67,13 +68,15 @@ def texts() -> dict[str, str]:
         layout = make_layout(case)
         keys, values = (random((1, 1, 4, case[f"{part}_dim"]), case["dtype"]) for part in ("key", "value"))
         add(f"encode {name}", _encode_gpu, keys, values, layout)
-        add(f"dequantize {name}", _dequantize_gpu, encode_ref(keys, values, layout).rows, layout, keys.dtype)
+        rows = encode_ref(keys, values, layout).rows
+        add(f"dequantize {name}", _dequantize_gpu, rows, layout, keys.dtype)
+        add(f"attend {name}", _attend_packed_gpu, mx.zeros((1, 1, 4, case["key_dim"])), rows, 4, layout)
     for dim in (80, 128, 512):
         add(f"wht {dim}", _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
     return found
 
 
-NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize") for name in LAYOUTS] + [
+NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend") for name in LAYOUTS] + [
     "wht 80",
     "wht 128",
     "wht 512",
@@ -103,6 +106,7 @@ def test_address_spaces(name):
         ("encode q8 and tq4", "auto out = packed_rows", "thread ushort* out = packed_rows"),
         ("encode q8 and tq4", "TQ_THREAD const float* y, Codes", "TQ_CONSTANT float* y, Codes"),
         ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
+        ("attend q8 and tq4", "auto asked = queries", "constant float* asked = queries"),
         ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
     ],
 )

@@ -3,7 +3,6 @@
 from itertools import product
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from kernel_cases import (
     DIMS,
@@ -12,6 +11,7 @@ from kernel_cases import (
     TOKENS,
     case_id,
     dtype_of,
+    exact,
     largest_error,
     make_layout,
     pairwise,
@@ -21,8 +21,6 @@ from kernel_cases import (
 from simulated import ORDERS, simulated
 
 from mlx_tq.codec import RowLayout
-from mlx_tq.codec.codebook import POLYNOMIALS
-from mlx_tq.codec.packing import split_words, unpack
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import encode_ref
 
@@ -46,19 +44,6 @@ def poisoned_rows(case: dict, layout: RowLayout) -> mx.array:
     rows = encode_ref(keys, values, layout).rows
     poison = mx.full((2, 2, CAPACITY, layout.words), 0xFFFFFFFF, mx.uint32)
     return mx.concatenate([rows, poison], axis=2)[:, :, :tokens]
-
-
-def exact(codec, encoded) -> np.ndarray:
-    """The decoded vectors in float64."""
-    if encoded.scale is None:
-        return np.array(codec.decode_rotated(encoded), np.float64)
-    scale = np.array(encoded.scale.astype(mx.float32), np.float64)[..., None]
-    if not hasattr(codec, "bits"):
-        return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
-    planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
-    u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
-    level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
-    return level * scale / np.sqrt(codec.head_dim)
 
 
 def check(case: dict, **how) -> None:

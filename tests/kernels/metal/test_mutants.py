@@ -7,6 +7,7 @@ from metal_sim.run import SimulationError
 from simulated import ORDERS, simulated
 
 from mlx_tq.codec.rotation import get_rotation
+from mlx_tq.kernels.attend_packed import _attend_packed_gpu, attend_packed_ref
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
 from mlx_tq.kernels.wht import _wht_gpu, wht_ref
@@ -54,6 +55,18 @@ def rotated(**how) -> bool:
     return mx.array_equal(found, wht_ref(x, rotation, inverse=True)).item()
 
 
+def attended(**how) -> bool:
+    """5 queries on 290 tokens, a part of a longer buffer: two tiles, two blocks, a last tile of 2 tokens."""
+    layout = make_layout({**CASE, "value": "tq3"})
+    keys, values = random((2, 1, 300, 80), "float16"), random((2, 1, 300, 128), "float16", seed=1)
+    rows = encode_ref(keys, values, layout).rows
+    queries = random((2, 1, 5, 80), "float32", seed=2) * 0.5
+    with simulated(**how):
+        found = _attend_packed_gpu(queries, rows, 290, layout)
+    expected = attend_packed_ref(queries, rows, 290, layout)
+    return all(mx.allclose(a, b, rtol=1e-4, atol=1e-5).item() for a, b in zip(found, expected, strict=True))
+
+
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 
 # What is wrong -> the kernel, the text, what it becomes.
@@ -97,6 +110,23 @@ MUTANTS = {
     "wrong unit count": (decoded, "units = key ? KEY_UNITS", "units = key ? VALUE_UNITS"),
     "planes interleaved": (decoded, "i * COUNT + unit", "i + VALUES * unit"),
     "key's scale for the value": (decoded, "words + int(ROW::VALUE_SCALE)", "words + int(ROW::KEY_SCALE)"),
+    "weights before they are whole": (attended, f"  {BARRIER}\n  int tokens", "int tokens"),
+    "weights of the next tile": (
+        attended,
+        f"  {BARRIER}\n  TQ_UNROLL for (int q = 0; q < QUERIES; q++) {{",
+        "  TQ_UNROLL for (int q = 0; q < QUERIES; q++) {",
+    ),
+    "queries before they are loaded": (attended, f"{BARRIER}\n\nfloat maximum", "float maximum"),
+    "tail of a block unmasked": (attended, "there ? tq_exp2", "true ? tq_exp2"),
+    "maximum of each lane alone": (attended, "tq_simd_max(there", "(there"),
+    "old sums not rescaled": (attended, "sum[q] = tq_mul(sum[q], factor)", "sum[q] = sum[q]"),
+    "old outputs not rescaled": (attended, "output[q * VALUES + i], factor)", "output[q * VALUES + i], 1.0f)"),
+    "block off by one": (attended, "start = first + block * size", "start = first + block * size + 1"),
+    "blocks overlap": (attended, "start + size < last ? start + size", "start + size < last ? start + size + 1"),
+    "another head's rows": (attended, "batch * packed_rows_strides[0]", "head * packed_rows_strides[0]"),
+    "slots not added": (attended, "slot < SLOTS; slot++", "slot < SLOTS - 1; slot++"),
+    "tokens past the tile": (attended, "token < tokens; token", "token < 32; token"),
+    "key's gain for the value": (attended, "(row + int(ROW::VALUE_SCALE)", "(row + int(ROW::KEY_SCALE)"),
     "grid's spare threads write": (decoded, "if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
 }
 
@@ -116,6 +146,6 @@ def test_mutant_is_caught(name):
     assert not right
 
 
-@pytest.mark.parametrize("run", [encoded, encoded_wide, encoded_q8, decoded, rotated])
+@pytest.mark.parametrize("run", [encoded, encoded_wide, encoded_q8, decoded, rotated, attended])
 def test_unchanged_kernel_passes(run):
     assert all(run(order=order) for order in ORDERS)
