@@ -40,7 +40,7 @@ threadgroup float query[QUERIES * KEY_DIM];
 threadgroup float weight[QUERIES * 32];
 
 int lane = int(thread_index_in_simdgroup);
-int block = int(threadgroup_position_in_grid.y), blocks = BLOCKS;
+int block = int(threadgroup_position_in_grid.y), blocks = int(threadgroups_per_grid.y);
 uint tile = threadgroup_position_in_grid.z;
 uint tiles = queries_shape[2] / QUERIES, heads = queries_shape[1];
 uint head = tile / tiles % heads, batch = tile / (tiles * heads);

@@ -26,6 +26,7 @@ TQ_FN float tq_exp2(float a) { return exp2f(a); }
 
 // Where mlx passes attributes in Metal, CUDA has these.
 #define threadgroup_position_in_grid blockIdx
+#define threadgroups_per_grid gridDim
 #define thread_position_in_grid (dim3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z))
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)

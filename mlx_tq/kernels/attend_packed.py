@@ -53,7 +53,7 @@ def _attend_packed_gpu(queries: mx.array, rows: mx.array, body: int, layout: Row
     outputs, maxima, sums = build.run(
         KERNEL,
         inputs=[scaled, rows.view(mx.uint16), ranges],
-        template=(("QUERIES", QUERIES), ("BLOCKS", blocks), *layout_constants(layout)),
+        template=(("QUERIES", QUERIES), *layout_constants(layout)),
         grid=(32, blocks, batch * heads * (lead[2] // QUERIES)),
         threadgroup=(32, 1, 1),
         output_shapes=[(*lead, blocks, layout.value.head_dim), (*lead, blocks), (*lead, blocks)],
