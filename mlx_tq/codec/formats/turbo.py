@@ -52,7 +52,7 @@ class TurboCodec(Codec):
         self.rotation: Rotation = rotation_for(head_dim, options)
         super().__init__(head_dim, self.rotation)
         self.bits = bits
-        self._rule = options.scale
+        self.rule = options.scale
         self._wide = options.wide_scale
 
     @property
@@ -76,14 +76,14 @@ class TurboCodec(Codec):
         return Encoded(pack(code, self.bits), scale.astype(self.scale_dtype))
 
     def _scale(self, norm: mx.array, y: mx.array, code: mx.array) -> mx.array:
-        if self._rule == "raw":
+        if self.rule == "raw":
             return norm
         level = _level(code, self.bits)
-        if self._rule == "unbiased":  # codeword and vector agree in sign everywhere, so their product is positive
+        if self.rule == "unbiased":  # codeword and vector agree in sign everywhere, so their product is positive
             product = pairwise_sum(y * level)
             return mx.where(norm > 0, norm * (norm * self.head_dim / product), 0.0)
         energy = pairwise_sum(level * level)
-        if self._rule == "matched":
+        if self.rule == "matched":
             return norm * math.sqrt(self.head_dim) / mx.sqrt(energy)
         return pairwise_sum(y * level) / energy
 

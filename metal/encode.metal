@@ -1,0 +1,148 @@
+// Encodes keys and values into rows of the cache: `RowLayout.encode`, bit for bit.
+//
+// One simdgroup takes one vector, in fp32: signs, Walsh-Hadamard, codes, scale. Keys and values share a dispatch.
+//
+//   keys [B, H, S, KEY_DIM], values [B, H, S, VALUE_DIM]: T, any strides
+//   key_flips, value_flips: see rotation.h
+//   packed_rows [B H S, 2 W]: 16-bit words, see packing.h
+//   health_flags [2, B H S]: for keys and values, 1: clamped to fp16's range, 2: not finite
+//
+// Grid (32 SIMDGROUPS, ceil(B H S / SIMDGROUPS), 2), threadgroup (32 SIMDGROUPS, 1, 1).
+#include "codebook.h"
+#include "packing.h"
+#include "rotation.h"
+
+#define TQ_FP16_MAX 65504.0f
+
+TQ_FN float tq_clamp(float x) { return x > TQ_FP16_MAX ? TQ_FP16_MAX : x < -TQ_FP16_MAX ? -TQ_FP16_MAX : x; }
+
+// Leaves a vector's codes in `codes`, returns its scale. RULE 0: the norm; 1: keeps the decoded norm; 2: least squares; 3: unbiased.
+template <int D, int M, int BITS, int RULE, class Codes>
+TQ_FN float tq_encode_turbo(TQ_THREAD const float* y, float norm, Codes codes, uint lane) {
+  constexpr int N = (D + 31) / 32;
+  float factor = norm > 0.0f ? tq_div(1.0f, norm) : 0.0f;
+  float energy[N], product[N];
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    int dim = 32 * j + int(lane);
+    uint code = tq_code<BITS>(tq_mul(y[j], factor));
+    float level = dim < D ? tq_level<BITS>(code) : 0.0f;
+    energy[j] = tq_mul(level, level);
+    product[j] = tq_mul(y[j], level);
+    if (dim < D) codes[dim] = uchar(code);
+  }
+  if (RULE == 0) return norm;
+  if (RULE == 3) {
+    float total = tq_pairwise_sum<D, M>(product);
+    return norm > 0.0f ? tq_mul(norm, tq_div(tq_mul(norm, static_cast<float>(D)), total)) : 0.0f;
+  }
+  float total = tq_pairwise_sum<D, M>(energy);
+  if (RULE == 1) return tq_div(tq_mul(norm, tq_sqrt(static_cast<float>(D))), tq_sqrt(total));
+  return tq_div(tq_pairwise_sum<D, M>(product), total);
+}
+
+// The same for int8 codes; the scale is the largest coordinate.
+template <int D, class Codes>
+TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
+  constexpr int N = (D + 31) / 32;
+  uint largest = 0;
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    uint magnitude = as_type<uint>(y[j]) & 0x7FFFFFFFu;  // as integers, magnitudes have the order of floats
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  float peak = as_type<float>(tq_largest(largest));
+  float factor = peak > 7.703719778e-34f ? tq_div(127.0f, peak) : 0.0f;  // 2^-110: below it the quotient overflows
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    int dim = 32 * j + int(lane);
+    int code = static_cast<int>(tq_rint(tq_mul(y[j], factor)));
+    if (dim < D) codes[dim] = uchar(code & 255);
+  }
+  return tq_div(peak, tq_sqrt(static_cast<float>(D)));
+}
+
+// Encodes one vector of T whose neighbours are `stride` apart; FULL is the model's type where 16 bits of it are stored.
+template <class T, class FULL, int D, int M, int BITS, int RULE, bool WIDE, class Vector, class Flips, class Words, class Flag,
+          class Codes>
+TQ_FN void tq_encode_vector(Vector vector, int64_t stride, Flips flips, Words row, Words scale_words, Flag flag, Codes codes,
+                            uint lane) {
+  constexpr int N = (D + 31) / 32;
+  float x[N];
+  uint largest = 0;
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    int dim = 32 * j + int(lane);
+    x[j] = dim < D ? static_cast<float>(vector[dim * stride]) : 0.0f;
+    uint magnitude = as_type<uint>(x[j]) & 0x7FFFFFFFu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  largest = tq_largest(largest);
+  bool finite = largest < 0x7F800000u, nan = largest > 0x7F800000u;
+
+  if (BITS > 8) {
+    TQ_UNROLL for (int j = 0; j < N; j++) {
+      int dim = 32 * j + int(lane);
+      if (dim < D && BITS == 16) row[dim] = as_type<ushort>(static_cast<FULL>(x[j]));
+      if (dim < D && BITS == 32) {
+        uint bits = as_type<uint>(x[j]);
+        row[2 * dim] = ushort(bits & 0xFFFFu);
+        row[2 * dim + 1] = ushort(bits >> 16);
+      }
+    }
+    if (lane == 0) flag[0] = finite ? 0 : 2;
+    return;
+  }
+
+  // What T makes of the limit: in bfloat16 it is 65536.
+  bool clamped = largest > as_type<uint>(static_cast<float>(static_cast<T>(TQ_FP16_MAX)));
+  float square[N];
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    x[j] = tq_clamp(x[j]);
+    square[j] = tq_mul(x[j], x[j]);
+  }
+  tq_flip_signs<D>(x, flips, lane);
+  tq_hadamard<D, M>(x, flips + N, lane);
+  float scale;
+  if (BITS == 8) {
+    scale = tq_encode_q8<D>(x, codes, lane);
+  } else {
+    constexpr int TURBO_BITS = BITS > 4 ? 4 : BITS;
+    scale = tq_encode_turbo<D, M, TURBO_BITS, RULE>(x, tq_sqrt(tq_pairwise_sum<D, M>(square)), codes, lane);
+  }
+  scale = scale < TQ_FP16_MAX ? scale : TQ_FP16_MAX;
+
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (int word = int(lane); word < D * BITS / 16; word += 32) row[word] = tq_pack_word<D, (BITS > 8 ? 8 : BITS)>(codes, word);
+  if (lane == 0) {
+    uint wide = as_type<uint>(scale);
+    ushort narrow = as_type<ushort>(static_cast<half>(scale));
+    bool full = WIDE ? scale >= TQ_FP16_MAX : static_cast<float>(static_cast<half>(scale)) >= TQ_FP16_MAX;
+    scale_words[0] = WIDE ? ushort(wide & 0xFFFFu) : narrow;
+    if (WIDE) scale_words[1] = ushort(wide >> 16);
+    flag[0] = uchar((!nan && (clamped || full) ? 1 : 0) | (finite ? 0 : 2));
+  }
+}
+
+//// body
+
+using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
+threadgroup uchar codes[SIMDGROUPS * (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM)];
+
+uint lane = thread_index_in_simdgroup;
+uint simdgroup = simdgroup_index_in_threadgroup;
+uint row = threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup;
+uint heads = keys_shape[1], tokens = keys_shape[2];
+uint rows = keys_shape[0] * heads * tokens;
+if (row < rows) {
+  uint batch = row / (heads * tokens), head = row / tokens % heads, token = row % tokens;
+  auto scratch = codes + simdgroup * (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM);
+  auto out = packed_rows + row * uint(ROW::WORDS);
+  if (threadgroup_position_in_grid.z == 0) {
+    auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
+    tq_encode_vector<T, KEY_FULL, KEY_DIM, KEY_ORDER, KEY_BITS, KEY_RULE, KEY_WIDE>(
+        vector, keys_strides[3], key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, lane);
+    if (lane == 0 && int(ROW::WORDS) > int(ROW::END)) out[int(ROW::END)] = 0;
+  } else {
+    auto vector = values + (batch * values_strides[0] + head * values_strides[1] + token * values_strides[2]);
+    tq_encode_vector<T, VALUE_FULL, VALUE_DIM, VALUE_ORDER, VALUE_BITS, VALUE_RULE, VALUE_WIDE>(
+        vector, values_strides[3], value_flips, out + int(ROW::VALUES), out + int(ROW::VALUE_SCALE), health_flags + rows + row,
+        scratch, lane);
+  }
+}

@@ -1,0 +1,37 @@
+// Where a vector's codes lie in its 16-bit words, as in `mlx_tq.codec.packing`, and what a row of the cache holds.
+//
+// BITS names a format: 32 and 16 are the model's own type, 8 is q8, 4, 3 and 2 are tq4, tq3 and tq2.
+#include "tq_compat.h"
+
+// A row: key codes, value codes, key scale, value scale, and a zero word where that makes an odd number.
+template <int KEY_DIM, int KEY_BITS, bool KEY_WIDE, int VALUE_DIM, int VALUE_BITS, bool VALUE_WIDE>
+struct tq_row {
+  enum {
+    KEYS = 0,
+    VALUES = KEY_DIM * KEY_BITS / 16,
+    KEY_SCALE = VALUES + VALUE_DIM * VALUE_BITS / 16,
+    VALUE_SCALE = KEY_SCALE + (KEY_BITS > 8 ? 0 : KEY_WIDE ? 2 : 1),
+    END = VALUE_SCALE + (VALUE_BITS > 8 ? 0 : VALUE_WIDE ? 2 : 1),
+    WORDS = END + END % 2
+  };
+};
+
+// Word number `word` of the codes of D values, one code a byte.
+template <int D, int BITS, class Codes>
+TQ_FN ushort tq_pack_word(Codes codes, int word) {
+  uint packed = 0;
+  if (BITS == 8) {
+    packed = uint(codes[2 * word]) | uint(codes[2 * word + 1]) << 8;
+  } else if (BITS == 3) {
+    constexpr int COUNT = D / 16;  // words with planes of one kind
+    int third = word / COUNT, i = word % COUNT;
+    TQ_UNROLL for (int plane = 0; plane < 5; plane++)
+      packed |= uint(codes[(5 * third + plane) * COUNT + i]) << (3 * plane);
+    packed |= ((uint(codes[15 * COUNT + i]) >> third) & 1u) << 15;
+  } else {
+    constexpr int COUNT = D * BITS / 16;
+    TQ_UNROLL for (int plane = 0; plane < 16 / BITS; plane++)
+      packed |= uint(codes[plane * COUNT + word]) << (BITS * plane);
+  }
+  return ushort(packed);
+}

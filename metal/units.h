@@ -1,0 +1,51 @@
+// Decodes a vector unit by unit: a unit is the fewest 16-bit words that hold whole codes, one, or three for 3 bits, or
+// two for fp32. FULL is the model's type where 16 bits of it are stored.
+#include "codebook.h"
+#include "packing.h"
+
+template <int D, int BITS>
+struct tq_unit {
+  enum {
+    VALUES = BITS > 8 ? 1 : BITS == 3 ? 16 : 16 / BITS,  // in one unit
+    COUNT = D / VALUES                                   // of units
+  };
+
+  // The dim of a unit's value number i.
+  static TQ_FN int dim(int unit, int i) { return BITS == 8 ? 2 * unit + i : i * COUNT + unit; }
+};
+
+// A unit's values before their vector's gain.
+template <class FULL, int D, int BITS, class Words>
+TQ_FN void tq_load_unit(Words words, int unit, TQ_THREAD float* values) {
+  constexpr int COUNT = tq_unit<D, BITS>::COUNT, TURBO_BITS = BITS > 4 ? 4 : BITS;
+  if (BITS == 32) {
+    values[0] = as_type<float>(uint(words[2 * unit]) | uint(words[2 * unit + 1]) << 16);
+  } else if (BITS == 16) {
+    values[0] = static_cast<float>(as_type<FULL>(ushort(words[unit])));
+  } else if (BITS == 8) {
+    uint pair = words[unit];
+    // Shifted up and back as signed numbers, which extends their sign.
+    TQ_UNROLL for (int i = 0; i < 2; i++) values[i] = static_cast<float>(as_type<int>(pair << (24 - 8 * i)) >> 24);
+  } else if (BITS == 3) {
+    uint top = 0;
+    TQ_UNROLL for (int third = 0; third < 3; third++) {
+      uint word = words[third * COUNT + unit];
+      top |= (word >> 15) << third;
+      TQ_UNROLL for (int i = 0; i < 5; i++) values[5 * third + i] = tq_level<3>((word >> (3 * i)) & 7u);
+    }
+    values[15] = tq_level<3>(top);
+  } else {
+    uint word = words[unit];
+    TQ_UNROLL for (int i = 0; i < 16 / BITS; i++)
+      values[i] = tq_level<TURBO_BITS>((word >> (BITS * i)) & ((1u << TURBO_BITS) - 1u));
+  }
+}
+
+// What multiplies a vector's values, from its stored scale.
+template <int D, int BITS, bool WIDE, class Words>
+TQ_FN float tq_gain(Words scale_words) {
+  if (BITS > 8) return 1.0f;
+  float scale = WIDE ? as_type<float>(uint(scale_words[0]) | uint(scale_words[WIDE ? 1 : 0]) << 16)
+                     : static_cast<float>(as_type<half>(ushort(scale_words[0])));
+  return tq_mul(scale, BITS == 8 ? 1.0f / 127.0f : tq_div(1.0f, tq_sqrt(static_cast<float>(D))));
+}

@@ -1,0 +1,83 @@
+"""What a kernel must know about a codec: constants for its template, and which values its rotation flips."""
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from mlx_tq.codec.exact import hadamard_matrix, split_order
+from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.formats.base import SCALE_RULES
+from mlx_tq.codec.formats.full import FullCodec
+from mlx_tq.codec.formats.q8 import Q8Codec
+from mlx_tq.codec.formats.turbo import TurboCodec
+from mlx_tq.codec.rotation import Rotation, WalshHadamard
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels.build import Template
+
+_LANES = 32
+_LARGEST = 512
+# mlx passes arrays of fewer values in another address space, which would be another kernel.
+_LEAST = 8
+
+
+def can_rotate(rotation: Rotation | None) -> bool:
+    """Whether kernels have the transform: Walsh-Hadamard, D = m 2^k up to 512 with 2^k at most 32 where m > 1."""
+    if not isinstance(rotation, WalshHadamard) or rotation.dim > _LARGEST:
+        return False
+    order, power = split_order(rotation.dim) or (0, 0)
+    return order == 1 or 0 < power <= _LANES
+
+
+def can_run(layout: RowLayout) -> bool:
+    """Whether kernels have both formats of a layout."""
+    return all(_known(codec) for codec in (layout.key, layout.value))
+
+
+def _known(codec: Codec) -> bool:
+    if isinstance(codec, FullCodec):
+        return codec.head_dim <= _LARGEST
+    if isinstance(codec, TurboCodec) and codec.bits == 1:
+        return False
+    return isinstance(codec, TurboCodec | Q8Codec) and can_rotate(codec.rotation)
+
+
+def layout_constants(layout: RowLayout) -> Template:
+    """Template values KEY_... and VALUE_...: DIM, ORDER, BITS, RULE, WIDE and FULL."""
+    return (*_codec_constants("KEY", layout.key), *_codec_constants("VALUE", layout.value))
+
+
+def _codec_constants(prefix: str, codec: Codec) -> Template:
+    order, _ = split_order(codec.head_dim) or (1, 0)
+    rule = codec.rule if isinstance(codec, TurboCodec) else SCALE_RULES[0]
+    values = {
+        "DIM": codec.head_dim,
+        "ORDER": order if codec.rotation else 1,
+        "BITS": 16 * codec.words // codec.head_dim,
+        "RULE": SCALE_RULES.index(rule),
+        "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
+        # The 16-bit type that is stored as it is; some such type where there is none.
+        "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
+    }
+    return tuple((f"{prefix}_{name}", value) for name, value in values.items())
+
+
+def flips(rotation: Rotation | None) -> mx.array:
+    """Which values a rotation flips, in the layout of metal/rotation.h: uint32 [at least 8]; zeros for none."""
+    return _flips(rotation if isinstance(rotation, WalshHadamard) else None)
+
+
+@lru_cache(maxsize=1024)
+def _flips(rotation: WalshHadamard | None) -> mx.array:
+    words: list[int] = []
+    if rotation is not None:
+        signs: list[float] = rotation.signs.tolist()  # type: ignore[assignment]
+        order, _ = split_order(rotation.dim) or (1, 0)
+        matrix = hadamard_matrix(order)
+        words = [_mask(signs[start : start + _LANES]) for start in range(0, rotation.dim, _LANES)]
+        words += [_mask(row) for row in matrix.tolist()] + [_mask(column) for column in matrix.T.tolist()]
+    return mx.array(words + [0] * (_LEAST - len(words)), mx.uint32)
+
+
+def _mask(signs: list[float]) -> int:
+    """Bit i is set where the i-th sign is negative."""
+    return sum(1 << i for i, sign in enumerate(signs) if sign < 0)

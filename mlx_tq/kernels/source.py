@@ -1,0 +1,55 @@
+"""Finds the kernels' text in metal/ and takes it apart as `mx.fast` wants it: a header and a body."""
+
+import re
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_tq.errors import KernelUnavailableError
+
+_BODY = "//// body\n"
+_COMMENT = re.compile(r"[ \t]*//.*")
+_INCLUDE = re.compile(r'#include "(\w+\.h)"\n')
+
+
+class Text(NamedTuple):
+    """header: what comes before the kernel's function. body: what is inside it."""
+
+    header: str
+    body: str
+
+
+def folder() -> Traversable:
+    """metal/, as the wheel carries it or as it lies in a checkout.
+
+    Raises:
+        KernelUnavailableError: neither is there.
+
+    """
+    checkout = Path(__file__).parents[2] / "metal"
+    for place in (files("mlx_tq") / "metal", checkout):
+        if (place / "tq_compat.h").is_file():
+            return place
+    raise KernelUnavailableError(
+        f"the kernels' text is missing: {checkout} is no folder of kernels; install mlx_tq again."
+    )
+
+
+@cache
+def text(name: str) -> Text:
+    """The text of the kernel in metal/`name`.metal, its includes put in place, once each.
+
+    Comments are dropped: mlx looks for names in the text, and would find them there too.
+    """
+    seen: set[str] = set()
+
+    def included(file: str) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        return _INCLUDE.sub(lambda match: included(match.group(1)), (folder() / file).read_text(encoding="utf-8"))
+
+    header, body = included(f"{name}.metal").split(_BODY)
+    return Text(_COMMENT.sub("", header), _COMMENT.sub("", body))

@@ -1,0 +1,35 @@
+// Metal's names in C++ for OpenCL 2021, declarations only: for clang's check of types and address spaces.
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef uchar uint8_t;
+typedef ushort uint16_t;
+typedef uint uint32_t;
+typedef int int32_t;
+typedef long int64_t;
+typedef uint uint3 __attribute__((ext_vector_type(3)));
+typedef half float16_t;
+typedef half bfloat16_t;  // the same rules, but for rounding
+#define device __global
+#define constant __constant
+#define threadgroup __local
+#define thread __private
+template <class To, class From> To as_type(From value) { return __builtin_astype(value, To); }
+namespace metal {
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+template <class T> T simd_shuffle(T, ushort);
+template <class T> T simd_shuffle_xor(T, ushort);
+float rint(float);
+float fma(float, float, float);
+namespace fast {
+float exp2(float);
+}  // namespace fast
+namespace precise {
+float divide(float, float);
+float sqrt(float);
+}  // namespace precise
+}  // namespace metal
+using namespace metal;

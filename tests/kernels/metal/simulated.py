@@ -1,0 +1,30 @@
+"""Kernels of mlx_tq on the simulator instead of a GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from metal_sim.run import Counters, simulate
+
+from mlx_tq.kernels import build
+
+ORDERS = (0, 1, 7)
+
+
+@contextmanager
+def simulated(
+    *, order: int = 0, sanitize: bool = False, edit: Callable[[str], str] = lambda text: text
+) -> Iterator[list[Counters]]:
+    """Kernels run on the simulator meanwhile; yields the counters of each call."""
+    counters: list[Counters] = []
+
+    def run(kernel: build.Kernel, **call: Any) -> list[Any]:
+        result = simulate(build.built(kernel, "metal"), **call, order=order, sanitize=sanitize, edit=edit)
+        counters.append(result.counters)
+        return result.outputs
+
+    original, build.run = build.run, run
+    try:
+        yield counters
+    finally:
+        build.run = original

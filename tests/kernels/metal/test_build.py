@@ -1,0 +1,116 @@
+"""Where the kernels' text comes from, what it must agree with, and what happens where it cannot run."""
+
+import re
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_cases import DIMS
+
+from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
+from mlx_tq.codec.formats.base import FP16_MAX
+from mlx_tq.codec.rotation import get_rotation
+from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.kernels import build, source
+from mlx_tq.kernels.constants import can_rotate, flips
+from mlx_tq.kernels.wht import KERNEL, _wht_gpu, wht, wht_ref
+
+NAMES = sorted(file.name.removesuffix(".metal") for file in source.folder().iterdir() if file.name.endswith(".metal"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_whole_and_short(name):
+    header, body = source.text(name)
+    assert "#include" not in header + body
+    assert "//" not in header + body, "mlx looks for names in comments too"
+    assert header.count("#define TQ_FN __device__") == 1
+    assert len(header + body) < 14_000, "mlx copies the text at every call"
+
+
+def test_text_is_found_in_a_wheel(tmp_path):
+    (tmp_path / "metal").mkdir()
+    (tmp_path / "metal" / "tq_compat.h").touch()
+    with mock.patch.object(source, "files", return_value=tmp_path):
+        assert source.folder() == tmp_path / "metal"
+
+
+def test_missing_text_is_an_error_with_a_remedy(tmp_path):
+    with (
+        mock.patch.object(source, "files", return_value=tmp_path),
+        mock.patch.object(source, "__file__", str(tmp_path / "a" / "b" / "c")),
+        pytest.raises(KernelUnavailableError, match="install mlx_tq again"),
+    ):
+        source.folder()
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d[\d.e-]*(?=f)", re.search(pattern, text, re.S).group(0))]
+
+
+def test_constants_are_the_codecs():
+    header = source.text("encode").header
+    expected = [*boundaries(2), *boundaries(3), *boundaries(4)]
+    assert np.array_equal(np.float32(numbers(r"tq_boundaries\[25\].*?;", header)), expected)
+    for i, name in enumerate(("FIRST", "THIRD", "FIFTH")):
+        by_bits = [POLYNOMIALS[bits][i] if i < len(POLYNOMIALS[bits]) else 0.0 for bits in (2, 3, 4)]
+        assert np.array_equal(np.float32(numbers(rf"float {name} = .*?;", header)), np.float32(by_bits))
+    assert numbers(r"#define TQ_FP16_MAX [^\n]*", header) == [FP16_MAX]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_flips_are_the_rotation(dim):
+    rotation = get_rotation("wht", dim, 3)
+    words = np.array(flips(rotation))
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    count = -(-dim // 32)
+    assert np.array_equal(1.0 - 2 * bits[:count].ravel()[:dim], np.array(rotation.signs))
+    assert words.dtype == np.uint32
+    assert len(words) >= 8
+
+
+def test_what_kernels_do_not_rotate():
+    assert not can_rotate(None)
+    assert not can_rotate(get_rotation("haar", 64, 0))
+    assert not can_rotate(get_rotation("wht", 1024, 0))
+    assert not can_rotate(get_rotation("wht", 12 * 64, 0))
+
+
+def test_no_gpu_is_an_error():
+    with pytest.raises(KernelUnavailableError, match=r"kernel 'wht' needs a GPU.*Device\(cpu"):
+        _wht_gpu(mx.zeros((2, 64)), get_rotation("wht", 64, 0))
+
+
+def test_compilers_message_is_passed_on():
+    def refuse(**call):
+        raise RuntimeError("[metal::Device] Unable to build metal library: use of undeclared identifier 'lan'")
+
+    with (
+        mock.patch.object(build, "backend", return_value="metal"),
+        mock.patch.object(build, "built", return_value=refuse),
+        pytest.raises(KernelUnavailableError, match=r"'wht' cannot run on metal.*undeclared identifier 'lan'"),
+    ):
+        _wht_gpu(mx.zeros((2, 64)), get_rotation("wht", 64, 0))
+
+
+def test_a_gpu_is_used_where_there_is_one():
+    x, rotation = mx.ones((2, 64)), get_rotation("wht", 64, 0)
+    with (
+        mock.patch.object(build, "backend", return_value="metal"),
+        mock.patch.object(build, "run", return_value=[wht_ref(x, rotation)]) as run,
+    ):
+        wht(x, rotation)
+    assert run.call_args.args == (KERNEL,)
+
+
+def test_first_call_waits_and_later_ones_do_not():
+    x, rotation = mx.ones((2, 64)), get_rotation("wht", 64, 0)
+    with (
+        mock.patch.object(build, "backend", return_value="metal"),
+        mock.patch.object(build, "built", return_value=lambda **call: [mx.zeros((2, 64))]),
+        mock.patch.object(build, "_proven", set()),
+        mock.patch.object(mx, "eval") as evaluate,
+    ):
+        for _ in range(3):
+            _wht_gpu(x, rotation)
+    assert evaluate.call_count == 1

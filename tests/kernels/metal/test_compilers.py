@@ -1,0 +1,132 @@
+"""The kernels' text before other compilers: clang's check of address spaces, and NVIDIA's compiler."""
+
+import re
+import shutil
+import subprocess
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
+
+import mlx.core as mx
+import pytest
+from dialects import cuda, opencl
+from kernel_cases import make_layout, random
+from metal_sim.capture import capture
+
+from mlx_tq.codec.rotation import get_rotation
+from mlx_tq.kernels import build
+from mlx_tq.kernels.attend_packed import _attend_packed_gpu
+from mlx_tq.kernels.dequantize import _dequantize_gpu
+from mlx_tq.kernels.encode import _encode_gpu, encode_ref
+from mlx_tq.kernels.wht import _wht_gpu
+
+LAYOUTS = {
+    "q8 and tq4": {"key_dim": 128, "value_dim": 128, "key": "q8", "value": "tq4", "dtype": "bfloat16"},
+    "tq3 and tq2": {"key_dim": 192, "value_dim": 80, "key": "tq3", "value": "tq2", "dtype": "float16", "wide": True},
+    "fp16 and q8": {"key_dim": 512, "value_dim": 512, "key": "fp16", "value": "q8", "dtype": "float32", "rule": "ls"},
+    "tq4 and fp16": {
+        "key_dim": 512,
+        "value_dim": 112,
+        "key": "tq4",
+        "value": "fp16",
+        "dtype": "bfloat16",
+        "rule": "matched",
+    },
+}
+
+
+class Captured(Exception):  # noqa: N818  it ends a call, it is no error
+    pass
+
+
+@contextmanager
+def capturing():
+    """The texts of the kernels called meanwhile; each call ends there."""
+    texts = []
+
+    def run(kernel, *, inputs, **call):
+        texts.append(
+            capture(build.built(kernel, "metal"), list(inputs), **{**call, "template": list(call["template"])})
+        )
+        raise Captured
+
+    with mock.patch.object(build, "run", run):
+        yield texts
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Generated texts by name."""
+    found = {}
+
+    def add(name, kernel, *arguments):
+        with capturing() as captured, pytest.raises(Captured):
+            kernel(*arguments)
+        found[name] = captured[0]
+
+    for name, case in LAYOUTS.items():
+        layout = make_layout(case)
+        keys, values = (random((1, 1, 4, case[f"{part}_dim"]), case["dtype"]) for part in ("key", "value"))
+        add(f"encode {name}", _encode_gpu, keys, values, layout)
+        rows = encode_ref(keys, values, layout).rows
+        add(f"dequantize {name}", _dequantize_gpu, rows, layout, keys.dtype)
+        add(f"attend {name}", _attend_packed_gpu, mx.zeros((1, 1, 4, case["key_dim"])), rows, 4, layout)
+    for dim in (80, 128, 512):
+        add(f"wht {dim}", _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
+    return found
+
+
+NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend") for name in LAYOUTS] + [
+    "wht 80",
+    "wht 128",
+    "wht 512",
+]
+
+
+def complaints(text: str) -> list[str]:
+    """What clang says against a text in C++ for OpenCL, with pointers of no address space forbidden."""
+    clang = pytest.importorskip("clang.cindex", reason="no libclang here: address spaces are not checked")
+    missing = ("generic_address_space", "pipes", "device_enqueue", "program_scope_global_variables")
+    extensions = ",".join(f"-__opencl_c_{name}" for name in missing)
+    flags = ["-x", "clcpp", "-cl-std=CLC++2021", "-cl-no-stdinc", "-target", "spir64", "-w", "-Xclang"]
+    unsaved = [("kernel.clcpp", opencl(text))]
+    unit = clang.Index.create().parse("kernel.clcpp", args=[*flags, f"-cl-ext={extensions}"], unsaved_files=unsaved)
+    return [str(found) for found in unit.diagnostics if found.severity >= clang.Diagnostic.Error]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_address_spaces(name):
+    assert complaints(texts()[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("encode q8 and tq4", "auto scratch = codes", "uchar* scratch = codes"),
+        ("encode q8 and tq4", "auto out = packed_rows", "thread ushort* out = packed_rows"),
+        ("encode q8 and tq4", "TQ_THREAD const float* y, Codes", "TQ_CONSTANT float* y, Codes"),
+        ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
+        ("attend q8 and tq4", "auto asked = queries", "constant float* asked = queries"),
+        ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
+    ],
+)
+def test_wrong_address_space_is_found(name, old, new):
+    text = texts()[name]
+    changed = text.replace(old, new)
+    assert changed != text
+    assert complaints(changed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nvcc_compiles_without_spills(name, tmp_path):
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc here: CUDA is not compiled")
+    source = tmp_path / "kernel.cu"
+    source.write_text(cuda(texts()[name]))
+    command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "cubin", source]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    registers = int(re.search(r"Used (\d+) registers", done.stderr).group(1))
+    print(f"{name}: {registers} registers")
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    assert registers <= 128

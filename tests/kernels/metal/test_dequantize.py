@@ -1,0 +1,98 @@
+"""dequantize.metal on the simulator, against the codec and float64."""
+
+from itertools import product
+
+import mlx.core as mx
+import pytest
+from kernel_cases import (
+    DIMS,
+    DTYPES,
+    FORMATS,
+    TOKENS,
+    case_id,
+    dtype_of,
+    exact,
+    largest_error,
+    make_layout,
+    pairwise,
+    random,
+    same_bits,
+)
+from simulated import ORDERS, simulated
+
+from mlx_tq.codec import RowLayout
+from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
+from mlx_tq.kernels.encode import encode_ref
+
+PARAMETERS = {
+    "key_dim": DIMS,
+    "key": FORMATS,
+    "value": FORMATS,
+    "dtype": DTYPES,
+    "wide": (False, True),
+    "tokens": TOKENS,
+}
+CASES = [{**case, "value_dim": DIMS[(number * 4 + 1) % len(DIMS)]} for number, case in enumerate(pairwise(PARAMETERS))]
+CAPACITY = 16  # unused tokens after the used ones
+
+
+def poisoned_rows(case: dict, layout: RowLayout) -> mx.array:
+    """Rows [2, 2, S, W], a part of a buffer whose unused capacity would decode to NaN or nonsense."""
+    tokens = case["tokens"]
+    keys = random((2, 2, tokens, case["key_dim"]), case["dtype"]) * 5
+    values = random((2, 2, tokens, case["value_dim"]), case["dtype"], seed=1)
+    rows = encode_ref(keys, values, layout).rows
+    poison = mx.full((2, 2, CAPACITY, layout.words), 0xFFFFFFFF, mx.uint32)
+    return mx.concatenate([rows, poison], axis=2)[:, :, :tokens]
+
+
+def check(case: dict, **how) -> None:
+    layout, dtype = make_layout(case), dtype_of(case["dtype"])
+    rows = poisoned_rows(case, layout)
+    with simulated(**how) as counters:
+        found = _dequantize_gpu(rows, layout, dtype)
+    expected = dequantize_ref(rows, layout, dtype)
+    parts = ((layout.key, layout.keys(rows)), (layout.value, layout.values(rows)))
+    for ours, theirs, (codec, encoded) in zip(found, expected, parts, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == dtype
+        if encoded.scale is None:
+            assert same_bits(ours, theirs)
+        truth = exact(codec, encoded)
+        assert largest_error(ours, truth) <= 2 * largest_error(theirs, truth)
+    (counted,) = counters
+    assert counted.stored["keys_out"] == found[0].nbytes, "each value is stored once"
+    assert counted.stored["values_out"] == found[1].nbytes
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case_id(case) for case in CASES])
+def test_error_is_at_most_twice_the_reference(number):
+    check(CASES[number], order=ORDERS[number % len(ORDERS)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("key_dim", DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_pairs_of_formats(key_dim, dtype):
+    for number, (key, value) in enumerate(product(FORMATS, FORMATS)):
+        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype, "wide": number % 2 == 1}
+        case |= {"value_dim": DIMS[(number * 4 + 1) % len(DIMS)], "tokens": TOKENS[number * 3 % 5]}
+        for order in ORDERS:
+            check(case, order=order)
+
+
+@pytest.mark.parametrize("number", range(0, len(CASES), 12), ids=lambda number: case_id(CASES[number]))
+def test_under_sanitizers(number):
+    check({**CASES[number], "tokens": 3}, sanitize=True)
+
+
+@pytest.mark.parametrize("out", DTYPES)
+def test_type_of_the_result_is_a_choice(out):
+    case = {"key_dim": 64, "value_dim": 64, "key": "fp16", "value": "tq4", "dtype": "float32", "tokens": 5}
+    layout = make_layout(case)
+    rows = poisoned_rows(case, layout)
+    with simulated():
+        found = _dequantize_gpu(rows, layout, dtype_of(out))
+    for ours, theirs in zip(found, dequantize_ref(rows, layout, dtype_of(out)), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert mx.allclose(ours, theirs, rtol=1e-2 if out == "bfloat16" else 1e-3)
