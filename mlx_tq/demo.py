@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Length, place and seed of the fact."""
     parser = argparse.ArgumentParser(prog="mlx_tq demo", description="Answer a question about a long text.")
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
-    parser.add_argument("--tokens", type=int, default=3000, help="length of the prompt (default: 3000)")
+    parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt (default: 2000)")
     parser.add_argument("--depth", type=float, default=0.3, help="where the fact stands, 0 to 1 (default: 0.3)")
     parser.add_argument("--seed", type=int, default=0, help="of the fact and the text around it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
