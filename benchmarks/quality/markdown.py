@@ -38,22 +38,21 @@ def needles(name: str) -> None:
 
 def main() -> None:
     """Print everything that has been measured."""
-    for name in ("perplexity", "perplexity_ls"):
-        table(
-            name,
-            ["cache", "PPL", "±", "change %", "±", "packed %"],
-            (
-                [
-                    r["name"],
-                    f"{r['ppl']:.2f}",
-                    f"{r['ppl_error']:.2f}",
-                    f"{r['delta']:+.3f}",
-                    f"{r['delta_error']:.3f}",
-                    f"{100 * r['packed']:.0f}",
-                ]
-                for r in rows(name)
-            ),
-        )
+    table(
+        "perplexity",
+        ["cache", "PPL", "±", "change %", "±", "packed %"],
+        (
+            [
+                r["name"],
+                f"{r['ppl']:.2f}",
+                f"{r['ppl_error']:.2f}",
+                f"{r['delta']:+.3f}",
+                f"{r['delta_error']:.3f}",
+                f"{100 * r['packed']:.0f}",
+            ]
+            for r in rows("perplexity")
+        ),
+    )
     for name in ("divergence", "scales_key", "scales_value"):
         table(
             name,
@@ -109,8 +108,7 @@ def main() -> None:
             for r in rows("drift")
         ),
     )
-    for name in ("needle", "needle_long"):
-        needles(name)
+    needles("needle")
 
 
 if __name__ == "__main__":

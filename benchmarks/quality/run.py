@@ -31,7 +31,6 @@ RUNS = {
     "perplexity": f"perplexity --profiles {PROFILES},{OTHERS}",
     "divergence": f"divergence --profiles {PROFILES},{OTHERS}",
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
-    "needle_long": f"needle --lengths 3000 --seeds 1 --profiles balanced,small {SMALL}",
     "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
 }
