@@ -15,6 +15,7 @@ from mlx_lm.models.cache import _BaseCache
 
 from mlx_tq.cache.compressed import CompressedKVCache
 from mlx_tq.cache.view import Handle, Regions, check_seam, handles
+from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels.masks import Mask
 
@@ -34,16 +35,25 @@ class BatchRegions:
     key_heads: tuple[int, int]
     value_heads: tuple[int, int]
 
-    def _shape(self, heads: tuple[int, int]) -> tuple[int, ...]:
+    def _longest(self, heads: tuple[int, int]) -> tuple[int, ...]:
         tokens = max((row.key_shape()[2] for row in self.rows if row is not None), default=0)
         return len(self.rows), heads[0], tokens, heads[1]
 
+    def _shape(self, heads: tuple[int, int]) -> tuple[int, ...]:
+        rows = {(row and row.key_shape()[2], count) for row, count in zip(self.rows, self.counts, strict=True)}
+        if len(rows) > 1:
+            raise UnsupportedModelError(
+                "the model reads the number of keys of a batch, which differs from row to row (in mlx-lm's own batches "
+                "such a model gets positions wrong). Run the sequences one at a time."
+            )
+        return self._longest(heads)
+
     def key_shape(self) -> tuple[int, ...]:
-        """[B, H, S, Dk], S of the longest row."""
+        """[B, H, S, Dk]; refused where rows have different S."""
         return self._shape(self.key_heads)
 
     def value_shape(self) -> tuple[int, ...]:
-        """[B, H, S, Dv], S of the longest row."""
+        """[B, H, S, Dv]; refused where rows have different S."""
         return self._shape(self.value_heads)
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
@@ -66,7 +76,7 @@ class BatchRegions:
 
     def materialize(self) -> tuple[mx.array, mx.array]:
         """Decoded keys and values, padded on the right with zeros: [B, H, S, D] each."""
-        keys, values = mx.zeros(self.key_shape()), mx.zeros(self.value_shape())
+        keys, values = mx.zeros(self._longest(self.key_heads)), mx.zeros(self._longest(self.value_heads))
         for i, row in enumerate(self.rows):
             if row is not None:
                 k, v = row.materialize()
@@ -85,7 +95,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, rows: Sequence[CompressedKVCache]) -> None:
         self.rows = list(rows)
         self._remaining: list[int] | None = None  # tokens of each row still to come in a padded prompt
-        self._last: tuple[BatchRegions, mx.Dtype] | None = None  # what the last step attended to, where layers share it
+        self._last: tuple[BatchRegions, str] | None = None  # what the last step attended to, where layers share it
 
     @property
     def offset(self) -> mx.array:
@@ -105,7 +115,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         if self._remaining is not None:
             self._remaining = [left - count for left, count in zip(remaining, counts, strict=True)]
         view = BatchRegions(regions, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        self._last = (view, keys.dtype) if any(row.spec.shared for row in self.rows) else None
+        self._last = (view, dtype_name(keys.dtype)) if any(row.spec.shared for row in self.rows) else None
         return handles(view, keys.dtype)
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
@@ -119,7 +129,8 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
                 "a layer reads the batch of another layer, which the cache was not planned for. Make the caches with "
                 "mlx_tq.make_prompt_cache on this model."
             )
-        return handles(*self._last)
+        view, dtype = self._last
+        return handles(view, dtype_of(dtype))
 
     def prepare(
         self,

@@ -132,20 +132,24 @@ class Regions:
 class Handle:
     """Stands for the keys or the values of a view."""
 
-    def __init__(self, view: View, shape: tuple[int, ...], dtype: mx.Dtype, *, is_key: bool) -> None:
+    def __init__(self, view: View, dtype: mx.Dtype, *, is_key: bool) -> None:
         self.view = view
-        self.shape = shape
         self.dtype = dtype
         self._is_key = is_key
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, H, S, D]."""
+        return self.view.key_shape() if self._is_key else self.view.value_shape()
+
+    @property
     def ndim(self) -> int:
         """Always 4."""
-        return len(self.shape)
+        return 4
 
     def astype(self, dtype: mx.Dtype) -> "Handle":
         """The same view; attention computes in fp32 and returns the queries' type anyway."""
-        return Handle(self.view, self.shape, dtype, is_key=self._is_key)
+        return Handle(self.view, dtype, is_key=self._is_key)
 
     def materialize(self) -> mx.array:
         """The decoded array."""
@@ -175,7 +179,4 @@ def check_seam() -> None:
 
 def handles(view: View, dtype: mx.Dtype) -> tuple[Handle, Handle]:
     """The pair that `update_and_fetch` returns."""
-    return (
-        Handle(view, view.key_shape(), dtype, is_key=True),
-        Handle(view, view.value_shape(), dtype, is_key=False),
-    )
+    return Handle(view, dtype, is_key=True), Handle(view, dtype, is_key=False)
