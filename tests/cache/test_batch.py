@@ -177,7 +177,7 @@ def test_materialize_pads_with_zeros():
     keys, values = (next_tokens(range(4), [1] * 4, [pair[i] for pair in TOKENS], LENGTHS) for i in (0, 1))
     handle, _ = batch.update_and_fetch(keys, values)
     array = handle.materialize()
-    assert handle.shape == array.shape == (4, 2, 151, DIM)
+    assert array.shape == (4, 2, 151, DIM)
     for row in range(4):
         length = LENGTHS[row] + 1
         own, _ = alone(row, length).keys_and_values()
@@ -194,6 +194,24 @@ def test_layers_that_share_a_batch():
     shared = CompressedKVCache.merge([filled(spec, *(x[:, :, :100] for x in TOKENS[0])) for _ in range(2)])
     handle, _ = shared.update_and_fetch(*(mx.repeat(x[:, :, 100:101], 2, axis=0) for x in TOKENS[0]))
     assert shared.keys_and_values()[0].view is handle.view
+    twin = copy.deepcopy(shared).keys_and_values()[0]
+    assert (twin.shape, twin.dtype) == (handle.shape, handle.dtype)
+
+
+def test_a_model_that_counts_the_keys_of_different_lengths():
+    """One shape cannot tell; padded or not, what differs from row to row is refused."""
+    batch = merged()
+    keys, values = (next_tokens(range(4), [1] * 4, [pair[i] for pair in TOKENS], LENGTHS) for i in (0, 1))
+    for handle in batch.update_and_fetch(keys, values):
+        assert handle.ndim == 4
+        with pytest.raises(UnsupportedModelError, match=r"differs from row to row .* Run the sequences one at a time"):
+            _ = handle.shape
+    batch = CompressedKVCache.merge([alone(0, 10), alone(0, 5)])
+    batch.prepare(lengths=[5, 10], right_padding=[5, 0])
+    keys, values = (next_tokens(range(2), [5, 10], [pair[i] for pair in TOKENS], [10, 5]) for i in (0, 1))
+    key, _ = batch.update_and_fetch(keys, values)
+    with pytest.raises(UnsupportedModelError):
+        _ = key.shape
 
 
 def test_what_rows_do_not_have_is_refused():

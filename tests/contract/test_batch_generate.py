@@ -1,0 +1,135 @@
+"""mlx-lm's batch generation on compressed caches: each prompt gets the tokens that it gets alone."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm import batch_generate, stream_generate
+from mlx_lm.generate import BatchGenerator, generate_step
+from zoo import build
+
+from mlx_tq.cache import BatchCompressedKVCache, CompressedKVCache
+from mlx_tq.config import KVConfig
+from mlx_tq.dispatch import attention, make_prompt_cache
+from mlx_tq.errors import UnsupportedModelError
+
+CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32)
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def alone(needle, prompts):
+    """What each prompt generates on a compressed cache of its own."""
+    model, tokenizer = needle
+    with attention(model):
+        return [
+            [
+                part.token
+                for part in stream_generate(
+                    model, tokenizer, prompt, max_tokens=TOKENS, prompt_cache=make_prompt_cache(model, CONFIG)
+                )
+            ]
+            for prompt in prompts
+        ]
+
+
+def without_end(tokens, tokenizer):
+    return [token for token in tokens if token not in tokenizer.eos_token_ids]
+
+
+def test_prompts_reach_the_body(prompts, alone):
+    lengths = sorted(len(prompt) for prompt in prompts)
+    assert lengths[0] < CONFIG.window + 32 < 100 < lengths[1]
+    assert len({tuple(tokens) for tokens in alone}) == len(prompts)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefill_step_size": 64}, {"completion_batch_size": 2, "prefill_batch_size": 2}]
+)
+def test_a_batch_is_each_alone(needle, prompts, alone, options):
+    model, tokenizer = needle
+    with attention(model, CONFIG):
+        out = batch_generate(
+            model, tokenizer, prompts, max_tokens=TOKENS, return_token_ids=True, return_prompt_caches=True, **options
+        )
+    wanted = [without_end(tokens, tokenizer) for tokens in alone]
+    assert out.token_ids == wanted
+    for caches, prompt in zip(out.caches, prompts, strict=True):
+        assert {type(cache) for cache in caches} == {CompressedKVCache}
+        assert all(cache.offset >= len(prompt) for cache in caches)
+        assert all(cache.body_tokens > 0 for cache in caches) == (len(prompt) > 100)
+
+
+def test_continuing_from_the_caches_of_a_batch(needle, prompts, alone):
+    """A second turn on the caches that a batch returned is that on caches of one's own."""
+    model, tokenizer = needle
+    first = 4
+    with attention(model, CONFIG):
+        out = batch_generate(
+            model, tokenizer, prompts, max_tokens=first, return_prompt_caches=True, return_token_ids=True
+        )
+        rest = [[tokens[len(ids)]] for tokens, ids in zip(alone, out.token_ids, strict=True)]
+        assert [tokens[:first] for tokens in alone] == out.token_ids
+        again = batch_generate(
+            model, tokenizer, rest, prompt_caches=out.caches, max_tokens=4, return_token_ids=True
+        ).token_ids
+    for tokens, more in zip(alone, again, strict=True):
+        ends = without_end(tokens, tokenizer)
+        assert more == ends[first + 1 : first + 5]
+
+
+def test_rows_join_and_leave_while_others_generate(needle, prompts, alone):
+    model, tokenizer = needle
+    got = {}
+    with attention(model, CONFIG):
+        generator = BatchGenerator(model, max_tokens=TOKENS, stop_tokens=[[t] for t in tokenizer.eos_token_ids])
+        uids = generator.insert(prompts[:2])
+        for turn in range(2 * TOKENS):
+            if turn == 3:
+                uids += generator.insert(prompts[2:])
+            if turn == 6:
+                removed = generator.remove([uids[1]], return_prompt_caches=True)
+            for response in generator.next_generated():
+                if response.finish_reason != "stop":
+                    got.setdefault(response.uid, []).append(response.token)
+        assert generator._generation_batch.prompt_cache == [] or all(
+            isinstance(cache, BatchCompressedKVCache) for cache in generator._generation_batch.prompt_cache
+        )
+        generator.close()
+    for place, uid in enumerate(uids):
+        wanted = without_end(alone[place], tokenizer)
+        assert got[uid] == (wanted if place != 1 else wanted[: len(got[uid])])
+    caches, tokens = removed[uids[1]]
+    assert all(cache.offset == len(tokens) for cache in caches)
+
+
+def zoo_prompts(*lengths):
+    return [[(7 * i * i + (3 + 2 * row) * i) % 160 for i in range(n)] for row, n in enumerate(lengths)]
+
+
+def zoo_batch(model, ids):
+    tokenizer = SimpleNamespace(eos_token_ids=[], decode=str)
+    return batch_generate(model, tokenizer, ids, max_tokens=TOKENS, return_token_ids=True).token_ids
+
+
+def zoo_alone(model, prompt):
+    cache = make_prompt_cache(model, CONFIG)
+    return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS, prompt_cache=cache)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "gpt_oss", "gemma4_text", "falcon_h1"])
+def test_hybrid_and_sliding_models(name):
+    """Compressed layers batch beside mlx-lm's own batches of recurrent and sliding layers."""
+    model, ids = build(name), zoo_prompts(70, 20, 130)
+    with attention(model, CONFIG):
+        wanted = [zoo_alone(model, prompt) for prompt in ids]
+        assert zoo_batch(model, ids) == wanted
+
+
+def test_layers_that_share_a_batch():
+    """afm7's later layers count the keys to know their positions, so only rows of one length can be right."""
+    model, ids = build("afm7"), zoo_prompts(70, 70)
+    with attention(model, CONFIG):
+        assert zoo_batch(model, ids) == [zoo_alone(model, prompt) for prompt in ids]
+        with pytest.raises(UnsupportedModelError, match=r"differs from row to row .*Run the sequences one"):
+            zoo_batch(model, zoo_prompts(70, 20))
