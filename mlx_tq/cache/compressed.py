@@ -226,7 +226,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             keys, values = (x[:, :, :stop] for x in full)
         else:
             keys, values = (mx.concatenate([x[:, :, :prefix], x[:, :, start:stop]], axis=2) for x in full)
-        return Regions(self._rows, packed - prefix, self._layout(full), keys, values, prefix)
+        rows = None if self._rows is None else self._rows[:]  # what is written later does not reach the view
+        return Regions(rows, packed - prefix, self._layout(full), keys, values, prefix)
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         """Encode positions [packed, target) into the body."""
