@@ -11,7 +11,7 @@ from cache.tools import feed, filled, leaves, make_cache, make_spec, random, ran
 from mlx_tq.cache import BatchCompressedKVCache, CompressedKVCache
 
 KEYS, VALUES = random_pair(220)
-OTHER_KEYS, OTHER_VALUES = random_pair(220, seed=9)
+OTHERS = [random_pair(220, seed=9), random_pair(220, seed=10)]
 LENGTHS = [0, 3, 40, 56, 200]
 
 
@@ -73,19 +73,26 @@ def test_no_change_crosses(make, length, evaluated):
         mx.eval(cache.state)
     twin = make(cache)
     before = frozen(cache)
-    rewrite(twin)
+    rewrite(twin, *OTHERS[0])
     assert unchanged(cache, before)
     before = frozen(twin)
-    rewrite(cache)
-    feed(cache, OTHER_KEYS, OTHER_VALUES, [3, 5])
+    rewrite(cache, *OTHERS[1])
     assert unchanged(twin, before)
 
 
-def rewrite(cache):
-    """Trim, then write other tokens over what was there, across packings."""
-    cache.trim(20)
-    feed(cache, OTHER_KEYS, OTHER_VALUES, [1] * 5)
-    feed(cache, OTHER_KEYS, OTHER_VALUES, [70])
+@everywhere
+def test_copies_keep_the_counters(make):
+    loud = mx.array(KEYS).astype(mx.float32)
+    loud[0, 0, [10, 50], 0] = 1e6
+    cache = filled(make_spec(), loud[:, :, :150], VALUES[:, :, :150])
+    assert make(cache).clamped == cache.clamped == 2
+
+
+def rewrite(cache, keys, values):
+    """Trim into the body, then write other tokens over what was there, across packings."""
+    cache.trim(90)
+    feed(cache, keys, values, [1] * 5)
+    feed(cache, keys, values, [70])
     mx.eval(cache.state)
 
 
@@ -95,7 +102,7 @@ def test_a_view_outlives_its_cache():
     (view,) = feed(cache, KEYS, VALUES, [1])
     queries = random(1, heads=4, seed=5)
     before = np.array(view.attend(queries, 0.125, None, None))
-    rewrite(cache)
+    rewrite(cache, *OTHERS[0])
     assert np.array_equal(np.array(view.attend(queries, 0.125, None, None)), before)
 
 
@@ -128,5 +135,5 @@ def test_files_of_mlx_lm_hold_our_caches(length, trimmed, tmp_path):
         assert type(again) is CompressedKVCache
         assert same_bits(cache.state, again.state)
         for one in (cache, again):
-            feed(one, OTHER_KEYS, OTHER_VALUES, [20])
+            feed(one, *OTHERS[0], [20])
         assert same_bits(cache.state, again.state)

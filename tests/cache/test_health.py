@@ -48,8 +48,9 @@ def test_trimmed_vectors_do_not_count():
 
 def test_clamped_vectors_are_counted_and_stay_finite():
     keys = spoiled(spoiled(KEYS, 40, 1e5), 50, -1e30)
-    cache = filled(make_spec(), keys, VALUES)
-    assert cache.clamped == 2
+    keys = spoiled(keys, 70, 7e4)  # in a later block
+    cache = filled(make_spec(), keys, VALUES, [90, 1, 1, 108])
+    assert cache.clamped == 3
     cache.check_health()
     assert all(mx.isfinite(handle.materialize()).all() for handle in cache.keys_and_values())
     # A format without a scale keeps the value.

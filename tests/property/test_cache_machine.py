@@ -8,7 +8,7 @@ import numpy as np
 from cache.tools import random_pair, same_bits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mlx_tq.cache import CompressedKVCache
 from mlx_tq.cache.persist import load_prompt_cache, save_prompt_cache
@@ -76,9 +76,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.other = None  # a fork and its model, which must not notice anything
         self.next = 0
 
-    @precondition(lambda self: len(self.model.tokens) < LONGEST)
-    @rule(count=st.one_of(st.integers(1, 9), st.integers(1, 70)))
-    def append(self, count):
+    @rule(count=st.one_of(st.integers(1, 9), st.integers(1, 70)), swap=st.booleans())
+    def append(self, count, swap):
+        if swap and self.other:
+            (self.cache, self.model), self.other = self.other, (self.cache, self.model)
+        if len(self.model.tokens) >= LONGEST:
+            return
         tokens = [(self.next + i) % KEYS.shape[2] for i in range(count)]
         self.next += count
         index = mx.array(tokens)
@@ -98,11 +101,6 @@ class CacheMachine(RuleBasedStateMachine):
         if onto_fork:
             self.cache, twin = twin, self.cache
         self.other = twin, model
-
-    @precondition(lambda self: self.other is not None)
-    @rule()
-    def swap(self):
-        (self.cache, self.model), self.other = self.other, (self.cache, self.model)
 
     @rule()
     def through_state(self):
