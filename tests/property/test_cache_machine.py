@@ -85,10 +85,10 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = [(self.next + i) % KEYS.shape[2] for i in range(count)]
         self.next += count
         index = mx.array(tokens)
-        key, value = self.cache.update_and_fetch(mx.take(KEYS, index, axis=2), mx.take(VALUES, index, axis=2))
+        view = self.cache.append(mx.take(KEYS, index, axis=2), mx.take(VALUES, index, axis=2))
         self.model.append(tokens)
-        assert key.shape == (1, HEADS, len(self.model.tokens), DIMS[0])
-        assert value.shape == (1, HEADS, len(self.model.tokens), DIMS[1])
+        assert view.key_shape() == (1, HEADS, len(self.model.tokens), DIMS[0])
+        assert view.value_shape() == (1, HEADS, len(self.model.tokens), DIMS[1])
 
     @rule(count=st.one_of(st.integers(0, 40), st.integers(0, 500)))
     def trim(self, count):
