@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, QuantizedKVCache
+from mlx_lm.models.cache import QuantizedKVCache
 
-from mlx_tq.cache.factory import Plan, compressed_caches
+from mlx_tq.cache.factory import Plan, cache_parts, compressed_caches
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CacheStats:
 
 def tokens_seen(caches: Sequence[Any]) -> int:
     """Tokens that went through a prompt cache, whatever became of them."""
-    return max((int(part.offset) for part in _parts(caches) if hasattr(part, "offset")), default=0)
+    return max((int(part.offset) for part in cache_parts(caches) if hasattr(part, "offset")), default=0)
 
 
 def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
@@ -41,15 +41,11 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     tokens = tokens_seen(caches)
     total = sum(cache.nbytes for cache in caches if not cache.empty())
     compressed = compressed_caches(caches)
-    quantized = [part for part in _parts(caches) if isinstance(part, QuantizedKVCache) and not part.empty()]
+    quantized = [part for part in cache_parts(caches) if isinstance(part, QuantizedKVCache) and not part.empty()]
     native = total - sum(cache.nbytes for cache in (*compressed, *quantized)) + sum(map(_unquantized, quantized))
     if compressed and plan is not None:
         native += plan.native_nbytes(tokens)
     return CacheStats(tokens, total, native, clamped=sum(cache.clamped for cache in compressed))
-
-
-def _parts(caches: Sequence[Any]) -> list[Any]:
-    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
 
 
 def _unquantized(cache: Any) -> int:

@@ -104,7 +104,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """A batch of copies of `caches`."""
         from mlx_tq.cache.batch import BatchCompressedKVCache  # a batch is made of these
 
-        return BatchCompressedKVCache([cache.fork() for cache in caches])
+        return BatchCompressedKVCache.merge(caches)
 
     @property
     def state(self) -> tuple[Any, ...]:

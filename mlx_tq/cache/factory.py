@@ -147,7 +147,11 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
     return _replace(plan, caches, adopt)
 
 
+def cache_parts(caches: Sequence[Any]) -> list[Any]:
+    """The caches of a prompt cache, those inside a CacheList one by one."""
+    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+
+
 def compressed_caches(caches: Sequence[Any]) -> list[CompressedKVCache]:
     """The compressed caches of a prompt cache, also those inside a CacheList."""
-    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
-    return [part for part in parts if isinstance(part, CompressedKVCache)]
+    return [part for part in cache_parts(caches) if isinstance(part, CompressedKVCache)]
