@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -41,6 +43,8 @@ def serve(settings: Settings) -> None:
     service = RescueService(settings)
     # uvicorn stops at the signal and then raises it again: this makes of it an exit that passes through `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if settings.exit_with_stdin:
+        threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -57,6 +61,13 @@ def serve(settings: Settings) -> None:
     finally:
         service.close()
         log.info("closed")
+
+
+def _exit_with_stdin() -> None:
+    """A pipe ends with whoever holds its other end, killed or not."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listen(settings: Settings) -> socket.socket:

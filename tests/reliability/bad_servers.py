@@ -1,0 +1,164 @@
+"""Servers that misbehave, on real sockets. Each is a function of one connection; `BadServer` runs it."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+
+CHUNK = {"text": "a span", "token_range": [0, 4], "layer": -1, "score": 0.0, "similarity": 0.5}
+
+
+def read_request(connection):
+    """Head and body of one request; b"" when the client has left."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = connection.recv(65536)
+        if not more:
+            return b""
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")), 0)
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def reply(connection, body, status="200 OK", length=None, extra=""):
+    length = len(body) if length is None else length
+    connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{extra}\r\n".encode() + body)
+
+
+def always(body, status="200 OK", **more):
+    """A server with one answer for everything."""
+    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    def serve(connection, _):
+        while read_request(connection):
+            reply(connection, payload, status, **more)
+
+    return serve
+
+
+def hung(connection, closing):
+    """Accepts and never answers."""
+    closing.wait()
+
+
+def slow(connection, closing):
+    """A byte of its head every 50 ms: each read succeeds, the answer never comes."""
+    read_request(connection)
+    for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000:
+        connection.sendall(bytes([byte]))
+        if closing.wait(0.05):
+            return
+
+
+def slow_body(connection, closing):
+    """The head at once, then a byte every 50 ms."""
+    read_request(connection)
+    reply(connection, b"", length=10_000)
+    while not closing.wait(0.05):
+        connection.sendall(b" ")
+
+
+def killed_in_mid_answer(connection, _):
+    read_request(connection)
+    reply(connection, b'{"chunks": [{"text": "half an', length=1000)
+
+
+def killed_at_once(connection, _):
+    read_request(connection)
+
+
+def endless(connection, closing):
+    read_request(connection)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+    while not closing.is_set():
+        connection.sendall(b"x" * 65536)
+
+
+def garbage(connection, _):
+    read_request(connection)
+    connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+
+
+# What a lying service may send where a list of chunks is due.
+WRONG_SCHEMAS = {
+    "not JSON": b"<html>hello</html>",
+    "no object": [1, 2],
+    "nothing": {},
+    "chunks is text": {"chunks": "all of them"},
+    "a chunk is text": {"chunks": ["one"]},
+    "no text": {"chunks": [{**CHUNK, "text": None}]},
+    "no range": {"chunks": [{**CHUNK, "token_range": [1]}]},
+    "a range backwards": {"chunks": [{**CHUNK, "token_range": [4, 0]}]},
+    "a negative range": {"chunks": [{**CHUNK, "token_range": [-4, 2]}]},
+    "a range of words": {"chunks": [{**CHUNK, "token_range": ["0", "4"]}]},
+    "a similarity of words": {"chunks": [{**CHUNK, "similarity": "much"}]},
+    "not a number": b'{"chunks": [{"text": "a", "token_range": [0, 1], "similarity": NaN}]}',
+    "deep": b'{"chunks": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "an error as success": {"detail": "no", "code": "internal_error"},
+}
+
+MISBEHAVIOURS = {
+    "hung": hung,
+    "slow": slow,
+    "slow body": slow_body,
+    "500": always({"detail": "it broke"}, "500 Internal Server Error"),
+    "503": always({"detail": "later"}, "503 Service Unavailable"),
+    "401": always({"detail": "a token is needed"}, "401 Unauthorized"),
+    "404": always({"detail": "Not Found"}, "404 Not Found"),
+    "507": always({"detail": "the disk is full"}, "507 Insufficient Storage"),
+    "redirect": always(b"", "302 Found", extra="Location: http://192.0.2.1/\r\n"),
+    "wrong schema": always({"choices": []}),
+    "killed in mid-answer": killed_in_mid_answer,
+    "killed at once": killed_at_once,
+    "endless": endless,
+    "garbage": garbage,
+}
+
+
+class BadServer:
+    """Listens on a free port and treats each connection, on a thread of its own, as `serve` says."""
+
+    def __init__(self, serve):
+        self._serve = serve
+        self._closing = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            threading.Thread(target=self._treat, args=(connection,), daemon=True).start()
+
+    def _treat(self, connection):
+        with connection, suppress(OSError):
+            self._serve(connection, self._closing)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._closing.set()
+        self._listener.close()
+
+
+def closed_port():
+    """A URL where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

@@ -1,0 +1,249 @@
+"""The client against services that are absent, hung, slow, failing, lying, killed: the caller goes on, soon."""
+
+import threading
+import time
+import tracemalloc
+
+import pytest
+from bad_servers import (
+    CHUNK,
+    MISBEHAVIOURS,
+    WRONG_SCHEMAS,
+    BadServer,
+    always,
+    closed_port,
+    hung,
+    read_request,
+    reply,
+    wait_for,
+)
+
+from mlx_tq.errors import ConfigError
+from mlx_tq.rescue import RescueClient, Span, open_service
+from mlx_tq.rescue.breaker import LONGEST_PAUSE, PATIENCE, Breaker
+
+# A wait is over in 1 s. Beyond it this machine may be busy with others, so this only tells it from "forever".
+BOUND = 20
+SPANS = [Span(start, start + 4, f"span {start}") for start in range(0, 40, 4)]
+
+
+@pytest.fixture
+def clients():
+    """Make clients; all are closed after the test."""
+    made = []
+
+    def make(url, **options):
+        made.append(RescueClient(open_service(url), **options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+@pytest.fixture(params=["refused", *MISBEHAVIOURS])
+def bad_url(request):
+    if request.param == "refused":
+        yield closed_port()
+        return
+    with BadServer(MISBEHAVIOURS[request.param]) as server:
+        yield server.url
+
+
+def test_the_caller_goes_on(bad_url, clients):
+    """Nothing is found, nothing is raised, there is one warning, and everything is counted."""
+    client = clients(bad_url)
+    began = time.monotonic()
+    for _ in range(3):
+        client.write("s", SPANS)
+        assert client.retrieve("s", "what?", timeout=0.3) == []
+    client.close(timeout=0.3)
+    assert time.monotonic() - began < BOUND
+    assert "Generation goes on without" in client.take_warning()
+    assert client.take_warning() is None
+    stats = client.stats
+    assert (stats.asked, stats.unanswered, stats.found, stats.written) == (3, 3, 0, 0)
+    assert stats.failures >= 1
+    assert stats.queued + stats.refused == 3 * len(SPANS)
+
+
+@pytest.mark.parametrize("answer", WRONG_SCHEMAS.values(), ids=WRONG_SCHEMAS)
+def test_no_lie_is_believed(answer, clients):
+    with BadServer(always(answer)) as server:
+        client = clients(server.url)
+        assert client.retrieve("s", "what?") == []
+        assert "not the rescue service" in client.take_warning()
+        assert client.stats.unanswered == 1
+
+
+def test_an_answer_is_believed(clients):
+    """The tests above could fail."""
+    with BadServer(always({"chunks": [CHUNK] * 9})) as server:
+        found = clients(server.url).retrieve("s", "what?", top_k=8)
+    assert [(f.start, f.stop, f.text) for f in found] == [(0, 4, "a span")] * 8
+
+
+def test_memory_is_bounded_under_a_flood(clients):
+    """Spans without end for a service that never takes one: the queue keeps its size, the rest is counted."""
+    limit = 1_000_000
+    with BadServer(hung) as server:
+        client = clients(server.url, max_queued=limit)
+        tracemalloc.start()
+        for number in range(200):
+            client.write("s", [Span(i, i + 1, f"{number} {i} ".ljust(1000, "x")) for i in range(100)])
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        stats = client.stats
+        client.close(timeout=0.1)
+    assert grown < 3 * limit
+    assert stats.queued < limit / 1000
+    assert stats.dropped == 200 * 100 - stats.queued
+    assert "dropped" in client.take_warning()
+
+
+def test_an_endless_answer_is_cut(clients):
+    with BadServer(MISBEHAVIOURS["endless"]) as server:
+        client = clients(server.url)
+        tracemalloc.start()
+        assert client.retrieve("s", "what?", timeout=BOUND) == []
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 40_000_000
+    assert "more than" in client.take_warning()
+
+
+def test_what_failed_is_written_later(clients):
+    """Two errors, then the service is well: every span arrives once, in order, in calls it takes."""
+    calls = []
+
+    def recovers(connection, _):
+        while request := read_request(connection):
+            calls.append(request)
+            if len(calls) <= 2:
+                reply(connection, b'{"detail": "not now"}', "503 Service Unavailable")
+            else:
+                reply(connection, b'{"accepted": 1, "session_total": 1}', "201 Created")
+
+    many = [Span(i, i + 1, f"<{i}>") for i in range(600)]
+    with BadServer(recovers) as server:
+        client = clients(server.url)
+        client.write("s", many)
+        assert client.flush(BOUND)
+    assert client.stats.written == 600
+    assert client.stats.failures == 2
+    good = calls[2:]
+    assert [call.count(b'"text"') for call in good] == [256, 256, 88]
+    sent = [int(part.split(b">")[0]) for call in good for part in call.split(b"<")[1:]]
+    assert sent == list(range(600))
+
+
+def test_a_question_waits_for_what_was_written(clients):
+    """The write is slow; the question that follows still finds it done."""
+    order = []
+
+    def slow_to_write(connection, _):
+        while request := read_request(connection):
+            if b"/evict/write" in request:
+                time.sleep(0.3)
+                order.append("written")
+                reply(connection, b'{"accepted": 1}', "201 Created")
+            else:
+                order.append("asked")
+                reply(connection, b'{"chunks": []}')
+
+    with BadServer(slow_to_write) as server:
+        client = clients(server.url)
+        client.write("s", SPANS)
+        client.retrieve("s", "what?", timeout=BOUND)
+    assert order == ["written", "asked"]
+
+
+def test_nobody_waits_for_a_service_that_keeps_failing(clients):
+    """The breaker opens: the questions after that do not even reach the server."""
+    with BadServer(hung) as server:
+        client = clients(server.url)
+        for _ in range(PATIENCE + 3):  # pauses of 0.4, 0.8, 1.6 s
+            client.retrieve("s", "what?", timeout=0.05)
+        before = server.connections
+        for _ in range(20):
+            assert client.retrieve("s", "what?", timeout=BOUND) == []
+        assert server.connections == before
+
+
+def test_breaker():
+    now = 0.0
+    breaker = Breaker(lambda: now)
+    pauses = []
+    for failure in range(1, 12):
+        breaker.failed()
+        pauses.append(breaker.pause)
+        assert breaker.allows == (failure < PATIENCE)
+    assert pauses == [min(LONGEST_PAUSE, 0.1 * 2**n) for n in range(11)]
+    now = LONGEST_PAUSE
+    assert breaker.allows
+    breaker.failed()
+    assert not breaker.allows
+    breaker.worked()
+    assert breaker.allows
+    assert breaker.pause == 0
+
+
+def test_the_token_is_sent_and_nothing_from_the_environment(clients, monkeypatch):
+    """A proxy of the environment would see the conversation."""
+    seen = []
+
+    def listen(connection, _):
+        while request := read_request(connection):
+            seen.append(request)
+            reply(connection, b'{"chunks": []}')
+
+    with BadServer(hung) as proxy, BadServer(listen) as server:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        monkeypatch.setenv("ALL_PROXY", proxy.url)
+        monkeypatch.setenv("RESCUE_TOKEN", "a-token-of-sixteen")
+        client = clients(server.url)
+        client.retrieve("s", "what?")
+        assert client.take_warning() is None
+        assert proxy.connections == 0
+    assert b"authorization: bearer a-token-of-sixteen" in seen[0].lower()
+
+
+@pytest.mark.parametrize("text", ["nul \x00", "lone \ud800", "emoji 🦄", "x" * 10_000, "\x1b[31m"])
+def test_any_text_can_be_written(text, clients):
+    bodies = []
+
+    def listen(connection, _):
+        while request := read_request(connection):
+            bodies.append(request.partition(b"\r\n\r\n")[2])
+            reply(connection, b'{"accepted": 1}', "201 Created")
+
+    with BadServer(listen) as server:
+        client = clients(server.url)
+        client.write("s", [Span(0, 1, text)])
+        client.retrieve("s", text)
+        assert client.flush(BOUND)
+    for body in bodies:
+        assert b"\\u0000" not in body
+        assert b"\\ud800" not in body
+
+
+def test_closing_ends_the_thread_and_later_calls_do_nothing():
+    before = threading.active_count()
+    with BadServer(hung) as server:
+        client = RescueClient(open_service(server.url))
+        client.write("s", SPANS)
+        client.close(timeout=0.1)
+        client.close()
+        client.write("s", SPANS)
+        assert client.retrieve("s", "what?") == []
+        assert not client.flush()
+        assert not [t for t in threading.enumerate() if t.name == "mlx_tq rescue"]
+    wait_for(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize(
+    "where", ["", "on", "127.0.0.1:5054", "ftp://127.0.0.1", "http://", "http://user:word@127.0.0.1", "http://x/?a=b"]
+)
+def test_no_service_to_be_found_there(where):
+    with pytest.raises(ConfigError, match=r"it must be off, auto or a URL such as http://127\.0\.0\.1:5054"):
+        open_service(where)
