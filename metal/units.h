@@ -49,3 +49,18 @@ TQ_FN float tq_gain(Words scale_words) {
                      : static_cast<float>(as_type<half>(ushort(scale_words[0])));
   return tq_mul(scale, BITS == 8 ? 1.0f / 127.0f : tq_div(1.0f, tq_sqrt(static_cast<float>(D))));
 }
+
+// Vectors of one kind: D values of BITS, whose scale, where there is one, is SCALE words after their first word.
+template <int D, int BITS, bool WIDE, class FULL, int SCALE>
+struct tq_vectors : tq_unit<D, BITS> {
+  enum { DIM = D };
+
+  template <class Words>
+  static TQ_FN void load(Words words, int unit, TQ_THREAD float* values) {
+    tq_load_unit<FULL, D, BITS>(words, unit, values);
+  }
+  template <class Words>
+  static TQ_FN float gain(Words words) {
+    return tq_gain<D, BITS, WIDE>(words + SCALE);
+  }
+};

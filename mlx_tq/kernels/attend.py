@@ -11,7 +11,17 @@ import mlx.core as mx
 
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels.masks import Mask, apply_mask, causal_columns, take_columns
+from mlx_tq.kernels import build
+from mlx_tq.kernels.constants import check_can_run, codec_constants, flips, layout_constants, table
+from mlx_tq.kernels.masks import (
+    Mask,
+    apply_mask,
+    causal_columns,
+    mask_bias,
+    restrict,
+    take_columns,
+    visible_ranges,
+)
 from mlx_tq.kernels.softmax import Partial, merge, partial
 
 # Packed tokens decoded at a time: at 8 heads of 128 this is 32 MiB of fp32 scratch.
@@ -30,6 +40,7 @@ def attend(
     scale: float,
     mask: Mask = None,
     sinks: mx.array | None = None,
+    visible: mx.array | None = None,
 ) -> mx.array:
     """Attend to `prefix | body | tail`.
 
@@ -44,12 +55,46 @@ def attend(
         scale: of the scores.
         mask: see `masks`.
         sinks: attention-sink logits, [Hq].
+        visible: int32 [B, L, 2], the range of tokens [first, last) in logical order that each query of a batch row sees
+            at most: a sliding window, padding on the left. A query that sees nothing returns any finite value.
 
     Returns:
         [B, Hq, L, Dv] in the queries' type.
     """
+    return attend_ref(
+        queries,
+        rows,
+        body,
+        layout,
+        keys,
+        values,
+        prefix=prefix,
+        scale=scale,
+        mask=mask,
+        sinks=sinks,
+        visible=visible,
+    )
+
+
+def attend_ref(
+    queries: mx.array,
+    rows: mx.array,
+    body: int,
+    layout: RowLayout,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    prefix: int,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    visible: mx.array | None = None,
+) -> mx.array:
+    """`attend` in mlx's own operations."""
     batch, query_heads, length, dim = queries.shape
     heads, tokens = keys.shape[1:3]
+    if visible is not None:
+        mask = restrict(mask, visible, tokens + body)
     q = (queries.astype(mx.float32) * scale).reshape(batch, heads, -1, dim)  # [B, H, G L, Dk]
 
     scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
@@ -115,3 +160,112 @@ def _rotate(q: mx.array, codec: Codec) -> mx.array:
 
 def _unrotate(o: mx.array, codec: Codec) -> mx.array:
     return o if codec.rotation is None else o @ codec.rotation.matrix
+
+
+ATTEND = build.Kernel(
+    "attend",
+    inputs=(
+        "queries",
+        "key_flips",
+        "packed_rows",
+        "full_keys",
+        "full_values",
+        "visible_ranges",
+        "mask_bias",
+        "score_scale",
+        "attend_sizes",
+    ),
+    outputs=("block_outputs", "block_maxima", "block_sums"),
+)
+MERGE = build.Kernel(
+    "merge",
+    inputs=("block_outputs", "block_maxima", "block_sums", "value_flips", "sink_logits", "merge_sizes"),
+    outputs=("attended",),
+)
+# A kernel decodes a code once for this many query rows, as many as fit a lane's registers.
+QUERIES = 4
+# Tokens are cut into as many blocks as make SIMDGROUPS of work, of LEAST_BLOCK tokens at least.
+SIMDGROUPS = 1024
+LEAST_BLOCK = 64
+MOST_BLOCKS = 256
+MERGING = 4  # simdgroups that merge a query row
+
+
+def _attend_gpu(
+    queries: mx.array,
+    rows: mx.array,
+    body: int,
+    layout: RowLayout,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    prefix: int,
+    scale: float,
+    mask: Mask = None,
+    sinks: mx.array | None = None,
+    visible: mx.array | None = None,
+) -> mx.array:
+    """`attend` in two kernels. The last axis of `rows`, `keys` and `values` must be contiguous.
+
+    Raises:
+        KernelUnavailableError: there is no GPU, its compiler refuses the kernel, or kernels do not have the format,
+            rotation, head size or type; `attend_ref` does.
+
+    """
+    check_can_run(layout, queries.dtype, keys.dtype)
+    batch, query_heads, length, _ = queries.shape
+    heads, tokens = keys.shape[1:3]
+    per_head = query_heads // heads * length
+    taken = min(QUERIES, 1 << (per_head - 1).bit_length())
+    tiles = batch * heads * -(-per_head // taken)
+    packed_blocks, full_blocks = _blocks(body, tiles), _blocks(tokens, tiles)
+    blocks = packed_blocks + full_blocks
+    rows_of_queries = (batch, query_heads, length)
+    outputs, maxima, sums = build.run(
+        ATTEND,
+        inputs=[
+            queries,
+            flips(layout.key.rotation),
+            rows.view(mx.uint16),
+            keys.view(mx.uint16),
+            values.view(mx.uint16),
+            visible_ranges(mask, visible, batch, length, tokens + body),
+            mask_bias(mask, (*rows_of_queries, tokens + body)),
+            table([scale], mx.float32),
+            table([prefix, body, packed_blocks]),
+        ],
+        template=(
+            ("T", queries.dtype),
+            ("QUERIES", taken),
+            ("MASKED", isinstance(mask, mx.array)),
+            ("FULL_BITS", 8 * keys.dtype.size),
+            ("FULL_WORD", keys.dtype if keys.dtype.size == 2 else mx.float16),
+            *layout_constants(layout),
+        ),
+        grid=(32, blocks, tiles),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(*rows_of_queries, blocks, layout.value.head_dim), *[(*rows_of_queries, blocks)] * 2],
+        output_dtypes=[mx.float32] * 3,
+    )
+    logits = table([]) if sinks is None else mx.pad(sinks.astype(mx.float32), (0, max(0, 8 - query_heads)))
+    sizes = table([packed_blocks, blocks, query_heads, length])
+    (attended,) = build.run(
+        MERGE,
+        inputs=[outputs, maxima, sums, flips(layout.value.rotation), logits, sizes],
+        template=(
+            ("T", queries.dtype),
+            ("SINKS", sinks is not None),
+            ("SIMDGROUPS", MERGING),
+            *codec_constants("VALUE", layout.value),
+        ),
+        grid=(32 * MERGING, batch * query_heads * length, 1),
+        threadgroup=(32 * MERGING, 1, 1),
+        output_shapes=[(*rows_of_queries, layout.value.head_dim)],
+        output_dtypes=[queries.dtype],
+    )
+    return attended
+
+
+def _blocks(tokens: int, tiles: int) -> int:
+    """Into how many blocks tokens are cut that so many simdgroups each attend to."""
+    return min(-(-tokens // LEAST_BLOCK), max(1, SIMDGROUPS // tiles), MOST_BLOCKS)

@@ -12,12 +12,13 @@ from mlx_tq.codec.formats.q8 import Q8Codec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.rotation import Rotation, WalshHadamard
 from mlx_tq.codec.rows import RowLayout
+from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels.build import Template
 
 _LANES = 32
 _LARGEST = 512
 # mlx passes arrays of fewer values in another address space, which would be another kernel.
-_LEAST = 8
+LEAST = 8
 
 
 def can_rotate(rotation: Rotation | None) -> bool:
@@ -33,6 +34,27 @@ def can_run(layout: RowLayout) -> bool:
     return all(_known(codec) for codec in (layout.key, layout.value))
 
 
+def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
+    """Raise where kernels lack a format of a layout, or a type of queries, keys or values.
+
+    Raises:
+        KernelUnavailableError: they do; what names it, and what they have.
+
+    """
+    for part, codec in (("key", layout.key), ("value", layout.value)):
+        if not _known(codec):
+            raise KernelUnavailableError(
+                f"kernels cannot read {part}s of {type(codec).__name__} with head size {codec.head_dim} and rotation "
+                f"{type(codec.rotation).__name__}; they have fp16, q8, tq4, tq3 and tq2 up to head size {_LARGEST} and "
+                "the Walsh-Hadamard rotation. Use mlx's own operations for this layer."
+            )
+    for dtype in dtypes:
+        if dtype not in (mx.float16, mx.bfloat16, mx.float32):
+            raise KernelUnavailableError(
+                f"kernels cannot compute in {dtype}; they take float16, bfloat16 and float32. Use mlx's own operations."
+            )
+
+
 def _known(codec: Codec) -> bool:
     if isinstance(codec, FullCodec):
         return codec.head_dim <= _LARGEST
@@ -42,11 +64,12 @@ def _known(codec: Codec) -> bool:
 
 
 def layout_constants(layout: RowLayout) -> Template:
-    """Template values KEY_... and VALUE_...: DIM, ORDER, BITS, RULE, WIDE and FULL."""
-    return (*_codec_constants("KEY", layout.key), *_codec_constants("VALUE", layout.value))
+    """Template values KEY_... and VALUE_..., see `codec_constants`."""
+    return (*codec_constants("KEY", layout.key), *codec_constants("VALUE", layout.value))
 
 
-def _codec_constants(prefix: str, codec: Codec) -> Template:
+def codec_constants(prefix: str, codec: Codec) -> Template:
+    """Template values PREFIX_...: DIM, ORDER, BITS, RULE, ROTATED, WIDE and FULL."""
     order, _ = split_order(codec.head_dim) or (1, 0)
     rule = codec.rule if isinstance(codec, TurboCodec) else SCALE_RULES[0]
     values = {
@@ -54,11 +77,17 @@ def _codec_constants(prefix: str, codec: Codec) -> Template:
         "ORDER": order if codec.rotation else 1,
         "BITS": 16 * codec.words // codec.head_dim,
         "RULE": SCALE_RULES.index(rule),
+        "ROTATED": codec.rotation is not None,
         "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
         # The 16-bit type that is stored as it is; some such type where there is none.
         "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
     }
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
+
+
+def table(numbers: list[int] | list[float], dtype: mx.Dtype = mx.int32) -> mx.array:
+    """Numbers for a kernel, zeros after them where they are few."""
+    return mx.array(numbers + [0] * (LEAST - len(numbers)), dtype)
 
 
 def flips(rotation: Rotation | None) -> mx.array:
@@ -75,7 +104,7 @@ def _flips(rotation: WalshHadamard | None) -> mx.array:
         matrix = hadamard_matrix(order)
         words = [_mask(signs[start : start + _LANES]) for start in range(0, rotation.dim, _LANES)]
         words += [_mask(row) for row in matrix.tolist()] + [_mask(column) for column in matrix.T.tolist()]
-    return mx.array(words + [0] * (_LEAST - len(words)), mx.uint32)
+    return mx.array(words + [0] * (LEAST - len(words)), mx.uint32)
 
 
 def _mask(signs: list[float]) -> int:

@@ -15,7 +15,7 @@ from metal_sim.capture import capture
 
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import build
-from mlx_tq.kernels.attend_packed import _attend_packed_gpu
+from mlx_tq.kernels.attend import _attend_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
 from mlx_tq.kernels.wht import _wht_gpu
@@ -35,20 +35,17 @@ LAYOUTS = {
 }
 
 
-class Captured(Exception):  # noqa: N818  it ends a call, it is no error
-    pass
-
-
 @contextmanager
 def capturing():
-    """The texts of the kernels called meanwhile; each call ends there."""
-    texts = []
+    """The texts of the kernels called meanwhile, by name; their outputs are zeros."""
+    texts = {}
 
-    def run(kernel, *, inputs, **call):
-        texts.append(
-            capture(build.built(kernel, "metal"), list(inputs), **{**call, "template": list(call["template"])})
+    def run(kernel, *, inputs, template, output_shapes, output_dtypes, **call):
+        sizes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
+        texts[kernel.name] = capture(
+            build.built(kernel, "metal"), list(inputs), template=list(template), **sizes, **call
         )
-        raise Captured
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
     with mock.patch.object(build, "run", run):
         yield texts
@@ -59,24 +56,26 @@ def texts() -> dict[str, str]:
     """Generated texts by name."""
     found = {}
 
-    def add(name, kernel, *arguments):
-        with capturing() as captured, pytest.raises(Captured):
-            kernel(*arguments)
-        found[name] = captured[0]
+    def add(name, kernel, *arguments, **options):
+        with capturing() as captured:
+            kernel(*arguments, **options)
+        found.update({f"{kernel_name} {name}": text for kernel_name, text in captured.items()})
 
     for name, case in LAYOUTS.items():
         layout = make_layout(case)
         keys, values = (random((1, 1, 4, case[f"{part}_dim"]), case["dtype"]) for part in ("key", "value"))
-        add(f"encode {name}", _encode_gpu, keys, values, layout)
+        add(name, _encode_gpu, keys, values, layout)
         rows = encode_ref(keys, values, layout).rows
-        add(f"dequantize {name}", _dequantize_gpu, rows, layout, keys.dtype)
-        add(f"attend {name}", _attend_packed_gpu, mx.zeros((1, 1, 4, case["key_dim"])), rows, 4, layout)
+        add(name, _dequantize_gpu, rows, layout, keys.dtype)
+        queries = random((1, 4, 1, case["key_dim"]), case["dtype"])
+        options = {"mask": mx.zeros((1, 8)), "sinks": mx.zeros(4)} if "rule" in case else {}
+        add(name, _attend_gpu, queries, rows, 4, layout, keys, values, prefix=1, scale=1.0, **options)
     for dim in (80, 128, 512):
-        add(f"wht {dim}", _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
+        add(str(dim), _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
     return found
 
 
-NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend") for name in LAYOUTS] + [
+NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend", "merge") for name in LAYOUTS] + [
     "wht 80",
     "wht 128",
     "wht 512",
@@ -106,7 +105,9 @@ def test_address_spaces(name):
         ("encode q8 and tq4", "auto out = packed_rows", "thread ushort* out = packed_rows"),
         ("encode q8 and tq4", "TQ_THREAD const float* y, Codes", "TQ_CONSTANT float* y, Codes"),
         ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
-        ("attend q8 and tq4", "auto asked = queries", "constant float* asked = queries"),
+        ("attend q8 and tq4", "auto vector = queries", "constant bfloat16_t* vector = queries"),
+        ("attend q8 and tq4", "auto key = keys", "device ushort* key = keys"),
+        ("merge q8 and tq4", "auto outputs = block_outputs", "threadgroup const float* outputs = block_outputs"),
         ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
     ],
 )

@@ -7,7 +7,7 @@ from metal_sim.run import SimulationError
 from simulated import ORDERS, simulated
 
 from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.kernels.attend_packed import _attend_packed_gpu, attend_packed_ref
+from mlx_tq.kernels.attend import _attend_gpu, attend_ref
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
 from mlx_tq.kernels.wht import _wht_gpu, wht_ref
@@ -55,16 +55,32 @@ def rotated(**how) -> bool:
     return mx.array_equal(found, wht_ref(x, rotation, inverse=True)).item()
 
 
-def attended(**how) -> bool:
-    """5 queries on 290 tokens, a part of a longer buffer: two tiles, two blocks, a last tile of 2 tokens."""
-    layout = make_layout({**CASE, "value": "tq3"})
-    keys, values = random((2, 1, 300, 80), "float16"), random((2, 1, 300, 128), "float16", seed=1)
+def attends(tokens: int, **how) -> bool:
+    """5 queries; the first batch row does not see the last token, the second one only a window."""
+    layout = make_layout({**CASE, "value": "tq3", "value_dim": 112})
+    shapes = [(2, 1, tokens, dim) for dim in (80, 112)]
+    keys, values = (random(shape, "float16", seed) for seed, shape in enumerate(shapes))
     rows = encode_ref(keys, values, layout).rows
-    queries = random((2, 1, 5, 80), "float32", seed=2) * 0.5
+    arguments = {
+        "queries": random((2, 5, 1, 80), "float32", seed=2),
+        "rows": rows,
+        "body": tokens - 10,
+        "layout": layout,
+        "keys": keys[:, :, 2:41],
+        "values": values[:, :, 3:42],
+        "prefix": 34,
+        "scale": 0.2,
+        "sinks": mx.arange(5) / 5,
+        "visible": mx.array([[[0, tokens + 28]], [[33, 111]]]),
+    }
     with simulated(**how):
-        found = _attend_packed_gpu(queries, rows, 290, layout)
-    expected = attend_packed_ref(queries, rows, 290, layout)
-    return all(mx.allclose(a, b, rtol=1e-4, atol=1e-5).item() for a, b in zip(found, expected, strict=True))
+        found = _attend_gpu(**arguments)
+    return mx.allclose(found, attend_ref(**arguments), rtol=1e-4, atol=1e-5).item()
+
+
+def attended(**how) -> bool:
+    """Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39."""
+    return attends(110, **how)
 
 
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -110,23 +126,62 @@ MUTANTS = {
     "wrong unit count": (decoded, "units = key ? KEY_UNITS", "units = key ? VALUE_UNITS"),
     "planes interleaved": (decoded, "i * COUNT + unit", "i + VALUES * unit"),
     "key's scale for the value": (decoded, "words + int(ROW::VALUE_SCALE)", "words + int(ROW::KEY_SCALE)"),
-    "weights before they are whole": (attended, f"  {BARRIER}\n  int tokens", "int tokens"),
+    "weights before they are whole": (attended, f"    {BARRIER}\n    int tokens", "    int tokens"),
     "weights of the next tile": (
         attended,
-        f"  {BARRIER}\n  TQ_UNROLL for (int q = 0; q < QUERIES; q++) {{",
-        "  TQ_UNROLL for (int q = 0; q < QUERIES; q++) {",
+        f"    {BARRIER}\n    TQ_UNROLL for (int q = 0; q < QUERIES; q++) {{",
+        "    TQ_UNROLL for (int q = 0; q < QUERIES; q++) {",
     ),
-    "queries before they are loaded": (attended, f"{BARRIER}\n\nfloat maximum", "float maximum"),
-    "tail of a block unmasked": (attended, "there ? tq_exp2", "true ? tq_exp2"),
-    "maximum of each lane alone": (attended, "tq_simd_max(there", "(there"),
-    "old sums not rescaled": (attended, "sum[q] = tq_mul(sum[q], factor)", "sum[q] = sum[q]"),
-    "old outputs not rescaled": (attended, "output[q * VALUES + i], factor)", "output[q * VALUES + i], 1.0f)"),
-    "block off by one": (attended, "start = first + block * size", "start = first + block * size + 1"),
-    "blocks overlap": (attended, "start + size < last ? start + size", "start + size < last ? start + size + 1"),
+    "queries before they are loaded": (attended, f"{BARRIER}\n\nuint at", "uint at"),
+    "tail of a block unmasked": (attended, "there && place >= first[q]", "place >= first[q]"),
+    "window's first token unseen": (attended, "place >= first[q]", "place > first[q]"),
+    "token past the window seen": (attended, "place < last[q]", "place <= last[q]"),
+    "window ignored where it cuts blocks": (
+        attended,
+        "to = last[q] > to ? last[q] : to",
+        "to = last[q] > to ? last[q] - 1 : to",
+    ),
+    "prefix taken for the tail": (attended, "token < block.fold ? token", "token < 0 ? token"),
+    "packed tokens before the prefix": (attended, "tokens.shift = prefix", "tokens.shift = 0"),
+    "maximum of each lane alone": (attended, "tq_simd_max(seen", "(seen"),
+    "old sums not rescaled": (attended, "sums.sum[q] = tq_mul(sums.sum[q], factor)", "sums.sum[q] = sums.sum[q]"),
+    "old outputs not rescaled": (
+        attended,
+        "sums.output[q * VALUES + i], factor)",
+        "sums.output[q * VALUES + i], 1.0f)",
+    ),
+    "block off by one": (attended, "tokens.start = start + block * size", "tokens.start = start + block * size + 1"),
+    "blocks overlap": (attended, "? tokens.start + size : stop", "? tokens.start + size + 1 : stop"),
     "another head's rows": (attended, "batch * packed_rows_strides[0]", "head * packed_rows_strides[0]"),
-    "slots not added": (attended, "slot < SLOTS; slot++", "slot < SLOTS - 1; slot++"),
-    "tokens past the tile": (attended, "token < tokens; token", "token < 32; token"),
-    "key's gain for the value": (attended, "(row + int(ROW::VALUE_SCALE)", "(row + int(ROW::KEY_SCALE)"),
+    "strides of keys for values": (attended, "batch * full_values_strides[0]", "batch * full_keys_strides[0]"),
+    "strides of a whole array": (attended, "values, full_values_strides[2]", "values, VALUE_DIM * 2"),
+    "slots not added": (attended, "slot < int(SHARE::SLOTS); slot++", "slot < int(SHARE::SLOTS) - 1; slot++"),
+    "tokens past the tile": (attended, "slot < tokens; slot", "slot < 32; slot"),
+    "key's gain for the value": (
+        attended,
+        "int(ROW::VALUE_SCALE) - int(ROW::VALUES)",
+        "int(ROW::KEY_SCALE) - int(ROW::VALUES)",
+    ),
+    "rows of the last tile past the end": (attended, "q < count", "true"),
+    "queries of the tail rotated": (attended, "KEY_ROTATED && packed", "KEY_ROTATED"),
+    "blocks merged unweighted": (attended, "tq_fma(factor, outputs", "tq_fma(1.0f, outputs"),
+    "sums merged unweighted": (
+        attended,
+        "tq_fma(sums[block], tq_exp2(tq_sub(maxima[block], maximum)), total)",
+        "tq_add(sums[block], total)",
+    ),
+    "last block not merged": (attended, "side == 0 ? packed_blocks : blocks", "side == 0 ? packed_blocks : blocks - 1"),
+    "block of the tail rotated back": (
+        attended,
+        "simdgroup + side * packed_blocks",
+        "simdgroup + side * (packed_blocks - 1)",
+    ),
+    "sink of another head": (attended, "/ length % heads", "/ length % (heads - 1)"),
+    "sink left out of the sum": (attended, "if (SINKS) total", "if (false) total"),
+    "parts before they are whole": (attended, "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "parts of two simdgroups in one place": (attended, "(simdgroup * 2 * N + i) * 32", "(simdgroup * N + i) * 32"),
+    "a simdgroup's part forgotten": (attended, "other = 1; other", "other = 2; other"),
+    "values rotated forth, not back": (attended, "value_flips + (N + VALUE_ORDER)", "value_flips + N"),
     "grid's spare threads write": (decoded, "if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
 }
 
@@ -135,14 +190,17 @@ MUTANTS = {
 def test_mutant_is_caught(name):
     run, old, new = MUTANTS[name]
 
+    texts = []
+
     def edit(text: str) -> str:
-        assert old in text, "the text has changed; so must the mutant"
+        texts.append(text)
         return text.replace(old, new)
 
     try:
         right = all(run(order=order, edit=edit) for order in ORDERS)
     except SimulationError:
         right = False
+    assert any(old in text for text in texts), "the text has changed; so must the mutant"
     assert not right
 
 

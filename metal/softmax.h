@@ -1,0 +1,18 @@
+// Parts of a softmax in powers of two: scores are in units of log 2.
+#include "tq_compat.h"
+
+// Stands for minus infinity: what sees nothing then has finite differences.
+#define TQ_MASKED -1e30f
+#define TQ_LOG2E 1.44269504f
+
+TQ_FN float tq_larger(float a, float b) { return b > a ? b : a; }
+
+TQ_FN float tq_simd_max(float value) {
+  TQ_UNROLL for (int stride = 16; stride > 0; stride /= 2) value = tq_larger(value, simd_shuffle_xor(value, ushort(stride)));
+  return value;
+}
+
+TQ_FN float tq_simd_sum(float value) {
+  TQ_UNROLL for (int stride = 16; stride > 0; stride /= 2) value = tq_add(value, simd_shuffle_xor(value, ushort(stride)));
+  return value;
+}
