@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlx_tq.codec.formats import format_names
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, profile
 from mlx_tq.errors import ConfigError
+from mlx_tq.kernels import impl
 
 
 class Option(NamedTuple):
@@ -30,6 +31,12 @@ OPTIONS = (
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more"),
     Option("--kv-outlier", "outlier", float, "key norm, in medians, above which a layer's keys keep 8 bits; 0 is off"),
 )
+IMPL = Option(
+    "--impl",
+    "impl",
+    str,
+    f"what computes on a compressed cache: {', '.join(impl.IMPLS)} (default: auto, a GPU's kernels)",
+)
 _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -38,6 +45,23 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
     for option in (PROFILE, *OPTIONS):
         group.add_argument(option.flag, type=option.kind, default=None, metavar=option.field.upper(), help=option.help)
+    add_impl_argument(parser)
+
+
+def add_impl_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --impl, which `choose_impl` puts into effect."""
+    parser.add_argument(IMPL.flag, default=None, metavar="IMPL", help=f"{IMPL.help}; falls back to MLX_TQ_IMPL")
+
+
+def choose_impl(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+    """Take the implementation that a command's --impl or MLX_TQ_IMPL names, if the command has that flag.
+
+    Raises:
+        ConfigError: an unknown name.
+        KernelUnavailableError: it needs a GPU that is not here.
+    """
+    if hasattr(args, "impl"):
+        impl.choose(option_value(args, IMPL, environ) or "auto")
 
 
 def _environment_name(flag: str) -> str:

@@ -20,6 +20,7 @@ from mlx_lm.models.base import scaled_dot_product_attention as native_attention
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from rich.table import Table
 
+from mlx_tq.args import add_impl_argument
 from mlx_tq.cache.compressed import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
@@ -137,6 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5, help="times that each arm is measured")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE; - is standard output")
+    add_impl_argument(parser)
     return parser
 
 

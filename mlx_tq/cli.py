@@ -6,6 +6,7 @@
 import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from mlx_tq import __version__
@@ -66,5 +67,13 @@ def _run(command: str, words: list[str]) -> int:
         sys.stderr.write(f"mlx_tq: command {command!r} is unknown\n" if command else "")
         sys.stderr.write(f"{_usage()}\n")
         return USAGE_ERROR
+    from mlx_tq.args import choose_impl  # 0.1 s, only for a command
+
     module = importlib.import_module(f"mlx_tq.{command}")
-    return int(module.run(module.build_parser().parse_args(words)))
+    args = module.build_parser().parse_args(words)
+    choose_impl(args)
+    plain, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        return int(module.run(args))
+    finally:
+        warnings.formatwarning = plain

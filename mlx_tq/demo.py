@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.generate import stream_generate
 
+from mlx_tq.args import add_impl_argument
 from mlx_tq.config import PROFILES
 from mlx_tq.dispatch import attention
 from mlx_tq.haystack import Case, Verdict, build_case, load_text, verdict
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=float, default=0.3, help="where the fact stands, 0 to 1 (default: 0.3)")
     parser.add_argument("--seed", type=int, default=0, help="of the fact and the text around it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_impl_argument(parser)
     return parser
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.args import add_impl_argument
 from mlx_tq.cache.compressed import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
@@ -83,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="mlx_tq.doctor", description="Show versions and backend, and test every codec."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add_impl_argument(parser)
     return parser
 
 

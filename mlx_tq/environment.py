@@ -6,6 +6,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlx_tq import __version__
+from mlx_tq.kernels import impl
 
 
 def backend() -> str:
@@ -26,6 +27,7 @@ def environment() -> dict[str, str]:
     return {
         "device": device_name(),
         "backend": backend(),
+        "attention": impl.describe(),
         "system": platform.platform(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("mlx", "mlx-lm", "numpy")},

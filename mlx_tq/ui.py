@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mlx_tq.cache.factory import LayerPlan, Plan
+from mlx_tq.kernels import impl
 from mlx_tq.stats import CacheStats, GenerationStats
 
 _WIDTH = 120  # where there is no terminal to ask
@@ -64,7 +65,8 @@ def show_plan(plan: Plan, tokens: int) -> None:
     console.print(shown)
     spec = plan.layers[0].spec
     console.print(
-        f"in the model's own type: the first {spec.prefix} tokens, the last {spec.window} and up to 63 before those",
+        f"in the model's own type: the first {spec.prefix} tokens, the last {spec.window} and up to 63 before those\n"
+        f"computed by {impl.describe()}",
         style="dim",
         soft_wrap=True,
     )
@@ -137,4 +139,5 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             for layer in plan.layers
         ],
         "caches": plan.classes,
+        "attention": impl.describe(),
     }

@@ -19,6 +19,7 @@ from mlx_tq.cache.view import FEW, Handle, Regions, check_seam, handles
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, NonFiniteError
+from mlx_tq.kernels.encode import encode
 
 # Rows by which the body's buffer grows.
 STEP = 256
@@ -234,7 +235,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if packed > self.spec.prefix:
             self.check_health()  # of earlier blocks, long computed: nothing waits
         keys, values = (x[:, :, self._index(packed) : self._index(target)] for x in full)
-        encoded = self._layout(full).encode(keys, values)
+        encoded = encode(keys, values, self._layout(full))
         self._health = self._health + encoded.health
         rows = mx.depends(encoded.rows, self._health)
         start, stop = packed - self.spec.prefix, target - self.spec.prefix

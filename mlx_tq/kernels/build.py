@@ -88,9 +88,17 @@ def run(
             output_shapes=list(output_shapes),
             output_dtypes=list(output_dtypes),
         )
-        if (kernel, template) not in _proven:
-            mx.eval(outputs)
+        if (kernel, template) not in _proven and _evaluated(outputs):
             _proven.add((kernel, template))
     except (RuntimeError, ValueError) as error:
         raise KernelUnavailableError(f"kernel {kernel.name!r} cannot run on {where}: {error}") from error
     return outputs
+
+
+def _evaluated(arrays: list[mx.array]) -> bool:
+    """Wait for arrays; False inside `mx.compile` and its like, where there is nothing to wait for."""
+    try:
+        mx.eval(arrays)
+    except ValueError:  # from the compiler of a kernel comes a RuntimeError
+        return False
+    return True

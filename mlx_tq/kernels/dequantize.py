@@ -4,9 +4,8 @@ import mlx.core as mx
 
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build
+from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import can_run, layout_constants
-from mlx_tq.kernels.prefill import dequantize as dequantize_ref
 
 KERNEL = build.Kernel("dequantize", inputs=("packed_rows",), outputs=("keys_out", "values_out"))
 THREADS = 256
@@ -14,8 +13,13 @@ THREADS = 256
 
 def dequantize(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Rotated keys [B, H, S, Dk] and values [B, H, S, Dv] of packed rows uint32 [B, H, S, W]."""
-    run = _dequantize_gpu if build.backend() and can_run(layout) else dequantize_ref
-    return run(rows, layout, dtype)
+    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, able=can_run(layout))
+
+
+def dequantize_ref(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """`dequantize` in mlx's own operations."""
+    keys, values = layout.key.decode_rotated(layout.keys(rows)), layout.value.decode_rotated(layout.values(rows))
+    return keys.astype(dtype), values.astype(dtype)
 
 
 def _dequantize_gpu(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_tq.codec.rows import RowLayout, Rows
-from mlx_tq.kernels import build
+from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import can_run, flips, layout_constants
 
 KERNEL = build.Kernel(
@@ -16,8 +16,7 @@ SIMDGROUPS = 4
 
 def encode(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
     """Encode keys [B, H, S, Dk] and values [B, H, S, Dv] of one type into rows uint32 [B, H, S, W]."""
-    run = _encode_gpu if build.backend() and can_run(layout) else encode_ref
-    return run(keys, values, layout)
+    return impl.call(_encode_gpu, encode_ref, keys, values, layout, able=can_run(layout))
 
 
 def encode_ref(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:

@@ -4,29 +4,17 @@ The inverse rotation is never applied to a cached token: tokens in the model's o
 output is rotated back once.
 """
 
-import math
-
 import mlx.core as mx
 
-from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.masks import Mask, take_columns
-
-
-def dequantize(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Rotated keys [B, H, S, Dk] and values [B, H, S, Dv] of packed rows uint32 [B, H, S, W]."""
-    return _decode(layout.key, layout.keys(rows), dtype), _decode(layout.value, layout.values(rows), dtype)
-
-
-def _decode(codec: Codec, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
-    return codec.decode_rotated(encoded).astype(dtype)
+from mlx_tq.kernels.wht import wht
 
 
 def _rotate(x: mx.array, rotation: Rotation | None) -> mx.array:
-    if rotation is None:
-        return x
-    return (rotation.forward(x.astype(mx.float32)) / math.sqrt(rotation.dim)).astype(x.dtype)
+    return x if rotation is None else wht(x, rotation)
 
 
 def prefill(
@@ -57,6 +45,4 @@ def prefill(
         mask=mask,
         sinks=sinks,
     )
-    if layout.value.rotation is None:
-        return out
-    return layout.value.rotation.inverse(out.astype(mx.float32)).astype(out.dtype)
+    return out if layout.value.rotation is None else wht(out, layout.value.rotation, inverse=True)

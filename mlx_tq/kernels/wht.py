@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_tq.codec.exact import split_order
 from mlx_tq.codec.rotation import Rotation
-from mlx_tq.kernels import build
+from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import can_rotate, flips
 
 KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
@@ -15,8 +15,7 @@ SIMDGROUPS = 4
 
 def wht(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:
     """R x, or R^T x, of vectors [..., D] in their own type; computed in fp32."""
-    run = _wht_gpu if build.backend() and can_rotate(rotation) else wht_ref
-    return run(x, rotation, inverse=inverse)
+    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, able=can_rotate(rotation))
 
 
 def wht_ref(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:

@@ -21,7 +21,8 @@ from attention_cases import (
 )
 
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.prefill import dequantize, prefill
+from mlx_tq.kernels.dequantize import dequantize
+from mlx_tq.kernels.prefill import prefill
 
 LENGTHS = {**PARAMETERS, "length": (1, 8, 9, 17, 32, 33, 64, 100)}
 CASES = pairwise_cases(LENGTHS)

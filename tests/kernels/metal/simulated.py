@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from metal_sim.run import Counters, simulate
 
-from mlx_tq.kernels import build
+from mlx_tq.kernels import build, impl
 
 ORDERS = (0, 1, 7)
 
@@ -15,7 +16,7 @@ ORDERS = (0, 1, 7)
 def simulated(
     *, order: int = 0, sanitize: bool = False, edit: Callable[[str], str] = lambda text: text
 ) -> Iterator[list[Counters]]:
-    """Kernels run on the simulator meanwhile; yields the counters of each call."""
+    """The simulator is the GPU meanwhile, and is chosen; yields the counters of each call."""
     counters: list[Counters] = []
 
     def run(kernel: build.Kernel, **call: Any) -> list[Any]:
@@ -23,8 +24,9 @@ def simulated(
         counters.append(result.counters)
         return result.outputs
 
-    original, build.run = build.run, run
-    try:
+    with (
+        mock.patch.object(build, "run", run),
+        mock.patch.object(build, "backend", return_value="metal"),
+        impl.using("metal"),
+    ):
         yield counters
-    finally:
-        build.run = original

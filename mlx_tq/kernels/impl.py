@@ -1,0 +1,114 @@
+"""Which implementation computes: the kernels of metal/ on a GPU, or mlx's own operations.
+
+One choice for the process, like mlx's default device. "auto" takes kernels where there is a GPU; should one fail to
+build or run there, it warns and takes mlx's operations from then on. "metal" and "cuda" raise instead. "ops" runs none.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import mlx.core as mx
+
+from mlx_tq.errors import ConfigError, KernelUnavailableError
+from mlx_tq.kernels import build
+
+IMPLS = ("auto", "metal", "cuda", "ops")
+
+_KNOWS = "knows the formats fp16, q8, tq4, tq3 and tq2, the rotation 'wht', and head sizes to 512"
+
+_Result = TypeVar("_Result")
+
+
+class KernelFallbackWarning(RuntimeWarning):
+    """Kernels were expected and mlx's own operations serve instead."""
+
+
+@dataclass
+class _State:
+    choice: str = "auto"
+    failure: str | None = None  # why "auto" gave kernels up
+
+
+_state = _State()
+
+
+def choose(name: str) -> None:
+    """Take an implementation of IMPLS from now on.
+
+    Raises:
+        ConfigError: an unknown name.
+        KernelUnavailableError: "metal" or "cuda" where mlx's default device is none.
+
+    """
+    if name not in IMPLS:
+        raise ConfigError(f"implementation {name!r} is unknown; valid are {', '.join(IMPLS)}.")
+    if name in ("metal", "cuda") and build.backend() != name:
+        raise KernelUnavailableError(
+            f"implementation {name!r} was asked for; mlx's default device here is {mx.default_device()}, with "
+            f"{build.backend() or 'no GPU'}. Use auto or ops."
+        )
+    _state.choice, _state.failure = name, None
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Take an implementation until the context ends.
+
+    Raises:
+        ConfigError, KernelUnavailableError: as `choose`.
+
+    """
+    before = _State(_state.choice, _state.failure)
+    choose(name)
+    try:
+        yield
+    finally:
+        _state.choice, _state.failure = before.choice, before.failure
+
+
+def current() -> str:
+    """What computes now: "metal", "cuda" or "ops"."""
+    if _state.choice in ("metal", "cuda"):
+        return _state.choice
+    return "ops" if _state.choice == "ops" or _state.failure else build.backend() or "ops"
+
+
+def describe() -> str:
+    """What computes now and why, in a few words."""
+    if current() != "ops":
+        return f"{current()} kernels"
+    if _state.failure:
+        return f"mlx's own operations, because a kernel failed: {_state.failure}"
+    return f"mlx's own operations ({'chosen' if _state.choice == 'ops' else 'no GPU'})"
+
+
+def call(
+    gpu: Callable[..., _Result], ref: Callable[..., _Result], *arguments: object, able: bool, **options: object
+) -> _Result:
+    """The result of `gpu`, or of `ref` where kernels are not chosen, not there, or (`able`) do not know the case.
+
+    Raises:
+        KernelUnavailableError: "metal" or "cuda" was chosen and the kernel cannot do it.
+
+    """
+    if current() == "ops":
+        return ref(*arguments, **options)
+    if not able:
+        _fall_back(KernelUnavailableError(f"kernel {ref.__name__.removesuffix('_ref')!r} cannot do this: it {_KNOWS}"))
+        return ref(*arguments, **options)
+    try:
+        return gpu(*arguments, **options)
+    except KernelUnavailableError as error:
+        _fall_back(error)
+        _state.failure = str(error)
+        return ref(*arguments, **options)
+
+
+def _fall_back(error: KernelUnavailableError) -> None:
+    """Warn that mlx's operations serve; raise where that was ruled out."""
+    if _state.choice != "auto":
+        raise error
+    warnings.warn(f"{error}. mlx's own operations serve instead, which is slow.", KernelFallbackWarning, stacklevel=3)
