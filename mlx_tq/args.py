@@ -25,7 +25,7 @@ PROFILE = Option(
 )
 OPTIONS = (
     Option("--kv-key", "key", str, f"format of keys: {', '.join(format_names())}"),
-    Option("--kv-value", "value", str, f"format of values: {', '.join(format_names())}"),
+    Option("--kv-value", "value", str, "format of values: the same"),
     Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type"),
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more"),

@@ -48,8 +48,8 @@ class KVConfig:
     wide_scale: bool = False
 
     def __post_init__(self) -> None:
-        get_format(self.key)
-        get_format(self.value)
+        for side in ("key", "value"):
+            object.__setattr__(self, side, get_format(getattr(self, side)).name)  # an alias and its format are one
         CodecOptions(scale=self.key_scale)
         CodecOptions(scale=self.value_scale)
         if self.rotation not in ROTATIONS:
@@ -76,14 +76,19 @@ PROFILES: dict[str, KVConfig] = {
     "small": KVConfig(key="tq4", value="tq4"),
 }
 DEFAULT_PROFILE = "balanced"
+# Pairs by the names that other programs give them; a profile may be called so too.
+PAIRS = {"turbo8v4": ("q8", "tq4"), "turbo8v3": ("q8", "tq3"), "k8v4": ("fp8", "tq4")}
 
 
 def profile(name: str, **changes: object) -> KVConfig:
-    """The configuration of a named profile, with some fields replaced.
+    """The configuration of a named profile, or of one of PAIRS, with some fields replaced.
 
     Raises:
         ConfigError: an unknown profile, or a value that cannot be met.
     """
+    if name in PAIRS:
+        key, value = PAIRS[name]
+        return KVConfig(**{"key": key, "value": value, **changes})  # type: ignore[arg-type]
     if name not in PROFILES:
         raise ConfigError(f"profile {name!r} is unknown; valid are {', '.join(PROFILES)}.")
     return replace(PROFILES[name], **changes)  # type: ignore[arg-type]

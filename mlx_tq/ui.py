@@ -70,6 +70,13 @@ def show_plan(plan: Plan, tokens: int) -> None:
         style="dim",
         soft_wrap=True,
     )
+    decoded = sorted({f"{layer.spec.key}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
+    if decoded:
+        console.print(
+            f"no GPU kernels for {', '.join(decoded)}: attention decodes with mlx's operations",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 @contextmanager
@@ -132,6 +139,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
                 "part": layer.slot.part,
                 "key": layer.spec.key,
                 "value": layer.spec.value,
+                "has_kernels": layer.has_kernels,
                 "note": layer.note,
                 "nbytes": layer.nbytes(tokens),
                 "fp16_nbytes": layer.native_nbytes(tokens),

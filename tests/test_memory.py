@@ -20,6 +20,7 @@ CONFIGS = {
     "nothing kept": KVConfig(key="q8", value="tq4", prefix=0, window=0),
     "half": KVConfig(key="fp16", value="tq4"),
     "wide scale": KVConfig(key="tq4", value="tq4", wide_scale=True),
+    "blocks": KVConfig(key="q8_0", value="tq3_0", prefix=32),
     "odd rows": KVConfig(key="tq3", value="q8", prefix=32),
 }
 

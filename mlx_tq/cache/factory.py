@@ -15,6 +15,7 @@ from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.kernels.constants import can_run
 
 # What layers are promoted to where low-bit keys would hurt.
 _PROMOTED = "q8"
@@ -33,6 +34,12 @@ class LayerPlan:
     slot: SlotFacts
     spec: CacheSpec
     note: str
+
+    @property
+    def has_kernels(self) -> bool:
+        """The GPU kernels have both formats at these sizes; else mlx's operations decode what attention reads."""
+        slot = self.slot
+        return can_run(self.spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype)))
 
     def nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the arrays after `tokens` tokens, unused capacity included."""

@@ -41,15 +41,16 @@ class WalshHadamard:
     """R = H diag(s) / sqrt(D), with one random sign vector s.
 
     D = m 2^k, m in {1, 12, 20, 28}. H is not symmetric for m = 20 and 28; there the inverse is a path of its own.
+    The signs are those of the seed, or `signs` where a published format fixes them.
     """
 
-    def __init__(self, dim: int, seed: int) -> None:
+    def __init__(self, dim: int, seed: int = 0, *, signs: list[float] | None = None) -> None:
         if split_order(dim) is None:
             valid = f"m * 2^k with m in {set(ORDERS)}, such as 64, 80, 96, 112, 128, 192 or 256"
             raise ConfigError(f"head_dim {dim} has no Walsh-Hadamard transform; valid is {valid}. Use rotation='haar'.")
         self.dim = dim
         flips = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, dim)
-        self.signs = mx.array((1 - 2 * flips).astype(np.float32))
+        self.signs = mx.array((1 - 2 * flips).astype(np.float32)) if signs is None else mx.array(signs)
 
     def forward(self, x: mx.array) -> mx.array:
         """H diag(s) x, fp32 [..., D]."""
@@ -65,17 +66,12 @@ class WalshHadamard:
         return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
 
 
-class Haar:
-    """A dense rotation from the Haar measure: QR of a Gaussian matrix with Q sign(diag(R)).
+class Dense:
+    """A rotation by its matrix, fp32 [D, D]."""
 
-    Computed in float64 and rounded to fp32, which hides what LAPACKs disagree on.
-    """
-
-    def __init__(self, dim: int, seed: int) -> None:
-        self.dim = dim
-        gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((dim, dim))
-        q, r = np.linalg.qr(gaussian)
-        self.matrix = mx.array((q * np.sign(np.diag(r))).astype(np.float32))
+    def __init__(self, matrix: mx.array) -> None:
+        self.dim = matrix.shape[0]
+        self.matrix = matrix
 
     def forward(self, x: mx.array) -> mx.array:
         """R x times sqrt(D), fp32 [..., D]; summed over D left to right, so that no batch shape changes a bit."""
@@ -88,6 +84,40 @@ class Haar:
     def inverse(self, y: mx.array) -> mx.array:
         """R^T y, fp32 [..., D]."""
         return y @ self.matrix
+
+
+class Haar(Dense):
+    """A dense rotation from the Haar measure: QR of a Gaussian matrix with Q sign(diag(R)).
+
+    Computed in float64 and rounded to fp32, which hides what LAPACKs disagree on.
+    """
+
+    def __init__(self, dim: int, seed: int) -> None:
+        gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((dim, dim))
+        q, r = np.linalg.qr(gaussian)
+        super().__init__(mx.array((q * np.sign(np.diag(r))).astype(np.float32)))
+
+
+class BlockRotation:
+    """The same rotation of each run of `inner.dim` values."""
+
+    def __init__(self, dim: int, inner: Rotation) -> None:
+        self.dim = dim
+        self.inner = inner
+
+    def forward(self, x: mx.array) -> mx.array:
+        """R x times sqrt(D), fp32 [..., D]."""
+        blocks = self.inner.forward(x.reshape(*x.shape[:-1], -1, self.inner.dim))
+        return blocks.reshape(x.shape) * math.sqrt(self.dim / self.inner.dim)
+
+    def inverse(self, y: mx.array) -> mx.array:
+        """R^T y, fp32 [..., D]."""
+        return self.inner.inverse(y.reshape(*y.shape[:-1], -1, self.inner.dim)).reshape(y.shape)
+
+    @cached_property
+    def matrix(self) -> mx.array:
+        """R, fp32 [D, D]."""
+        return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
 
 
 ROTATIONS: dict[str, type[WalshHadamard] | type[Haar]] = {"wht": WalshHadamard, "haar": Haar}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.formats.base import FP16_MAX, Codec, Encoded
+from mlx_tq.codec.formats.base import Codec, Encoded
 
 
 class Segment(NamedTuple):
@@ -60,11 +60,10 @@ class RowLayout:
 
     def _health(self, encoded: list[Encoded], keys: mx.array, values: mx.array) -> mx.array:
         clamped, broken = [], []
-        for e, x in zip(encoded, (keys, values), strict=True):
+        for codec, e, x in zip((self.key, self.value), encoded, (keys, values), strict=True):
             peak = mx.abs(x).max(axis=-1)
             broken.append(mx.logical_not(mx.isfinite(peak)).sum())
-            if e.scale is not None:
-                clamped.append(mx.logical_or(peak > FP16_MAX, e.scale >= FP16_MAX).sum())
+            clamped.append(codec.clamped(peak, e).sum())
         return mx.stack([sum(clamped, mx.array(0)), sum(broken, mx.array(0))]).astype(mx.int32)
 
     def keys(self, rows: mx.array) -> Encoded:

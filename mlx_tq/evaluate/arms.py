@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_tq.args import OPTIONS, PROFILE, config_from_args, option_value
 from mlx_tq.cache.factory import build_caches
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
 from mlx_tq.probe import native_caches
@@ -48,8 +48,9 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     Raises:
         ConfigError: an unknown profile, format or scale rule.
     """
-    if text in PROFILES:
-        return Arm(text, KVConfig(**{"key": PROFILES[text].key, "value": PROFILES[text].value, **changes}))
+    if text in PROFILES or text in PAIRS:
+        chosen = profile(text)
+        return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes}))
     key, slash, value = text.partition("/")
     if not slash:
         raise ConfigError(

@@ -8,7 +8,6 @@ from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.base import SCALE_RULES
 from mlx_tq.codec.formats.full import FullCodec
-from mlx_tq.codec.formats.q8 import Q8Codec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.rotation import Rotation, WalshHadamard
 from mlx_tq.codec.rows import RowLayout
@@ -56,11 +55,8 @@ def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
 
 
 def _known(codec: Codec) -> bool:
-    if isinstance(codec, FullCodec):
-        return codec.head_dim <= _LARGEST
-    if isinstance(codec, TurboCodec) and codec.bits == 1:
-        return False
-    return isinstance(codec, TurboCodec | Q8Codec) and can_rotate(codec.rotation)
+    fits = codec.head_dim <= _LARGEST if codec.rotation is None else can_rotate(codec.rotation)
+    return codec.has_kernels and fits
 
 
 def layout_constants(layout: RowLayout) -> Template:

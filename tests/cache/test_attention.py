@@ -22,6 +22,7 @@ from mlx_tq.cache.view import FEW
 LENGTH = 200
 SCALE = DIM**-0.5
 FORMATS = [("fp16", "fp16"), ("q8", "q8"), ("q8", "tq4"), ("tq4", "tq4"), ("tq3", "tq2"), ("fp16", "tq4")]
+OTHERS = [("q8_0", "tq3_0"), ("fp8", "tq4"), ("tq3_0", "q8_0"), ("q8", "fp8")]
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 
 
@@ -36,7 +37,7 @@ def causal(length, count):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("mlx.core."))
-@pytest.mark.parametrize(("key", "value"), FORMATS)
+@pytest.mark.parametrize(("key", "value"), FORMATS + OTHERS)
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_equals_attention_over_the_decoded_cache(key, value, dtype, length):
     keys, values = random_pair(LENGTH, dtype=dtype)

@@ -42,6 +42,13 @@ def test_plan_says_what_differs_by_layer(cli):
     assert plan.count("boundary layer") == 2
 
 
+def test_plan_says_what_the_kernels_do_not_read(cli):
+    err = cli("generate", "-p", "hi", "-m", 2, "--kv-key", "q8_0", "--kv-value", "turbo3").err
+    assert re.search(r"^0-5 +q8_0 +tq3 ", err, re.MULTILINE)
+    assert "no GPU kernels for q8_0/tq3: attention decodes with mlx's operations\n" in err
+    assert "no GPU kernels" not in cli("generate", "-p", "hi", "-m", 2).err
+
+
 def test_plan_says_which_layers_stay_as_they_are(cli, tmp_path):
     model = zoo_model(tmp_path / "gemma3", "gemma3_text")
     plan = cli("generate", "--model", model, "-p", "hi", "-m", 2).err

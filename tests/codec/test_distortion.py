@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from codec_reference import BITS, DIMS, gaussian, make_codec, rotation_matrix
 
+from mlx_tq.codec import get_format
 from mlx_tq.codec.codebook import theoretical_mse
 
 RULES = ("raw", "matched", "ls", "unbiased")
@@ -50,6 +51,11 @@ def test_heavy_tails_cost_nothing(name):
     x = mx.array(gaussian((64, 128), seed=3) ** 3)
     errors = [relative_errors(make_codec(name, 128, seed=seed), x) for seed in range(50)]
     assert np.mean(errors) < theoretical_mse(BITS[name], 128)
+
+
+@pytest.mark.parametrize("name", ["tq4", "tq3", "tq2"])
+def test_the_error_that_a_format_names(name):
+    assert get_format(name).error == pytest.approx(theoretical_mse(BITS[name], 128), rel=0.01)
 
 
 @pytest.mark.parametrize("dim", DIMS)

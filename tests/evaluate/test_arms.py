@@ -3,7 +3,7 @@ import argparse
 import pytest
 
 from mlx_tq.args import add_cache_arguments
-from mlx_tq.config import PROFILES
+from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import add_arm_arguments, arms_from_args, parse_arm
 
@@ -17,6 +17,7 @@ def arms(*words):
 
 def test_a_profile_a_pair_and_a_pair_with_scale_rules():
     assert parse_arm("small").config == PROFILES["small"]
+    assert parse_arm("k8v4").config == KVConfig(key="fp8", value="tq4")
     pair = parse_arm("q8/tq3", prefix=7).config
     assert (pair.key, pair.value, pair.prefix) == ("q8", "tq3", 7)
     ruled = parse_arm("tq3:matched/tq4:raw").config

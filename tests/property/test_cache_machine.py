@@ -17,7 +17,7 @@ from mlx_tq.config import KVConfig
 
 BLOCK, HEADS, DIMS, LONGEST = 32, 2, (64, 48), 400
 KEYS, VALUES = random_pair(4000, dims=DIMS)  # the tokens that ever arrive, in this order
-FORMATS = st.sampled_from([("q8", "tq4"), ("tq4", "tq3"), ("fp16", "tq2")])
+FORMATS = st.sampled_from([("q8", "tq4"), ("tq4", "tq3"), ("fp16", "tq2"), ("q8_0", "tq3_0"), ("fp8", "q8")])
 
 
 class Model:

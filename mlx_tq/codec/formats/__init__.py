@@ -16,6 +16,9 @@ __all__ = ["Codec", "CodecOptions", "Encoded", "Format", "format_names", "get_fo
 
 ENTRY_POINTS = "mlx_tq.formats"
 
+# What other programs call them.
+ALIASES = {"turbo8": "q8", "turbo4": "tq4", "turbo3": "tq3", "turbo2": "tq2"}
+
 
 def _named_subclasses(base: type[Format]) -> list[type[Format]]:
     named = [base] if hasattr(base, "name") else []
@@ -38,12 +41,12 @@ def format_names() -> list[str]:
 
 
 def get_format(name: str) -> Format:
-    """The format called `name`.
+    """The format called `name`, or by one of ALIASES.
 
     Raises:
         ConfigError: there is none.
     """
     try:
-        return _registry()[name]
+        return _registry()[ALIASES.get(name, name)]
     except KeyError:
         raise ConfigError(f"format {name!r} is unknown; valid are {', '.join(format_names())}.") from None

@@ -49,7 +49,13 @@ class Encoded(NamedTuple):
 
 
 class Codec(ABC):
-    """Encodes and decodes vectors of one size. Immutable, so caches share it also when they are copied."""
+    """Encodes and decodes vectors of one size. Immutable, so caches share it also when they are copied.
+
+    Attributes:
+        has_kernels: the kernels in metal/ read and write this format; else mlx's own operations do.
+    """
+
+    has_kernels: bool = False
 
     def __init__(self, head_dim: int, rotation: Rotation | None) -> None:
         self.head_dim = head_dim
@@ -83,6 +89,17 @@ class Codec(ABC):
         """What multiplies a vector's planes: stored scale [...] -> fp32 [...]."""
         return scale.astype(mx.float32)
 
+    def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
+        """Which vectors exceeded what the format can hold: bool [...].
+
+        Args:
+            peak: their largest components by size, [...].
+            encoded: what they became.
+        """
+        if encoded.scale is None:
+            return mx.zeros(peak.shape, mx.bool_)
+        return mx.logical_or(peak > FP16_MAX, encoded.scale >= FP16_MAX)
+
     def decode_rotated(self, encoded: Encoded) -> mx.array:
         """Decode without the inverse rotation: fp32 [..., D]."""
         y = mx.concatenate(self.planes(encoded.codes), axis=-1)
@@ -99,6 +116,7 @@ class Format(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[float]  # of one code, without the scale
+    error: ClassVar[float]  # expected squared error of a Gaussian vector over its squared norm, at head_dim 128
 
     @abstractmethod
     def bytes_per_vector(self, head_dim: int) -> int:

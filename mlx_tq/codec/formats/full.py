@@ -8,6 +8,8 @@ from mlx_tq.codec.formats.base import Codec, CodecOptions, Encoded, Format
 class FullCodec(Codec):
     """The bits of the model's type, as 16-bit words."""
 
+    has_kernels = True
+
     def __init__(self, head_dim: int, dtype: mx.Dtype) -> None:
         super().__init__(head_dim, rotation=None)
         self.dtype = dtype
@@ -31,6 +33,7 @@ class Full(Format):
 
     name = "fp16"
     bits = 16
+    error = 0.0
 
     def bytes_per_vector(self, head_dim: int) -> int:
         """Two bytes a value."""

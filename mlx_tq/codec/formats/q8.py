@@ -18,6 +18,8 @@ class Q8Codec(Codec):
     The stored scale is amax, not the step, so that small vectors stay clear of fp16's subnormals.
     """
 
+    has_kernels = True
+
     def __init__(self, head_dim: int, options: CodecOptions) -> None:
         self.rotation: Rotation = rotation_for(head_dim, options)
         super().__init__(head_dim, self.rotation)
@@ -56,6 +58,7 @@ class Q8(Format):
 
     name = "q8"
     bits = 8
+    error = 4.18e-5
 
     def bytes_per_vector(self, head_dim: int) -> int:
         """One byte a value and two of scale."""

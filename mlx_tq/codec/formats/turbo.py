@@ -52,6 +52,7 @@ class TurboCodec(Codec):
         self.rotation: Rotation = rotation_for(head_dim, options)
         super().__init__(head_dim, self.rotation)
         self.bits = bits
+        self.has_kernels = bits > 1
         self.rule = options.scale
         self._wide = options.wide_scale
 
@@ -116,6 +117,7 @@ class TQ4(Turbo):
 
     name = "tq4"
     bits = 4
+    error = 0.00932
 
 
 class TQ3(Turbo):
@@ -123,6 +125,7 @@ class TQ3(Turbo):
 
     name = "tq3"
     bits = 3
+    error = 0.0339
 
 
 class TQ2(Turbo):
@@ -130,3 +133,4 @@ class TQ2(Turbo):
 
     name = "tq2"
     bits = 2
+    error = 0.116
