@@ -11,6 +11,7 @@ from mlx_tq.errors import KernelUnavailableError
 
 _BODY = "//// body\n"
 _COMMENT = re.compile(r"[ \t]*//.*")
+_INDENT = re.compile(r"\n\s+")
 _INCLUDE = re.compile(r'#include "(\w+\.h)"\n')
 
 
@@ -41,7 +42,8 @@ def folder() -> Traversable:
 def text(name: str) -> Text:
     """The text of the kernel in metal/`name`.metal, its includes put in place, once each.
 
-    Comments are dropped: mlx looks for names in the text, and would find them there too.
+    Comments are dropped: mlx looks for names in the text, and would find them there too. So are indents and empty
+    lines: mlx copies the text at every call.
     """
     seen: set[str] = set()
 
@@ -52,4 +54,4 @@ def text(name: str) -> Text:
         return _INCLUDE.sub(lambda match: included(match.group(1)), (folder() / file).read_text(encoding="utf-8"))
 
     header, body = included(f"{name}.metal").split(_BODY)
-    return Text(_COMMENT.sub("", header), _COMMENT.sub("", body))
+    return Text(*(_INDENT.sub("\n", _COMMENT.sub("", part)) for part in (header, body)))

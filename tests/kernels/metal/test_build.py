@@ -25,7 +25,7 @@ def test_text_is_whole_and_short(name):
     assert "#include" not in header + body
     assert "//" not in header + body, "mlx looks for names in comments too"
     assert header.count("#define TQ_FN __device__") == 1
-    assert len(header + body) < 14_000, "mlx copies the text at every call"
+    assert len(header + body) < 20_000, "mlx copies the text at every call"
 
 
 def test_text_is_found_in_a_wheel(tmp_path):
