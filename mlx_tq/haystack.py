@@ -6,6 +6,7 @@ cache has packed every one of them before the question is read.
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.resources import files
@@ -27,6 +28,32 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")
 def load_text() -> str:
     """The text inside the package: the beginning of WikiText-2's test split, 80,000 tokens of the embedded model."""
     return (files("mlx_tq") / "assets" / "text" / "wikitext-2-test.txt").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is planted and asked for."""
+
+    sentence: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A text with facts planted in it, and the questions for them.
+
+    Attributes:
+        ids: tokens of the text.
+        needles: first token of each planted sentence, and the one after its last.
+        questions: what follows the text to ask for each, in tokens.
+        depths: where the needles came to lie, 0 to 1.
+    """
+
+    ids: list[int]
+    needles: list[tuple[int, int]]
+    questions: list[list[int]]
+    depths: list[float]
 
 
 @dataclass(frozen=True)
@@ -66,7 +93,7 @@ def verdict(answer: str, expected: str) -> Verdict:
         return Verdict.PASS
     if _holds(answer, expected.title()):
         return Verdict.TITLE_CASE
-    if _holds(answer.upper(), words):
+    if words and _holds(answer.upper(), words):
         return Verdict.PARTIAL_WORD
     return Verdict.PARTIAL_NUMBER if _holds(answer, number) else Verdict.FAIL
 
@@ -74,6 +101,13 @@ def verdict(answer: str, expected: str) -> Verdict:
 def _holds(text: str, part: str) -> bool:
     """`part` stands in `text` as whole words: 7742 is not in 77421."""
     return re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text) is not None
+
+
+def code_word(rng: random.Random) -> Fact:
+    """The published needle with words and a number of its own."""
+    number = "".join(rng.choices("0123456789", k=4))
+    answer = f"{rng.choice(COLOURS)} {rng.choice(ANIMALS)} {number}"
+    return Fact(NEEDLE.format(answer=answer), QUESTION, answer)
 
 
 def build_case(
@@ -102,32 +136,76 @@ def build_case(
     Raises:
         ConfigError: a depth outside 0 to 1, a text too short, or a prompt too short for a packed needle.
     """
-    if not 0 <= depth <= 1:
-        raise ConfigError(f"depth is {depth}; it must be from 0 (start) to 1 (end).")
     rng = random.Random(seed)
-    number = "".join(rng.choices("0123456789", k=4))
-    answer = f"{rng.choice(COLOURS)} {rng.choice(ANIMALS)} {number}"
-    needle = _encode(tokenizer, " " + NEEDLE.format(answer=answer))
-    head, tail = _frame(tokenizer, chat)
-    space = tokens - len(head) - len(tail) - len(needle)
+    fact = code_word(rng)
+    scene = build_scene(tokenizer, text, [fact], [depth], rng, tokens=tokens, prefix=prefix, window=window, chat=chat)
+    return Case(
+        ids=[*scene.ids, *scene.questions[0]],
+        answer=fact.answer,
+        needle=scene.needles[0],
+        question=len(scene.ids),
+        depth=scene.depths[0],
+    )
+
+
+def build_scene(
+    tokenizer: Any,
+    text: str,
+    facts: Sequence[Fact],
+    depths: Sequence[float],
+    rng: random.Random,
+    *,
+    tokens: int,
+    prefix: int = KVConfig.prefix,
+    window: int = KVConfig.window,
+    chat: bool | None = None,
+) -> Scene:
+    """Plant facts in `text`, each at its depth, so that every one of them is packed before a question is read.
+
+    Args:
+        tokenizer: of the model.
+        text: what surrounds the needles.
+        facts: to plant, in the order of their depths.
+        depths: ascending, 0 the start of the text and 1 its end; moved as far as needed.
+        rng: chooses the place in the text.
+        tokens: length of the text with the longest of the questions.
+        prefix: of the cache, in tokens.
+        window: of the cache, in tokens.
+        chat: ask inside the tokenizer's chat template; by default, where it has one.
+
+    Raises:
+        ConfigError: depths outside 0 to 1 or not ascending, a text too short, or no room for packed needles.
+    """
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise ConfigError(f"depth is {depth}; it must be from 0 (start) to 1 (end).")
+    if list(depths) != sorted(depths):
+        raise ConfigError(f"the depths {list(depths)} of the needles do not ascend. Sort them.")
+    needles = [_encode(tokenizer, " " + fact.sentence) for fact in facts]
+    planted = sum(map(len, needles))
+    frames = [_frame(tokenizer, chat, fact.question) for fact in facts]
+    head, tail = frames[0][0], max((tail for _, tail in frames), key=len)
+    space = tokens - len(head) - len(tail) - planted
     spec = CacheSpec.for_layer(KVConfig(prefix=prefix, window=window), 0, "q8", "q8")
-    question = tokens - len(tail)
-    first, last = max(prefix, len(head)), spec.packed_until(question) - len(needle)
+    first, last = max(prefix, len(head)), spec.packed_until(tokens - len(tail)) - planted
     if space <= 0 or last < first:
-        least = len(head) + prefix + window + len(needle) + len(tail) + 64
+        least = len(head) + prefix + window + planted + len(tail) + 64
         raise ConfigError(
-            f"a prompt of {tokens} tokens with prefix {prefix} and window {window} has no room for a needle of "
-            f"{len(needle)} packed tokens; take at least {least} tokens, or a smaller --kv-prefix and --kv-window."
+            f"a prompt of {tokens} tokens with prefix {prefix} and window {window} has no room for needles of "
+            f"{planted} packed tokens; take at least {least} tokens, or a smaller --kv-prefix and --kv-window."
         )
     filler, ends = _filler(tokenizer, text, space, rng)
-    place = _place(ends, round(depth * space), first - len(head), last - len(head))
-    start = len(head) + place
-    return Case(
-        ids=[*head, *filler[:place], *needle, *filler[place:], *tail],
-        answer=answer,
-        needle=(start, start + len(needle)),
-        question=question,
-        depth=place / space,
+    places = [_place(ends, round(depth * space), first - len(head), last - len(head)) for depth in depths]
+    ids, spans = list(head), []
+    for needle, start, stop in zip(needles, [0, *places], places, strict=False):
+        ids += filler[start:stop]
+        spans.append((len(ids), len(ids) + len(needle)))
+        ids += needle
+    return Scene(
+        ids=[*ids, *filler[places[-1] :]],
+        needles=spans,
+        questions=[tail for _, tail in frames],
+        depths=[place / space for place in places],
     )
 
 
@@ -135,17 +213,17 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _frame(tokenizer: Any, chat: bool | None) -> tuple[list[int], list[int]]:
+def _frame(tokenizer: Any, chat: bool | None, question: str) -> tuple[list[int], list[int]]:
     """The tokens before the text, and those after it: question and end of the turn."""
     if chat is None:
         chat = tokenizer.has_chat_template
     if not chat:
         empty = list(tokenizer.encode(""))  # such as a start token
-        return empty, _encode(tokenizer, "\n\n" + QUESTION)
-    turn = [{"role": "user", "content": QUESTION}]
+        return empty, _encode(tokenizer, "\n\n" + question)
+    turn = [{"role": "user", "content": question}]
     rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    before, _, after = rendered.partition(QUESTION)
-    return _encode(tokenizer, before), _encode(tokenizer, "\n\n" + QUESTION + after)
+    before, _, after = rendered.partition(question)
+    return _encode(tokenizer, before), _encode(tokenizer, "\n\n" + question + after)
 
 
 def _filler(tokenizer: Any, text: str, count: int, rng: random.Random) -> tuple[list[int], list[int]]:

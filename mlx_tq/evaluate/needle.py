@@ -5,15 +5,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.generate import stream_generate
-
-from mlx_tq.cache.factory import compressed_caches
-from mlx_tq.dispatch import attention
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
-from mlx_tq.evaluate.passes import steps
-from mlx_tq.haystack import Case, build_case, verdict
+from mlx_tq.evaluate.asking import Answer, ask, read_text
+from mlx_tq.haystack import build_case, verdict
 from mlx_tq.limits import position_limit
 
 VOID = "VOID"
@@ -31,7 +26,7 @@ class Cell:
         depth: asked for, 0 to 1.
         seed: of the case.
         needle: first token of the planted sentence, and the one after its last.
-        live: how many of its tokens the cache still held when the question was read.
+        live: how many of its tokens the cache still held as the question was read.
         packed: how many of them were in the packed body by then.
         verdict: a `haystack.Verdict`, or VOID where the fp16 cache did not pass either.
         expected: the answer that passes.
@@ -58,37 +53,6 @@ class Cell:
 def cell_key(name: str, tokens: int, depth: float, seed: int) -> str:
     """The key of a cell in results."""
     return f"{name} {tokens} {depth:g} {seed}"
-
-
-def ask(
-    model: Any, tokenizer: Any, case: Case, caches: list[Any], *, step: int = 512, max_tokens: int = 64
-) -> tuple[str, int, int]:
-    """Read a case and answer it greedily: the answer, and how many needle tokens were live and packed at the question.
-
-    The text is read in steps, then the question in one of its own, so that it meets the text as the cache keeps it.
-    """
-    ids = case.ids
-    with attention(model):
-        for start, stop in steps(case.question, step):
-            mx.eval(model(mx.array(ids[start:stop])[None], cache=caches))
-        live, packed = _whereabouts(caches, case.needle)
-        replies = stream_generate(model, tokenizer, ids[case.question :], max_tokens=max_tokens, prompt_cache=caches)
-        return "".join(reply.text for reply in replies), live, packed
-
-
-def _whereabouts(caches: list[Any], needle: tuple[int, int]) -> tuple[int, int]:
-    """How many tokens of the needle a cache holds, and how many of them packed, at worst over its layers."""
-    compressed = compressed_caches(caches)
-    span = range(*needle)
-    if not compressed:
-        return len(span), 0
-    live, packed = [], []
-    for cache in compressed:
-        positions = list(cache.positions)
-        prefix = cache.spec.prefix
-        live.append(len(set(span).intersection(positions)))
-        packed.append(len(set(span).intersection(positions[prefix : prefix + cache.body_tokens])))
-    return min(live), min(packed)
 
 
 def measure_needles(
@@ -144,10 +108,14 @@ def measure_needles(
             if before is not None:
                 cell = Cell(**{**before, "needle": tuple(before["needle"])})
             else:
-                found = ("", 0, 0) if void else ask(model, tokenizer, case, make(), step=step, max_tokens=max_tokens)
-                answer, live, packed = found
-                outcome = VOID if void else verdict(answer, case.answer).value
-                cell = Cell(arm.name, tokens, depth, seed, case.needle, live, packed, outcome, case.answer, answer)
+                found = Answer("", 0, 0)
+                if not void:
+                    caches = make()
+                    read_text(model, case.ids[: case.question], caches, step)
+                    found = ask(model, tokenizer, case.ids[case.question :], caches, case.needle, max_tokens)
+                outcome = VOID if void else verdict(found.text, case.answer).value
+                whereabouts = (case.needle, found.live, found.packed)
+                cell = Cell(arm.name, tokens, depth, seed, *whereabouts, outcome, case.answer, found.text)
             void = void or (arm is OFF and cell.verdict != "PASS")
             report(cell)
             cells.append(cell)
