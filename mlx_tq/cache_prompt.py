@@ -12,8 +12,9 @@ from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.cache.persist import save_prompt_cache
 from mlx_tq.dispatch import attention
 from mlx_tq.errors import ConfigError
-from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory, position_limit
+from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.models import fingerprint, load
+from mlx_tq.probe import position_limit
 from mlx_tq.prompt_cache import make_caches
 from mlx_tq.prompts import read_prompt
 from mlx_tq.stats import cache_stats

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import ROTATIONS
@@ -10,6 +11,112 @@ from mlx_tq.errors import ConfigError
 
 # Tokens leave the tail for the body in blocks of this many logical positions.
 BLOCK = 32
+_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_CHOICES = {
+    "mode": ("v1", "v2", "v3"),
+    "evict": ("lowest", "highest"),
+    "aggregation": ("paper", "v3", "expected_attention"),
+    "pooling": ("mean", "max", "top"),
+    "granularity": (1, 8, 16, 32, 64),
+}
+
+
+class Budget(NamedTuple):
+    """What may stay in the cache; one of the three is set.
+
+    tokens: of a layer. share: of the tokens seen, at most 1. nbytes: of all compressed layers.
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+    nbytes: int | None = None
+
+
+def parse_budget(text: int | str) -> Budget:
+    """A budget such as 4096 (tokens), "90%" (of the tokens seen) or "2GB" (all layers).
+
+    Raises:
+        ConfigError: none of these, nothing at all, or more than 100 %.
+    """
+    word = str(text).strip().upper()
+    number, unit = word.rstrip("%KMGB"), word[len(word.rstrip("%KMGB")) :]
+    try:
+        value = float(number)
+        if unit == "" and value == int(value) and value > 0:
+            return Budget(tokens=int(value))
+        if unit == "%" and 0 < value <= 100:
+            return Budget(share=value / 100)
+        if unit in _BYTES and int(value * _BYTES[unit]) > 0:
+            return Budget(nbytes=int(value * _BYTES[unit]))
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(
+        f"budget {text!r} cannot be met; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
+        "bytes (800MB, 2GB)."
+    )
+
+
+@dataclass(frozen=True)
+class EvictConfig:
+    """Which tokens leave the packed body, and when.
+
+    Source: TriAttention (Mao et al., arXiv 2604.04921) and TriAttention V3 (T. Turney).
+
+    Attributes:
+        policy: name of the policy that scores tokens (see `evict.policy_names`).
+        budget: what may stay: tokens (4096), a share of those seen ("90%"), or bytes of all layers ("2GB").
+        mode: how the worst are chosen. "v1" among all, "v2" in equal segments of the context, "v3" in equal segments
+            behind the prefix. "v1" and "v2" need a cache with prefix 0.
+        evict: "lowest" scores leave, or "highest": the sign of published ports, for comparison only.
+        aggregation: of scores over heads and layers: "paper", "v3" or "expected_attention" (see `evict.triattention`).
+        segments: of modes "v2" and "v3".
+        segment_tokens: a constant width of segments instead of their number; 0 is off.
+        boundary_skip: tokens on each side of a segment's boundary that stay.
+        warmup: tokens whose queries calibrate; nothing is evicted before.
+        ema: weight of the newest token in an exponential mean of the queries, 0 for their plain mean.
+        recalibrate: tokens after which the calibration starts anew, 0 for never.
+        stats: file of `mlx_tq.calibrate` that replaces the calibration on the run's own tokens.
+        nope: count the dims that RoPE leaves alone.
+        granularity: aligned tokens that leave together: 1, 8, 16, 32 or 64.
+        pooling: of a block's scores: "mean", "max", or "top", the mean of its highest eighth.
+        trigger: tokens above the budget at which a round begins.
+        seed: of the policy "random".
+
+    Raises:
+        ConfigError: a value that cannot be met, with those that can.
+    """
+
+    policy: str = "triattention"
+    budget: int | str = "90%"
+    mode: str = "v3"
+    evict: str = "lowest"
+    aggregation: str = "paper"
+    segments: int = 8
+    segment_tokens: int = 0
+    boundary_skip: int = 0
+    warmup: int = 1024
+    ema: float = 0.0
+    recalibrate: int = 0
+    stats: str | None = None
+    nope: bool = True
+    granularity: int = 1
+    pooling: str = "max"
+    trigger: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                valid = ", ".join(map(str, choices))
+                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown; valid are {valid}.")
+        for name, least in {"segments": 1, "warmup": 1, "trigger": 1, "segment_tokens": 0, "boundary_skip": 0}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least} or more.")
+        if not 0 <= self.ema < 1:
+            raise ConfigError(f"ema is {self.ema}; it must be from 0 (plain mean) to below 1, such as 0.1.")
+        if self.recalibrate and self.recalibrate < self.warmup:
+            raise ConfigError(f"recalibrate is {self.recalibrate}; it must be 0 or at least warmup ({self.warmup}).")
 
 
 @dataclass(frozen=True)
@@ -30,6 +137,7 @@ class KVConfig:
         rotation: "wht" or "haar".
         seed: of the rotations.
         wide_scale: store scales as fp32 instead of fp16.
+        evict: which tokens leave the cache, or None to keep all.
 
     Raises:
         ConfigError: a value that cannot be met, with those that can.
@@ -46,6 +154,7 @@ class KVConfig:
     rotation: str = "wht"
     seed: int = 42
     wide_scale: bool = False
+    evict: EvictConfig | None = None
 
     def __post_init__(self) -> None:
         for side in ("key", "value"):
@@ -58,11 +167,31 @@ class KVConfig:
             value = getattr(self, name)
             if not value >= 0:  # also refuses NaN
                 raise ConfigError(f"{name} is {value}; it must be 0 or more.")
+        if self.evict is not None:
+            self._check_eviction(self.evict)
+
+    def _check_eviction(self, evict: EvictConfig) -> None:
+        tokens = parse_budget(evict.budget).tokens
+        if tokens is not None and tokens <= self.prefix + self.window:
+            raise ConfigError(
+                f"a budget of {tokens} tokens is not above prefix {self.prefix} plus window {self.window}, which are "
+                "never evicted. Raise the budget, or lower prefix or window."
+            )
+        if evict.mode in ("v1", "v2") and self.prefix > 0:
+            raise ConfigError(
+                f"mode {evict.mode} may evict the first tokens; prefix is {self.prefix}. Set prefix to 0."
+            )
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":
+        """The inverse of `dataclasses.asdict`."""
+        evict = fields.get("evict")
+        return cls(**{**fields, "evict": None if evict is None else EvictConfig(**evict)})
 
     @property
     def is_off(self) -> bool:
-        """Nothing would be compressed: mlx-lm's own cache serves."""
-        return self.key == self.value == "fp16"
+        """Nothing would be compressed or evicted: mlx-lm's own cache serves."""
+        return self.key == self.value == "fp16" and self.evict is None
 
     def fingerprint(self) -> str:
         """16 hex digits that differ where two configurations store different bytes."""

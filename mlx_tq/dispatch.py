@@ -17,6 +17,9 @@ from mlx_lm.models import base
 from mlx_tq.cache.factory import Plan, build_caches, make_plan
 from mlx_tq.cache.view import Handle
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
+from mlx_tq.evict.calibration import load_calibration
+from mlx_tq.evict.taps import tapped
+from mlx_tq.models import fingerprint
 from mlx_tq.probe import native_caches, probe_model
 
 _NAME = "scaled_dot_product_attention"
@@ -97,15 +100,16 @@ def attention(model: Any, config: KVConfig | None = None) -> Iterator[None]:
     """
     _seam.open()
     try:
-        if config is None or config.is_off:
-            yield
-        else:
-            make = partial(build_caches, plan_caches(model, config))
-            _seam.install(model, make)
-            try:
+        with tapped(model):
+            if config is None or config.is_off:
                 yield
-            finally:
-                _seam.remove(model, make)
+            else:
+                make = partial(build_caches, plan_caches(model, config))
+                _seam.install(model, make)
+                try:
+                    yield
+                finally:
+                    _seam.remove(model, make)
     finally:
         _seam.close()
 
@@ -115,11 +119,15 @@ def plan_caches(model: Any, config: KVConfig) -> Plan:
 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
-        ConfigError: a head size that the configured formats cannot take.
+        ConfigError: a head size that the configured formats cannot take, or an eviction that the model cannot meet.
+        CacheFormatError: calibration statistics that are damaged or of another model.
     """
+    calibration = None
+    if config.evict is not None and config.evict.stats is not None:
+        calibration = load_calibration(config.evict.stats, fingerprint(model))
     _seam.open()
     try:
-        return make_plan(probe_model(model), config)
+        return make_plan(probe_model(model), config, calibration)
     finally:
         _seam.close()
 

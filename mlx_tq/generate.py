@@ -16,8 +16,9 @@ from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.dispatch import attention
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.images import embed_images
-from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory, position_limit
+from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.models import load_with_config
+from mlx_tq.probe import position_limit
 from mlx_tq.prompt_cache import PromptCache, chosen_config, open_prompt_cache, saved_model
 from mlx_tq.prompts import encode, read_prompt, render, template_config
 from mlx_tq.stats import GenerationStats, cache_stats, tokens_seen

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -30,13 +29,6 @@ def check_arguments(args: argparse.Namespace) -> None:
             mx.quantize(mx.zeros((1, args.kv_group_size)), group_size=args.kv_group_size, bits=args.kv_bits)
         except ValueError as error:
             raise ConfigError(f"--kv-bits {args.kv_bits} --kv-group-size {args.kv_group_size}: {error}") from error
-
-
-def position_limit(model: Any) -> int | None:
-    """Tokens that the model was made for, or None where its configuration does not say."""
-    args = getattr(model, "args", None)
-    limit = getattr(args, "max_position_embeddings", None)
-    return limit or (getattr(args, "text_config", None) or {}).get("max_position_embeddings")
 
 
 def check_positions(tokens: int, limit: int | None) -> None:

@@ -14,6 +14,7 @@ from mlx_tq.cache.facts import ModelFacts, SlotFacts
 from mlx_tq.cache.view import Handle, handles
 from mlx_tq.codec.dtypes import dtype_name
 from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.evict import taps
 from mlx_tq.kernels.masks import Mask
 
 TOKENS = 64
@@ -26,14 +27,21 @@ class _ProbeView:
     def __init__(self, keys: mx.array, values: mx.array) -> None:
         self._keys, self._values = keys, values
         self.served = False
+        self.counted = False
+        self.rope: Any = None
+        self.no_rope = ""
 
     def key_shape(self) -> tuple[int, ...]:
+        self.counted = True
         return self._keys.shape
 
     def value_shape(self) -> tuple[int, ...]:
+        self.counted = True
         return self._values.shape
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        if not self.served:
+            self._trace(queries)
         self.served = True
         return mx.fast.scaled_dot_product_attention(
             queries, self._keys, self._values, scale=scale, mask=mask, sinks=sinks
@@ -41,6 +49,20 @@ class _ProbeView:
 
     def materialize(self) -> tuple[mx.array, mx.array]:
         return self._keys, self._values
+
+    def _trace(self, queries: mx.array) -> None:
+        """Find the RoPE that the queries came from."""
+        call, calls = taps.find(queries), taps.outputs()
+        taps.arm(on=False)  # forgets, so that the next layer meets its own calls only
+        taps.arm(on=True)
+        if call is not None:
+            self.rope = call.module
+        elif not calls:
+            self.no_rope = "its attention has no RoPE"
+        elif queries.shape[-1] not in {each.output.shape[-1] for each in calls}:
+            self.no_rope = "RoPE turns a part of each query that is joined to the rest afterwards, as in MLA"
+        else:
+            self.no_rope = "it scales, norms or casts its queries after RoPE"
 
 
 class _ProbeCache(KVCache):  # type: ignore[misc]
@@ -73,6 +95,8 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
             dtype=dtype_name(keys.dtype),
             key_norm=float(np.median(np.array(norm))),
             shared=len(self.views) > self._updates,
+            rope=self.views[0].rope,
+            no_rope=self.views[0].no_rope,
         )
 
 
@@ -86,6 +110,13 @@ def native_caches(model: Any) -> list[Any]:
     """The model's own caches, whatever has been installed on the instance."""
     make = getattr(type(model), "make_cache", None)
     return list(make(model)) if make else [KVCache() for _ in model.layers]
+
+
+def position_limit(model: Any) -> int | None:
+    """Tokens that the model was made for, or None where its configuration does not say."""
+    args = getattr(model, "args", None)
+    limit = getattr(args, "max_position_embeddings", None)
+    return limit or (getattr(args, "text_config", None) or {}).get("max_position_embeddings")
 
 
 def _vocabulary(model: Any) -> int:
@@ -128,7 +159,8 @@ def probe_model(model: Any) -> ModelFacts:
         )
     tokens = mx.array([[i * _STRIDE % _vocabulary(model) for i in range(TOKENS)]])
     try:
-        mx.eval(model(tokens, cache=caches))
+        with taps.tapped(model), taps.armed():
+            mx.eval(model(tokens, cache=caches))
     except Exception as error:
         mx.eval(model(tokens, cache=native))  # a model that fails on its own caches raises its own error
         raise UnsupportedModelError(
@@ -143,7 +175,8 @@ def probe_model(model: Any) -> ModelFacts:
             "sees them. Use --kv-profile off."
         )
     slots = [probe.facts(index, part) for (index, part), probe in probes.items()]
-    return ModelFacts(name, classes, slots, lambda: native_caches(model))
+    counts = any(view.counted for probe in probes.values() for view in probe.views)
+    return ModelFacts(name, classes, slots, lambda: native_caches(model), counts, position_limit(model))
 
 
 def _first_line(error: Exception) -> str:

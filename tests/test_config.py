@@ -1,11 +1,11 @@
 """The configuration: what it refuses and how it says so, the profiles, and fingerprints."""
 
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 
 import pytest
 
 import mlx_tq
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, profile
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, Budget, EvictConfig, KVConfig, parse_budget, profile
 from mlx_tq.errors import ConfigError, MlxTqError
 
 # Another valid value for each field.
@@ -21,6 +21,26 @@ CHANGES = {
     "rotation": "haar",
     "seed": 7,
     "wide_scale": True,
+    "evict": EvictConfig(),
+}
+EVICT_CHANGES = {
+    "policy": "random",
+    "budget": 4096,
+    "mode": "v2",
+    "evict": "highest",
+    "aggregation": "v3",
+    "segments": 4,
+    "segment_tokens": 256,
+    "boundary_skip": 2,
+    "warmup": 256,
+    "ema": 0.1,
+    "recalibrate": 4096,
+    "stats": "stats.safetensors",
+    "nope": False,
+    "granularity": 64,
+    "pooling": "mean",
+    "trigger": 512,
+    "seed": 7,
 }
 
 
@@ -114,3 +134,73 @@ def test_config_is_frozen_and_hashable():
         KVConfig().key = "tq2"
     assert len({KVConfig(), KVConfig(), KVConfig(prefix=0)}) == 2
     assert mlx_tq.KVConfig is KVConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        (4096, Budget(tokens=4096)),
+        ("4096", Budget(tokens=4096)),
+        ("90%", Budget(share=0.9)),
+        ("100%", Budget(share=1.0)),
+        ("12.5 %", Budget(share=0.125)),
+        ("2GB", Budget(nbytes=2 * 10**9)),
+        ("0.5mb", Budget(nbytes=500_000)),
+    ],
+)
+def test_budgets(text, budget):
+    assert parse_budget(text) == budget
+    assert EvictConfig(budget=text).budget == text
+
+
+@pytest.mark.parametrize(
+    "text", ["101%", "0%", "-5%", "nan%", "0", "-3", "1.5", "", "GB", "2TB", "many", "1e400", "0KB", 0]
+)
+def test_refused_budgets(text):
+    with pytest.raises(ConfigError, match=r"budget .* cannot be met; write tokens \(4096\), .* \(90%\), or bytes"):
+        EvictConfig(budget=text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "v4"}, r"mode 'v4' is unknown; valid are v1, v2, v3\."),
+        ({"evict": "low"}, r"evict 'low' is unknown; valid are lowest, highest\."),
+        ({"aggregation": "max"}, r"aggregation 'max' is unknown; valid are paper, v3, expected_attention\."),
+        ({"granularity": 7}, r"granularity 7 is unknown; valid are 1, 8, 16, 32, 64\."),
+        ({"pooling": "sum"}, r"pooling 'sum' is unknown; valid are mean, max, top\."),
+        ({"segments": 0}, r"segments is 0; it must be 1 or more\."),
+        ({"warmup": 0}, r"warmup is 0; it must be 1 or more\."),
+        ({"trigger": 0}, r"trigger is 0; it must be 1 or more\."),
+        ({"boundary_skip": -1}, r"boundary_skip is -1; it must be 0 or more\."),
+        ({"ema": 1.0}, r"ema is 1\.0; it must be from 0 .* to below 1"),
+        ({"recalibrate": 100}, r"recalibrate is 100; it must be 0 or at least warmup \(1024\)\."),
+    ],
+)
+def test_refused_evictions(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EvictConfig(**changes)
+
+
+def test_what_stays_by_rule_must_fit_the_budget():
+    with pytest.raises(ConfigError, match=r"256 tokens is not above prefix 128 plus window 128.* Raise the budget"):
+        KVConfig(evict=EvictConfig(budget=256))
+    assert KVConfig(evict=EvictConfig(budget=257)).evict.budget == 257
+    with pytest.raises(ConfigError, match=r"mode v1 may evict the first tokens; prefix is 128\. Set prefix to 0\."):
+        KVConfig(evict=EvictConfig(mode="v1"))
+    assert KVConfig(prefix=0, evict=EvictConfig(mode="v2")).evict.mode == "v2"
+
+
+def test_eviction_needs_a_cache_of_ours():
+    assert not KVConfig(key="fp16", value="fp16", evict=EvictConfig()).is_off
+
+
+def test_every_field_of_an_eviction_is_fingerprinted():
+    assert {field.name for field in fields(EvictConfig)} == set(EVICT_CHANGES)
+    configs = [EvictConfig(), *(replace(EvictConfig(), **{field: value}) for field, value in EVICT_CHANGES.items())]
+    assert len({KVConfig(prefix=0, evict=config).fingerprint() for config in configs}) == len(configs)
+
+
+def test_plain_data_and_back():
+    for config in (KVConfig(), KVConfig(key="tq4", evict=EvictConfig(budget=1000, nope=False))):
+        assert KVConfig.from_dict(asdict(config)) == config

@@ -19,6 +19,7 @@ LAYERS = (
     ("codec",),
     ("config",),  # it knows which formats there are
     ("kernels",),
+    ("evict",),
     ("cache",),
     ("probe", "memory", "models", "haystack", "environment", "images"),
     ("dispatch",),

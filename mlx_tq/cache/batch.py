@@ -6,17 +6,19 @@ depend on its neighbours, and rows join and leave without a copy.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models.cache as native
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_tq.cache.compressed import CompressedKVCache
-from mlx_tq.cache.view import Handle, Regions, check_seam, handles
+from mlx_tq.cache.view import Handle, Regions, before_rope, check_seam, handles
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.evict import taps
 from mlx_tq.kernels.masks import Mask
 
 
@@ -70,6 +72,9 @@ class BatchRegions:
             if row is None:
                 outputs.append(padding)
                 continue
+            if row.observer is not None and row.observer.due:
+                seen = row.observer.observe(before_rope(queries), i, count)
+                row = replace(row, observer=None, pending=(*row.pending, *seen))  # identity ends at a slice
             out = row.attend(queries[i : i + 1, :, :count], scale, mask, sinks)
             outputs.append(out if count == length else mx.concatenate([out, padding], axis=2))
         return mx.concatenate(outputs, axis=0)
@@ -166,6 +171,9 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
                 f"a batch on a compressed cache was asked for a sliding window of {window_size} tokens, which its rows "
                 "do not have. Run the sequences one at a time."
             )
+        counts = self._remaining or [N] * len(self.rows)
+        listens = [row.begin(min(N, count)) for row, count in zip(self.rows, counts, strict=True)]
+        taps.arm(on=any(listens))
         return None if N == 1 else "causal"
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -194,8 +202,8 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         return max((row.trim(n) for row in self.rows), default=0)
 
     def size(self) -> int:
-        """Tokens of the longest row."""
-        return max((row.offset for row in self.rows), default=0)
+        """Tokens stored of the row that has most."""
+        return max((row.size() for row in self.rows), default=0)
 
     def empty(self) -> bool:
         """Nothing has been stored in any row."""
@@ -208,12 +216,14 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The states of the rows, and the tokens of a padded prompt still to come."""
-        return *(row.state for row in self.rows), json.dumps(self._remaining)
+        """The states of the rows, their classes, and the tokens of a padded prompt still to come."""
+        about = {"classes": [type(row).__name__ for row in self.rows], "remaining": self._remaining}
+        return *(row.state for row in self.rows), json.dumps(about)
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        *rows, remaining = state
-        self.rows = [CompressedKVCache.from_state(row) for row in rows]
-        self._remaining = json.loads(remaining)
+        *rows, text = state
+        about = json.loads(text)
+        self.rows = [getattr(native, name).from_state(row) for name, row in zip(about["classes"], rows, strict=True)]
+        self._remaining = about["remaining"]
         self._last = None

@@ -66,6 +66,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """The mask of the next N tokens, as mlx-lm's own cache makes it."""
         return make_causal_mask(N, self.offset, return_array, window_size)  # type: ignore[no-any-return]
 
+    def begin(self, count: int) -> bool:
+        """A forward pass of `count` tokens begins; returns whether the cache has to see its queries."""
+        return False
+
     def size(self) -> int:
         """Tokens stored."""
         return self.offset
@@ -129,7 +133,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def body_tokens(self) -> int:
         """Tokens that attention reads packed."""
-        return self._packed(self.offset) - self.spec.prefix
+        return self._row(self._packed(self.offset))
 
     @property
     def clamped(self) -> int:
@@ -151,7 +155,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def fork(self) -> "CompressedKVCache":
         """A copy that shares no change with this one; buffers are copied only when either is written to."""
-        twin = CompressedKVCache(self.spec)
+        twin = self._blank()
         twin.offset, twin._kept = self.offset, self._kept
         twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
         twin._rows = None if self._rows is None else self._rows[:]
@@ -188,6 +192,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     # Regions and buffers.
 
+    def _blank(self) -> "CompressedKVCache":
+        """An empty cache of the same kind."""
+        return CompressedKVCache(self.spec)
+
     def _counts(self) -> list[int]:
         return [int(count) for count in np.array(self._health)]
 
@@ -197,6 +205,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def _packed(self, length: int) -> int:
         """The position before which tokens are in the body when `length` have been seen."""
         return max(self.spec.packed_until(length), self._kept)
+
+    def _row(self, position: int) -> int:
+        """The row of a packed position, or that of the first position behind the body."""
+        return position - self.spec.prefix
 
     def _index(self, position: int) -> int:
         """Where a position lies in the full buffers."""
@@ -228,7 +240,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         else:
             keys, values = (mx.concatenate([x[:, :, :prefix], x[:, :, start:stop]], axis=2) for x in full)
         rows = None if self._rows is None else self._rows[:]  # what is written later does not reach the view
-        return Regions(rows, packed - prefix, self._layout(full), keys, values, prefix)
+        return Regions(rows, self._row(packed), self._layout(full), keys, values, prefix)
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         """Encode positions [packed, target) into the body."""
@@ -238,7 +250,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         encoded = encode(keys, values, self._layout(full))
         self._health = self._health + encoded.health
         rows = mx.depends(encoded.rows, self._health)
-        start, stop = packed - self.spec.prefix, target - self.spec.prefix
+        start, stop = self._row(packed), self._row(target)
         old = rows[:, :, :0] if self._rows is None else self._rows
         if self._rows is None or stop > old.shape[2]:
             self._rows = _buffer([old], -(-stop // STEP) * STEP)

@@ -2,19 +2,25 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.compressed import HEALTH, STEP, CompressedKVCache
+from mlx_tq.cache.coordinator import Coordinator, EvictionPlan
+from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.facts import ModelFacts, SlotFacts
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
-from mlx_tq.config import KVConfig
-from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig, parse_budget
+from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
+from mlx_tq.evict.calibration import Calibration
+from mlx_tq.evict.policy import get_policy
+from mlx_tq.evict.queries import Calibrator, QueryStats
+from mlx_tq.evict.rope import Rope, learn_rope
 from mlx_tq.kernels.constants import can_run
 
 # What layers are promoted to where low-bit keys would hurt.
@@ -29,11 +35,15 @@ class LayerPlan:
         slot: the cache and its sizes.
         spec: its storage.
         note: why it differs from the configuration, or "".
+        rope: of the layer, where an eviction policy needs its queries.
+        queries: their statistics, where a file gave them.
     """
 
     slot: SlotFacts
     spec: CacheSpec
     note: str
+    rope: Rope | None = None
+    queries: QueryStats | None = None
 
     @property
     def has_kernels(self) -> bool:
@@ -44,11 +54,14 @@ class LayerPlan:
     def nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the arrays after `tokens` tokens, unused capacity included."""
         slot, spec = self.slot, self.spec
-        dtype = dtype_of(slot.dtype)
-        layout = spec.layout(slot.key_dim, slot.value_dim, dtype)
         body = spec.packed_until(tokens) - spec.prefix
-        full = spec.full_capacity * (slot.key_dim + slot.value_dim) * dtype.size
-        return batch * (slot.heads * (full + -(-body // STEP) * STEP * layout.nbytes) + HEALTH)
+        full = spec.full_capacity * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
+        return batch * (slot.heads * (full + -(-body // STEP) * STEP * self.row_bytes) + HEALTH)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a packed token and KV head."""
+        return self.spec.layout(self.slot.key_dim, self.slot.value_dim, dtype_of(self.slot.dtype)).nbytes
 
     def native_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same tokens in the model's type."""
@@ -66,6 +79,7 @@ class Plan:
         classes: class name of each of the model's own caches; those not in `layers` are kept as they are.
         layers: the compressed ones.
         native_caches: makes a fresh list of the model's own caches.
+        eviction: what evicting caches agree on, or None where all tokens stay.
     """
 
     model_type: str
@@ -73,21 +87,32 @@ class Plan:
     classes: list[str]
     layers: list[LayerPlan]
     native_caches: Callable[[], list[Any]]
+    eviction: EvictionPlan | None = None
+
+    def live(self, tokens: int) -> int:
+        """Of `tokens` tokens, how many are stored at most before a forward pass."""
+        return tokens if self.eviction is None else self.eviction.most(tokens, self.config.window)
 
     def nbytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes of the compressed layers after `tokens` tokens."""
-        return sum(layer.nbytes(tokens, batch) for layer in self.layers)
+        """Bytes of the compressed layers after `tokens` tokens, those that were evicted left out."""
+        return sum(layer.nbytes(self.live(tokens), batch) for layer in self.layers)
 
     def native_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same layers in the model's type."""
         return sum(layer.native_nbytes(tokens, batch) for layer in self.layers)
 
 
-def make_plan(facts: ModelFacts, config: KVConfig) -> Plan:
+def make_plan(facts: ModelFacts, config: KVConfig, calibration: Calibration | None = None) -> Plan:
     """Decide the storage of each plain KV cache.
 
+    Args:
+        facts: of the model.
+        config: what is asked for.
+        calibration: of the model, from a file.
+
     Raises:
-        ConfigError: a head size that a configured format cannot take.
+        ConfigError: a head size that a configured format cannot take, or an eviction that the model cannot meet.
+        UnsupportedModelError: a model whose tokens the eviction policy cannot score; the message names it.
     """
     typical = statistics.median(slot.key_norm for slot in facts.slots)
     count = len(facts.slots)
@@ -106,7 +131,66 @@ def make_plan(facts: ModelFacts, config: KVConfig) -> Plan:
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
         layers.append(LayerPlan(slot, spec, note))
-    return Plan(facts.model_type, config, facts.classes, layers, facts.native_caches)
+    plan = Plan(facts.model_type, config, facts.classes, layers, facts.native_caches)
+    return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
+
+
+def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibration: Calibration | None) -> Plan:
+    name = facts.model_type
+    if facts.counts_keys:
+        raise UnsupportedModelError(
+            f"{name} takes positions from the number of keys it fetched, which eviction changes. Use --kv-evict none."
+        )
+    source = ""
+    if get_policy(config).needs_queries:
+        ropes = _learn_ropes(facts)
+        source = f"the first {config.warmup:,} tokens"
+        found: list[QueryStats | None] = [None] * len(ropes)
+        if calibration is not None:
+            found, source = list(calibration.check(ropes)), str(config.stats)
+        layers = [
+            replace(layer, rope=rope, queries=queries)
+            for layer, rope, queries in zip(plan.layers, ropes, found, strict=True)
+        ]
+        plan = replace(plan, layers=layers)
+    budget = _in_tokens(plan, config)
+    return replace(plan, eviction=EvictionPlan(config, budget, len(plan.layers), facts.positions, source))
+
+
+def _learn_ropes(facts: ModelFacts) -> list[Rope]:
+    """The RoPE of each layer; layers with the same module share what was learned."""
+    learned: dict[int, Rope] = {}
+    for slot in facts.slots:
+        if slot.rope is None:
+            raise UnsupportedModelError(
+                f"{facts.model_type} cannot be scored by TriAttention: in layer {slot.index}, {slot.no_rope}. Use "
+                "another policy, such as --kv-evict knorm, or --kv-evict none."
+            )
+        if id(slot.rope) not in learned:
+            try:
+                learned[id(slot.rope)] = learn_rope(slot.rope, slot.key_dim)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{facts.model_type}, layer {slot.index}: {error}") from error
+    return [learned[id(slot.rope)] for slot in facts.slots]
+
+
+def _in_tokens(plan: Plan, config: EvictConfig) -> Budget:
+    """The budget with bytes turned into the tokens that they hold, counting what gathers before a round."""
+    budget = parse_budget(config.budget)
+    if budget.nbytes is None:
+        return budget
+    gathers = config.trigger + BLOCK
+    least = plan.config.prefix + plan.config.window + 1
+    per_token = sum(layer.slot.heads * layer.row_bytes for layer in plan.layers)
+    tokens = least + max(0, budget.nbytes - plan.nbytes(least + gathers)) // per_token
+    if plan.nbytes(least + gathers) > budget.nbytes:
+        raise ConfigError(
+            f"a budget of {budget.nbytes:,} bytes is below the {plan.nbytes(least + gathers):,} that prefix "
+            f"{plan.config.prefix}, window {plan.config.window} and a round of {gathers} tokens take. Raise the budget."
+        )
+    while plan.nbytes(tokens + gathers) > budget.nbytes:
+        tokens -= STEP
+    return Budget(tokens=max(tokens, least))
 
 
 def _promote(name: str) -> str:
@@ -115,7 +199,25 @@ def _promote(name: str) -> str:
 
 def build_caches(plan: Plan) -> list[Any]:
     """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere."""
-    return _replace(plan, plan.native_caches(), lambda layer, _: CompressedKVCache(layer.spec))
+    make = _maker(plan)
+    return _replace(plan, plan.native_caches(), lambda layer, _: make(layer))
+
+
+def _maker(plan: Plan) -> Callable[[LayerPlan], CompressedKVCache]:
+    """Makes the caches of one sequence."""
+    eviction = plan.eviction
+    if eviction is None:
+        return lambda layer: CompressedKVCache(layer.spec)
+    coordinator = Coordinator(eviction)
+    numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(plan.layers)}
+
+    def make(layer: LayerPlan) -> CompressedKVCache:
+        calibrator = None
+        if layer.rope is not None:
+            calibrator = Calibrator(layer.rope, eviction.config, layer.queries)
+        return EvictingKVCache(layer.spec, numbers[layer.slot.index, layer.slot.part], coordinator, calibrator)
+
+    return make
 
 
 def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:
@@ -144,8 +246,10 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
             f"{sorted(set(plan.classes))}. Make the file again with this model, without --kv-bits."
         )
 
+    make = _maker(plan)
+
     def adopt(layer: LayerPlan, source: Any) -> CompressedKVCache:
-        cache = CompressedKVCache(layer.spec)
+        cache = make(layer)
         if not source.empty():
             cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
             mx.eval(cache.state)

@@ -17,6 +17,8 @@ class SlotFacts:
         dtype: of keys and values, by name.
         key_norm: median norm of a key.
         shared: later layers read this cache too.
+        rope: the RoPE module that made the queries, or None.
+        no_rope: why there is none: what the model does instead.
     """
 
     index: int
@@ -27,6 +29,8 @@ class SlotFacts:
     dtype: str
     key_norm: float
     shared: bool
+    rope: Any = None
+    no_rope: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,13 @@ class ModelFacts:
         classes: class name of each cache in the model's list.
         slots: the plain KV caches among them.
         native_caches: makes a fresh list of the model's own caches.
+        counts_keys: the model reads how many keys it fetched.
+        positions: that the model allows, or None where its configuration does not say.
     """
 
     model_type: str
     classes: list[str]
     slots: list[SlotFacts]
     native_caches: Callable[[], list[Any]]
+    counts_keys: bool = False
+    positions: int | None = None

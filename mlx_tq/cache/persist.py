@@ -113,7 +113,7 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
         name = read_header(path).model_name or "the embedded model"
         raise CacheFormatError(f"{path} was made with {name}, whose weights are not this model's. Pass that model.")
     try:
-        stored = KVConfig(**json.loads(header["config"]))
+        stored = KVConfig.from_dict(json.loads(header["config"]))
         states = tree_unflatten(list({**json.loads(header["scalars"]), **arrays}.items()))
         classes = [getattr(native, name) for name in json.loads(header["classes"])]
         caches = [cls.from_state(state) for cls, state in zip(classes, states, strict=True)]

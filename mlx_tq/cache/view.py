@@ -4,7 +4,7 @@ mlx-lm's models pass whatever `update_and_fetch` returned straight to `scaled_do
 like an array as far as they look (shape, dtype), and the seam in `dispatch` finds the snapshot behind it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,6 +13,7 @@ from mlx_lm.models import base
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.evict import taps
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.masks import Mask
 from mlx_tq.kernels.prefill import prefill
@@ -41,6 +42,19 @@ class View(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """What wants to see the queries that attend to a view, as they were before RoPE."""
+
+    @property
+    def due(self) -> bool:
+        """It has not seen those of this step."""
+        ...
+
+    def observe(self, call: taps.Turned, row: int, count: int) -> list[mx.array]:
+        """Take in the first `count` queries of a row of the batch; returns arrays to be computed with the step."""
+        ...
+
+
 @dataclass(frozen=True)
 class Regions:
     """`prefix | body | tail` of one forward pass.
@@ -55,6 +69,7 @@ class Regions:
             that, and the regions that they see. Each query then sees what it would have seen alone.
         pending: arrays of the cache that this step computes; attention waits for them, so that one layer's tokens are
             compressed before the next layer makes its own.
+        observer: sees the queries of this step.
     """
 
     rows: mx.array | None
@@ -65,6 +80,7 @@ class Regions:
     prefix: int
     earlier: "tuple[int, Regions] | None" = None
     pending: tuple[mx.array, ...] = ()
+    observer: Observer | None = None
 
     def _shape(self, array: mx.array) -> tuple[int, ...]:
         batch, heads, tokens, dim = array.shape
@@ -80,6 +96,9 @@ class Regions:
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         """Attention of queries [B, Hq, L, Dk], the last L tokens: [B, Hq, L, Dv]."""
+        if self.observer is not None and self.observer.due:
+            seen = self.observer.observe(before_rope(queries), 0, queries.shape[2])
+            return replace(self, observer=None, pending=(*self.pending, *seen)).attend(queries, scale, mask, sinks)
         if self.earlier is None:
             out = self._attend(queries, scale, mask, sinks)
         else:
@@ -127,6 +146,21 @@ class Regions:
     def _splice(self, full: mx.array, codec: Codec, body: Encoded) -> mx.array:
         decoded = codec.decode(body).astype(full.dtype)
         return mx.concatenate([full[:, :, : self.prefix], decoded, full[:, :, self.prefix :]], axis=2)
+
+
+def before_rope(queries: mx.array) -> taps.Turned:
+    """The call of RoPE that returned these queries.
+
+    Raises:
+        UnsupportedModelError: none did.
+    """
+    call = taps.find(queries)
+    if call is None:
+        raise UnsupportedModelError(
+            "eviction is calibrated on queries before RoPE, and those of this layer came from no RoPE that is tapped. "
+            "Run the model inside `with mlx_tq.attention(model):`, or use another policy, such as knorm."
+        )
+    return call
 
 
 class Handle:

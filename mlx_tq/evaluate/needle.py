@@ -9,7 +9,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
 from mlx_tq.haystack import build_case, verdict
-from mlx_tq.limits import position_limit
+from mlx_tq.probe import position_limit
 
 VOID = "VOID"
 DEFAULT_ARMS = "balanced,small"

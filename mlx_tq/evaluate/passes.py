@@ -12,7 +12,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.dispatch import attention
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
-from mlx_tq.limits import position_limit
+from mlx_tq.probe import position_limit
 
 Advance = Callable[[int], None]  # told how many tokens were read
 

@@ -1,0 +1,99 @@
+"""Statistics of a model's queries in a file, so that a conversation need not gather them first.
+
+One safetensors file names the model by the fingerprint of its weights and holds, for each layer, the statistics and
+what its RoPE does to fixed vectors; a file of another model, or of the same weights under another RoPE, is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.evict.queries import QueryStats
+from mlx_tq.evict.rope import Rope
+
+VERSION = "1"
+_FORMAT = "mlx_tq query statistics"
+_SAME = 1e-2  # of turned vectors of unit variance: fp32 angles differ less between machines
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a file holds.
+
+    Attributes:
+        path: of the file.
+        layers: statistics of each layer.
+        ropes: fp32 [3, D] of each, see `Rope.fingerprint`.
+    """
+
+    path: str
+    layers: list[QueryStats]
+    ropes: list[mx.array]
+
+    def check(self, ropes: Sequence[Rope]) -> list[QueryStats]:
+        """The statistics, for layers with these RoPEs.
+
+        Raises:
+            CacheFormatError: other layers, or another RoPE.
+        """
+        if len(ropes) != len(self.layers):
+            raise CacheFormatError(f"{self.path} has {len(self.layers)} layers, the model {len(ropes)}. {_REMEDY}")
+        for number, (rope, stats, wanted) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
+            dim = stats.centre.shape[-1]
+            own = rope.fingerprint(dim) if dim == 2 * rope.pairs.shape[1] + rope.free.size else None
+            if own is None or float(mx.abs(own - wanted).max()) > _SAME:
+                raise CacheFormatError(f"{self.path} was made under another RoPE than layer {number} has. {_REMEDY}")
+        return self.layers
+
+
+_REMEDY = "Make it again with mlx_tq.calibrate and this model."
+
+
+def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers: Sequence[QueryStats]) -> None:
+    """Write the statistics of each layer of the model with fingerprint `model`.
+
+    Raises:
+        CacheFormatError: the file cannot be written.
+    """
+    arrays = {}
+    for number, (rope, stats) in enumerate(zip(ropes, layers, strict=True)):
+        arrays[f"{number}.rope"] = rope.fingerprint(stats.centre.shape[-1])
+        for name, array in zip(("centre", "amplitude", "moment"), stats.arrays(), strict=False):
+            arrays[f"{number}.{name}"] = array
+    header = {"format": _FORMAT, "version": VERSION, "model": model, "layers": str(len(layers))}
+    try:
+        mx.save_safetensors(str(path), arrays, header)
+    except RuntimeError as error:
+        raise CacheFormatError(f"cannot write the statistics {path}: {error}. Choose another path.") from error
+
+
+def load_calibration(path: str | Path, model: str) -> Calibration:
+    """Read the statistics of the model with fingerprint `model`.
+
+    Raises:
+        CacheFormatError: no such file, a damaged or foreign one, another version or model.
+    """
+    arrays: Any
+    header: Any
+    if not Path(path).is_file():
+        raise CacheFormatError(f"there is no file of statistics {path}. Make one with mlx_tq.calibrate.")
+    try:
+        arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
+    except (RuntimeError, ValueError) as error:
+        raise CacheFormatError(f"{path} is damaged or holds no statistics ({error}). {_REMEDY}") from error
+    if header.get("format") != _FORMAT or header.get("version") != VERSION:
+        raise CacheFormatError(f"{path} holds no query statistics of version {VERSION}. {_REMEDY}")
+    if header.get("model") != model:
+        raise CacheFormatError(f"{path} was made with another model: its weights are not this model's. {_REMEDY}")
+    try:
+        numbers = range(int(header["layers"]))
+        layers = [
+            QueryStats(arrays[f"{n}.centre"], arrays[f"{n}.amplitude"], arrays.get(f"{n}.moment")) for n in numbers
+        ]
+        return Calibration(str(path), layers, [arrays[f"{n}.rope"] for n in numbers])
+    except (KeyError, ValueError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
