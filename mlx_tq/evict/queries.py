@@ -139,5 +139,5 @@ class Calibrator:
 
 def pooled_over_groups(stats: QueryStats, heads: int) -> QueryStats:
     """One mean query for each KV head instead of one for each query head."""
-    means = [x.reshape(heads, -1, *x.shape[1:]).mean(axis=1) for x in (stats.centre, stats.amplitude)]
+    means = [x.reshape(heads, len(x) // heads, x.shape[1]).mean(axis=1) for x in (stats.centre, stats.amplitude)]
     return replace(stats, centre=means[0], amplitude=means[1])

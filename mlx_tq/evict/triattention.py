@@ -66,7 +66,7 @@ class TriAttention(Policy):
         if self.config.aggregation == "v3":
             stats = pooled_over_groups(stats, heads)
         query = virtual_query(layer.rope, stats.centre, last, nope=self.config.nope)
-        query, weights = (x.reshape(heads, -1, x.shape[-1]) for x in (query, spread(layer.rope, stats)))
+        query, weights = (x.reshape(heads, x.shape[0] // heads, x.shape[1]) for x in (query, spread(layer.rope, stats)))
         parts = []
         for start in range(0, tokens, BLOCK_TOKENS):
             block = layer.rows[:, :, start : min(start + BLOCK_TOKENS, tokens)]
