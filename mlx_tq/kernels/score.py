@@ -2,13 +2,15 @@
 
 import mlx.core as mx
 
+from mlx_tq.codec.formats import Codec, Encoded
+from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.codec.rows import RowLayout
 
 
 def score_ref(
     rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
 ) -> mx.array:
-    """<query, K> + sum over f of weight_f |K_f| of each packed key K, decoded to its original space.
+    """<query, K> + sum over f of weight_f |K_f| of each packed key K in its original space.
 
     Args:
         rows: uint32 [B, H, capacity, W]; what lies past `body` is never read.
@@ -21,9 +23,28 @@ def score_ref(
     Returns:
         fp32 [B, H, G, body].
     """
-    keys = layout.key.decode(layout.keys(rows[:, :, :body]))
+    keys = _decode(layout.key, layout.keys(rows[:, :, :body]))
     found = queries @ keys.swapaxes(-1, -2)
     if pairs.shape[1]:
-        lengths = mx.sqrt(mx.square(keys[..., pairs[0]]) + mx.square(keys[..., pairs[1]]))
+        first, second = (_dims(keys, index) for index in pairs)
+        lengths = mx.sqrt(mx.square(first) + mx.square(second))
         found = found + weights @ lengths.swapaxes(-1, -2)
     return found
+
+
+def _decode(codec: Codec, encoded: Encoded) -> mx.array:
+    """As `Codec.decode`, without its fixed order of sums: a tenth of the time where the transform is mlx's own."""
+    rotation = codec.rotation
+    if not isinstance(rotation, WalshHadamard) or rotation.dim != codec.head_dim or rotation.dim & (rotation.dim - 1):
+        return codec.decode(encoded)
+    transformed: mx.array = mx.hadamard_transform(codec.decode_rotated(encoded)) * rotation.signs
+    return transformed
+
+
+def _dims(keys: mx.array, index: mx.array) -> mx.array:
+    """Some dims of keys [..., D]; a slice where they are evenly spaced, as in every RoPE of mlx-lm."""
+    dims: list[int] = index.tolist()  # type: ignore[assignment]
+    step = dims[1] - dims[0] if len(dims) > 1 else 1
+    if dims == list(range(dims[0], dims[-1] + 1, step)):
+        return keys[..., dims[0] : dims[-1] + 1 : step]
+    return mx.take(keys, index, axis=-1)
