@@ -2,8 +2,8 @@
 
 { uint8 qs[]; fp16 norm; }: codes of 4 bits as nibbles, the even value low; codes of 3 bits as one stream of bits, the
 lowest first. One rotation serves all layers, keys and values. The forks make theirs by a QR on the user's machine,
-which is not the same to the bit everywhere; here it is data (rotation_128.npy, a `Haar` of seed 42), so blocks have their
-layout but not their rotation.
+which is not the same to the bit everywhere; here it is data (rotation_128.npy, a `Haar` of seed 42), so blocks have
+their layout but not their rotation.
 Levels: Lloyd-Max for N(0, 1) (Max 1960), over sqrt(128).
 """
 
