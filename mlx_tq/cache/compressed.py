@@ -45,6 +45,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._kept = spec.prefix
         self._full: Pair | None = None
         self._rows: mx.array | None = None  # uint32 [B, H, capacity, W]
+        self._fitted: RowLayout | None = None  # the layout of the body, where a format learns from the first tokens
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
         self._last: Regions | None = None  # what the last step attended to, where later layers share it
 
@@ -118,14 +119,18 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if self._full is not None:
             full = tuple(x[:, :, : self._index(self.offset)] for x in self._full)
         rows = None if self._rows is None else self._rows[:, :, : self.body_tokens]
-        return *full, rows, self._health, self.offset, self._kept, json.dumps(self.spec.to_dict())
+        learned = (None, None) if self._fitted is None else self._fitted.learned
+        return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(self.spec.to_dict())
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        keys, values, self._rows, self._health, self.offset, self._kept, spec = state
+        keys, values, self._rows, self._health, *learned, self.offset, self._kept, spec = state
         self.spec = CacheSpec.from_dict(json.loads(spec))
         capacity = self.spec.full_capacity
         self._full = None if keys is None else (_buffer([keys], capacity), _buffer([values], capacity))
+        self._fitted = None
+        if self._full is not None and any(part is not None for part in learned):
+            self._fitted = self._layout(self._full).restore(*learned)
         self._last = None
 
     # What the rest of mlx_tq calls.
@@ -159,6 +164,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         twin.offset, twin._kept = self.offset, self._kept
         twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
         twin._rows = None if self._rows is None else self._rows[:]
+        twin._fitted = self._fitted
         twin._health = self._health[:]
         return twin
 
@@ -200,7 +206,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return [int(count) for count in np.array(self._health)]
 
     def _arrays(self) -> list[mx.array]:
-        return [*(self._full or ()), *([] if self._rows is None else [self._rows]), self._health]
+        learned = self._fitted.learned if self._fitted else ()
+        arrays = (*(self._full or ()), self._rows, *learned, self._health)
+        return [array for array in arrays if array is not None]
 
     def _packed(self, length: int) -> int:
         """The position before which tokens are in the body when `length` have been seen."""
@@ -216,7 +224,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return position if position < prefix else prefix + position - self._kept
 
     def _layout(self, full: Pair) -> RowLayout:
-        return self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
+        return self._fitted or self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
 
     def _extend(self, keys: mx.array, values: mx.array) -> Pair:
         """The full buffers with new tokens behind the last; longer than the cache's own where they do not fit."""
@@ -246,6 +254,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Encode positions [packed, target) into the body."""
         if packed > self.spec.prefix:
             self.check_health()  # of earlier blocks, long computed: nothing waits
+        else:
+            self._fit(full)
         keys, values = (x[:, :, self._index(packed) : self._index(target)] for x in full)
         encoded = encode(keys, values, self._layout(full))
         self._health = self._health + encoded.health
@@ -255,6 +265,14 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if self._rows is None or stop > old.shape[2]:
             self._rows = _buffer([old], -(-stop // STEP) * STEP)
         self._rows[:, :, start:stop] = rows
+
+    def _fit(self, full: Pair) -> None:
+        """Let formats learn from prefix and first block: the same tokens, however many arrive at a time."""
+        self._fitted = None
+        layout = self._layout(full)
+        first = self._index(self.spec.prefix + BLOCK)
+        fitted = layout.fit(*(x[:, :, :first] for x in full))
+        self._fitted = None if fitted is layout else fitted
 
     def _retain(self, full: Pair, packed: int) -> None:
         """Drop originals of packed tokens from the full buffers, but for one block of slack."""

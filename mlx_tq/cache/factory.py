@@ -15,6 +15,7 @@ from mlx_tq.cache.facts import ModelFacts, SlotFacts
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
+from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.evict.calibration import Calibration
@@ -48,20 +49,24 @@ class LayerPlan:
     @property
     def has_kernels(self) -> bool:
         """The GPU kernels have both formats at these sizes; else mlx's operations decode what attention reads."""
-        slot = self.slot
-        return can_run(self.spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype)))
+        return can_run(self._layout)
 
     def nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the arrays after `tokens` tokens, unused capacity included."""
         slot, spec = self.slot, self.spec
         body = spec.packed_until(tokens) - spec.prefix
         full = spec.full_capacity * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
-        return batch * (slot.heads * (full + -(-body // STEP) * STEP * self.row_bytes) + HEALTH)
+        learned = self._layout.learned_bytes if body else 0
+        return batch * (slot.heads * (full + -(-body // STEP) * STEP * self.row_bytes + learned) + HEALTH)
 
     @property
     def row_bytes(self) -> int:
         """Of a packed token and KV head."""
-        return self.spec.layout(self.slot.key_dim, self.slot.value_dim, dtype_of(self.slot.dtype)).nbytes
+        return self._layout.nbytes
+
+    @property
+    def _layout(self) -> RowLayout:
+        return self.spec.layout(self.slot.key_dim, self.slot.value_dim, dtype_of(self.slot.dtype))
 
     def native_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same tokens in the model's type."""

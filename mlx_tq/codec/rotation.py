@@ -120,6 +120,56 @@ class BlockRotation:
         return (self.forward(mx.eye(self.dim)) / math.sqrt(self.dim)).T
 
 
+class GroupedRotation:
+    """Dims put in an order, then cut into groups that have a rotation each.
+
+    Args:
+        parts: the rotations, whose sizes add up to D.
+        order: integers [B, H, D], which dim comes where in each head, or None for all as they are.
+    """
+
+    def __init__(self, parts: list[Rotation], order: mx.array | None = None) -> None:
+        self.dim = sum(part.dim for part in parts)
+        self._parts = parts
+        self._order = order
+        self._back = None if order is None else mx.argsort(order, axis=-1)
+
+    def arrange(self, x: mx.array) -> mx.array:
+        """Dims in the order: x [..., D], or [B, Hq, n, D] with Hq a multiple of H."""
+        return _take(x, self._order)
+
+    def forward(self, x: mx.array) -> mx.array:
+        """R x times sqrt(D), fp32, shapes as in `arrange`."""
+        x = self.arrange(x)
+        parts = [part.forward(run) * math.sqrt(self.dim / part.dim) for part, run in self._runs(x)]
+        return mx.concatenate(parts, axis=-1)
+
+    def inverse(self, y: mx.array) -> mx.array:
+        """R^T y, fp32, shapes as in `arrange`."""
+        return _take(mx.concatenate([part.inverse(run) for part, run in self._runs(y)], axis=-1), self._back)
+
+    @cached_property
+    def matrix(self) -> mx.array:
+        """R, fp32 [D, D], or [B, H, D, D] where heads have their own order."""
+        eye = mx.eye(self.dim)
+        if self._order is not None:
+            eye = mx.broadcast_to(eye, (*self._order.shape[:2], self.dim, self.dim))
+        return (self.forward(eye) / math.sqrt(self.dim)).swapaxes(-1, -2)
+
+    def _runs(self, x: mx.array) -> list[tuple[Rotation, mx.array]]:
+        stops = [sum(part.dim for part in self._parts[: i + 1]) for i in range(len(self._parts))]
+        return [(part, x[..., stop - part.dim : stop]) for part, stop in zip(self._parts, stops, strict=True)]
+
+
+def _take(x: mx.array, order: mx.array | None) -> mx.array:
+    """Dims in the order of each head; the Hq / H query heads of a KV head share its order."""
+    if order is None:
+        return x
+    batch, heads, dim = order.shape
+    grouped = x.reshape(batch, heads, -1, dim)
+    return mx.take_along_axis(grouped, order[:, :, None], axis=-1).reshape(x.shape)
+
+
 ROTATIONS: dict[str, type[WalshHadamard] | type[Haar]] = {"wht": WalshHadamard, "haar": Haar}
 
 

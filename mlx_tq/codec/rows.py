@@ -44,6 +44,26 @@ class RowLayout:
         return self
 
     @property
+    def learned_bytes(self) -> int:
+        """Bytes for each head of what the codecs learn."""
+        return self.key.learned_bytes + self.value.learned_bytes
+
+    def fit(self, keys: mx.array, values: mx.array) -> "RowLayout":
+        """The layout with codecs fitted to the first keys [B, H, n, Dk] and values; itself where none learns."""
+        key, value = self.key.fit(keys), self.value.fit(values)
+        return self if key is self.key and value is self.value else RowLayout(key, value)
+
+    @property
+    def learned(self) -> tuple[mx.array | None, mx.array | None]:
+        """What the key codec and the value codec found in `fit`."""
+        return self.key.learned, self.value.learned
+
+    def restore(self, key: mx.array | None, value: mx.array | None) -> "RowLayout":
+        """The layout with what its codecs had `learned`."""
+        codecs = zip((self.key, self.value), (key, value), strict=True)
+        return RowLayout(*(codec if learned is None else codec.restore(learned) for codec, learned in codecs))
+
+    @property
     def nbytes(self) -> int:
         """Stored bytes of a token and KV head: the payload padded to 4 bytes."""
         return 4 * self.words

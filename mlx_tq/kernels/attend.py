@@ -155,7 +155,7 @@ def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:
 
 
 def _rotate(q: mx.array, codec: Codec) -> mx.array:
-    return q if codec.rotation is None else q @ codec.rotation.matrix.T
+    return q if codec.rotation is None else q @ codec.rotation.matrix.swapaxes(-1, -2)
 
 
 def _unrotate(o: mx.array, codec: Codec) -> mx.array:

@@ -76,7 +76,7 @@ def test_body_is_what_the_codec_makes(key, value, length):
 CHUNKINGS = [[1] * LENGTH, [7] * 42 + [6], [32] * 9 + [12], [31, 33, 64, 1, 171], [8] * 37 + [4], [255, 45]]
 
 
-@pytest.mark.parametrize(("key", "value"), [("q8", "tq4"), ("tq3", "tq2")])
+@pytest.mark.parametrize(("key", "value"), [("q8", "tq4"), ("tq3", "tq2"), ("tq35", "tq25")])
 @pytest.mark.parametrize("chunks", CHUNKINGS, ids=lambda chunks: f"{len(chunks)} chunks")
 def test_chunks_change_nothing(key, value, chunks):
     assert sum(chunks) == LENGTH

@@ -89,6 +89,28 @@ class Codec(ABC):
         """What multiplies a vector's planes: stored scale [...] -> fp32 [...]."""
         return scale.astype(mx.float32)
 
+    @property
+    def learned(self) -> mx.array | None:
+        """What `fit` found, for a cache to keep; None where there is nothing to find."""
+        return None
+
+    @property
+    def learned_bytes(self) -> int:
+        """Bytes of `learned` for each head."""
+        return 0
+
+    def fit(self, x: mx.array) -> "Codec":
+        """The codec fitted to the first vectors of a cache, [B, H, n, D]; itself where there is nothing to fit."""
+        return self
+
+    def restore(self, learned: mx.array) -> "Codec":
+        """The codec with what another one has `learned`.
+
+        Raises:
+            ConfigError: this format learns nothing.
+        """
+        raise ConfigError(f"{type(self).__name__} learns nothing; a cache of this format has no such data.")
+
     def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
         """Which vectors exceeded what the format can hold: bool [...].
 

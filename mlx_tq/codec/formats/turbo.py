@@ -16,7 +16,7 @@ from mlx_tq.codec.packing import pack, split_words, unpack, words_per_vector
 from mlx_tq.codec.rotation import Rotation
 
 
-def _level(code: mx.array, bits: int) -> mx.array:
+def level(code: mx.array, bits: int) -> mx.array:
     """The level of a code, by its polynomial: uint16 -> fp32, at most 2 ulp from `codebook.levels`."""
     u = code.astype(mx.float32) - (2**bits - 1) / 2
     square = u * u
@@ -24,8 +24,8 @@ def _level(code: mx.array, bits: int) -> mx.array:
     slope: Any = 0.0
     for coefficient in reversed(higher):
         slope = (slope + coefficient) * square
-    level: mx.array = u * (slope + first)
-    return level
+    found: mx.array = u * (slope + first)
+    return found
 
 
 def _code(t: mx.array, bits: int) -> mx.array:
@@ -37,11 +37,11 @@ def _code(t: mx.array, bits: int) -> mx.array:
 
 
 def _levels(*words: mx.array, bits: int) -> list[mx.array]:
-    return [_level(code, bits) for code in unpack(list(words), bits)]
+    return [level(code, bits) for code in unpack(list(words), bits)]
 
 
 # One pass over memory each. Compiling changes no code: comparisons and integer sums do not round.
-_find_code = {bits: mx.compile(partial(_code, bits=bits), shapeless=True) for bits in POLYNOMIALS}
+find_code = {bits: mx.compile(partial(_code, bits=bits), shapeless=True) for bits in POLYNOMIALS}
 _find_levels = {bits: mx.compile(partial(_levels, bits=bits), shapeless=True) for bits in POLYNOMIALS}
 
 
@@ -72,21 +72,21 @@ class TurboCodec(Codec):
         norm = mx.sqrt(pairwise_sum(x * x))
         y = self.rotation.forward(x)
         t = y * mx.where(norm > 0, 1.0 / norm, 0.0)[..., None]
-        code = _find_code[self.bits](t)
+        code = find_code[self.bits](t)
         scale = mx.minimum(self._scale(norm, y, code), FP16_MAX)
         return Encoded(pack(code, self.bits), scale.astype(self.scale_dtype))
 
     def _scale(self, norm: mx.array, y: mx.array, code: mx.array) -> mx.array:
         if self.rule == "raw":
             return norm
-        level = _level(code, self.bits)
+        codeword = level(code, self.bits)
         if self.rule == "unbiased":  # codeword and vector agree in sign everywhere, so their product is positive
-            product = pairwise_sum(y * level)
+            product = pairwise_sum(y * codeword)
             return mx.where(norm > 0, norm * (norm * self.head_dim / product), 0.0)
-        energy = pairwise_sum(level * level)
+        energy = pairwise_sum(codeword * codeword)
         if self.rule == "matched":
             return norm * math.sqrt(self.head_dim) / mx.sqrt(energy)
-        return pairwise_sum(y * level) / energy
+        return pairwise_sum(y * codeword) / energy
 
     def planes(self, codes: mx.array) -> list[mx.array]:
         """The levels: 16 / bits planes (16 for 3 bits) of fp32 [..., D / planes]."""
