@@ -14,6 +14,7 @@ from mlx_tq.errors import ConfigError, MlxTqError
 
 COMMANDS = {
     "generate": "generate text on a compressed KV cache",
+    "server": "serve OpenAI's API on compressed KV caches",
     "cache_prompt": "read a prompt once and save its cache",
     "evaluate": "measure quality: perplexity, divergence, needles, formats",
     "bench": "measure speed against mlx-lm",

@@ -1,0 +1,179 @@
+"""From the engine's pieces to OpenAI's objects, whole and in chunks."""
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+
+from mlx_tq.server.jobs import Choice, Piece
+
+
+@dataclass
+class Delta:
+    """What a piece adds to a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields that are not empty."""
+        return {name: value for name, value in vars(self).items() if value}
+
+
+class MessageReader:
+    """Takes the model's text apart: what it says, what it thinks, which functions it calls.
+
+    Args:
+        tokenizer: knows the marks of the model's reasoning and calls.
+        state: "normal" or "reasoning", where the prompt ended.
+        tools: of the request; without them a call is text.
+    """
+
+    def __init__(self, tokenizer: Any, state: str, tools: list[dict[str, Any]] | None) -> None:
+        self._state = make_text_state_machine(tokenizer).make_state(state)
+        self._parse, self._tools = tokenizer.tool_parser, tools
+        self._call: str | None = None  # the text of a call that has begun
+        self.calls = 0
+
+    def read(self, piece: Piece) -> Delta:
+        """What a piece adds."""
+        self._state, segments = TextStateMachine.split(self._state, piece.text)
+        if piece.finish is not None:
+            self._state, rest, state = TextStateMachine.flush(self._state)
+            segments = [*segments, (state, rest)]
+        delta = Delta()
+        for state, text in segments:
+            if state == "tool":
+                self._call = (self._call or "") + text
+                continue
+            self._end_call(delta)
+            if state == "reasoning":
+                delta.reasoning += text
+            else:
+                delta.content += text
+        if piece.finish is not None:
+            self._end_call(delta)
+        return delta
+
+    def _end_call(self, delta: Delta) -> None:
+        """Parse a call that is complete; one that cannot be parsed is handed over as the text that it is."""
+        if self._call is None:
+            return
+        text, self._call = self._call, None
+        try:
+            parsed = self._parse(text, self._tools)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # parsers of many models
+            delta.content += text
+            return
+        for call in parsed if isinstance(parsed, list) else [parsed]:
+            name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
+            identity = call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
+            delta.tool_calls.append(
+                {
+                    "index": self.calls,
+                    "id": identity,
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+            )
+            self.calls += 1
+
+
+class TextReader:
+    """The text of a completion is what the model wrote."""
+
+    calls = 0
+
+    def read(self, piece: Piece) -> Delta:
+        """What a piece adds."""
+        return Delta(content=piece.text)
+
+
+class Answer:
+    """One answer in the making.
+
+    Args:
+        model: name to report.
+        reader: of the pieces.
+        prompt_tokens: for the usage.
+    """
+
+    def __init__(self, model: str, reader: MessageReader | TextReader, prompt_tokens: int) -> None:
+        self._reader, self._chat = reader, isinstance(reader, MessageReader)
+        self._head = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._whole = Delta()
+        self._logprobs: list[dict[str, Any]] = []
+        self._finish: str | None = None
+        self.prompt_tokens, self.cached, self.tokens = prompt_tokens, 0, 0
+
+    def add(self, piece: Piece, names: Any) -> dict[str, Any] | None:
+        """The chunk of a stream for a piece, or None where it shows nothing; `names` gives the text of a token."""
+        self.tokens += 1
+        delta = self._reader.read(piece)
+        self._whole.content += delta.content
+        self._whole.reasoning += delta.reasoning
+        self._whole.tool_calls += delta.tool_calls
+        if piece.finish is not None:
+            self._finish = "tool_calls" if piece.finish == "stop" and self._reader.calls else piece.finish
+        shown = [] if piece.choice is None else [_logprob(piece.choice, piece.top, names)]
+        self._logprobs += shown
+        if not (delta.to_dict() or shown or self._finish):
+            return None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish}
+        if shown:
+            choice["logprobs"] = {"content": shown}
+        choice.update({"delta": delta.to_dict()} if self._chat else {"text": delta.content})
+        return self._object("chunk", [choice])
+
+    def opening(self) -> dict[str, Any] | None:
+        """The first chunk of a stream, with the role."""
+        if not self._chat:
+            return None
+        delta = {"role": "assistant", "content": ""}
+        return self._object("chunk", [{"index": 0, "delta": delta, "finish_reason": None}])
+
+    def closing(self) -> dict[str, Any]:
+        """The last chunk of a stream, with the counts."""
+        return {**self._object("chunk", []), "usage": self.usage()}
+
+    def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish, "logprobs": None}
+        if self._logprobs:
+            choice["logprobs"] = {"content": self._logprobs}
+        if self._chat:
+            calls = [{key: value for key, value in call.items() if key != "index"} for call in self._whole.tool_calls]
+            message = {**self._whole.to_dict(), **({"tool_calls": calls} if calls else {})}
+            choice["message"] = {"role": "assistant", "content": None if calls else "", **message}
+        else:
+            choice["text"] = self._whole.content
+        return {**self._object("", [choice]), "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Counts of tokens, and how many of the prompt's were in the prompt cache."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.tokens,
+            "total_tokens": self.prompt_tokens + self.tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = ("chat.completion" + (f".{part}" if part else "")) if self._chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+
+def _logprob(choice: Choice, top: tuple[Choice, ...], names: Any) -> dict[str, Any]:
+    def entry(one: Choice) -> dict[str, Any]:
+        name = str(names([one.token]))
+        return {"token": name, "logprob": one.logprob, "bytes": list(name.encode())}
+
+    return {**entry(choice), "top_logprobs": [entry(one) for one in top]}

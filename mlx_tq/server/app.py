@@ -1,0 +1,218 @@
+"""The routes: from a request to a job for the engine, and from its events to an answer."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from mlx_tq.server.answers import Answer
+from mlx_tq.server.errors import ApiError, InvalidRequestError, MethodNotAllowedError, NotFoundError, UnavailableError
+from mlx_tq.server.guard import Guard
+from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
+from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
+from mlx_tq.server.service import Service
+
+log = logging.getLogger(__name__)
+
+
+class ClientGoneError(ApiError):
+    """Nobody reads this answer any more."""
+
+    status, code = 499, "client_gone"
+
+
+@dataclass(frozen=True)
+class Web:
+    """What the routes need."""
+
+    service: Service
+    guard: Guard
+
+
+Handler = Callable[[Web, Request], Awaitable[Response]]
+
+
+def create_app(web: Web, origins: list[str]) -> Starlette:
+    """The application; it starts the engine, and who calls this ends it."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        web.service.engine.start(asyncio.get_running_loop())
+        yield
+
+    def route(path: str, method: str, handler: Handler, *, guarded: bool = True) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await _guarded(web, request, path, handler, guarded=guarded)
+
+        return Route(path, endpoint, methods=[method])
+
+    routes = [
+        route("/v1/chat/completions", "POST", _chat),
+        route("/v1/completions", "POST", _complete),
+        route("/v1/models", "GET", _models),
+        route("/v1/models/{name:path}", "GET", _model),
+        route("/metrics", "GET", _metrics),
+        route("/health", "GET", _health, guarded=False),
+    ]
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[cors] if origins else [],
+        exception_handlers={HTTPException: _no_route},
+    )
+
+
+async def _guarded(web: Web, request: Request, path: str, handler: Handler, *, guarded: bool) -> Response:
+    """Run a handler; whatever it raises becomes an answer in OpenAI's shape."""
+    began = time.perf_counter()
+    try:
+        if guarded:
+            web.guard.check(request)
+        response = await handler(web, request)
+    except ApiError as error:
+        response = _error(error)
+    except ClientDisconnect:
+        response = _error(ClientGoneError("the client left before its request had arrived"))
+    except Exception:
+        log.exception("a fault of the server")
+        response = _error(ApiError("a fault of the server; its log says where"))
+    web.service.metrics.requests.labels(path, response.status_code).inc()
+    log.info("%s %s %d %.0f ms", request.method, path, response.status_code, 1e3 * (time.perf_counter() - began))
+    return response
+
+
+def _error(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 405:
+        return _error(MethodNotAllowedError(f"{request.method} is not what this route takes"))
+    return _error(NotFoundError("there is no such route") if status == 404 else InvalidRequestError(str(error)))
+
+
+async def _health(web: Web, request: Request) -> Response:
+    if not web.service.engine.is_healthy:
+        raise UnavailableError("the engine has ended; start the server again")
+    return JSONResponse({"status": "ok"})
+
+
+async def _metrics(web: Web, request: Request) -> Response:
+    return Response(generate_latest(web.service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model_object(service: Service) -> dict[str, Any]:
+    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "mlx_tq"}
+
+
+async def _models(web: Web, request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_model_object(web.service)]})
+
+
+async def _model(web: Web, request: Request) -> Response:
+    web.service.check_model(request.path_params["name"])
+    return JSONResponse(_model_object(web.service))
+
+
+async def _chat(web: Web, request: Request) -> Response:
+    return await _answer(web, request, parse(ChatRequest, await web.guard.body(request)))
+
+
+async def _complete(web: Web, request: Request) -> Response:
+    return await _answer(web, request, parse(CompletionRequest, await web.guard.body(request)))
+
+
+async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
+    """Generate. A stream begins when the job has left the queue, so that all that can be refused has a status."""
+    service = web.service
+    job, answer = await run_in_threadpool(service.prepare, asked)
+    events = _events(service, job)
+    watch = asyncio.create_task(_watch(request, job))
+    service.engine.submit(job)
+    try:
+        first = await anext(events)
+        assert isinstance(first, Started)  # noqa: S101 - tells the type checker
+        answer.cached = first.cached
+        if not asked.stream:
+            async for event in events:
+                if isinstance(event, Piece):
+                    answer.add(event, service.tokenizer.decode)
+            return JSONResponse(answer.whole())
+    except BaseException:
+        await events.aclose()
+        raise
+    finally:
+        watch.cancel()
+    lines = _lines(answer, events, service, usage=asked.wants_usage)
+    return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _watch(request: Request, job: Job) -> None:
+    """Tell who waits for the job's events that the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.events.put_nowait(Failed(ClientGoneError("the client left before its answer was complete")))
+
+
+async def _events(service: Service, job: Job) -> AsyncGenerator[Event]:
+    """What becomes of a job; whoever stops listening before the end cancels it.
+
+    Raises:
+        ApiError: the job failed.
+    """
+    began, finished, seen = time.perf_counter(), False, False
+    try:
+        while not finished:
+            event = await job.events.get()
+            if isinstance(event, Failed):
+                finished = not isinstance(event.error, ClientGoneError)
+                raise event.error
+            if isinstance(event, Piece):
+                if not seen:
+                    service.metrics.first_token_seconds.observe(time.perf_counter() - began)
+                seen, finished = True, event.finish is not None
+            yield event
+    finally:
+        if not finished:
+            service.engine.cancel(job)
+            service.metrics.disconnects.inc()
+
+
+async def _lines(answer: Answer, events: AsyncGenerator[Event], service: Service, *, usage: bool) -> AsyncIterator[str]:
+    """Server-sent events: comments while the prompt is read, chunks, and OpenAI's last line."""
+    try:
+        if opening := answer.opening():
+            yield _line(opening)
+        async for event in events:
+            if isinstance(event, Progress):
+                yield f": {event.done} of {event.total} tokens read\n\n"
+            elif isinstance(event, Piece) and (chunk := answer.add(event, service.tokenizer.decode)):
+                yield _line(chunk)
+        if usage:
+            yield _line(answer.closing())
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield _line(error.body())
+    finally:
+        await events.aclose()
+
+
+def _line(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

@@ -1,0 +1,152 @@
+"""From messages or text to token ids, cut where a later request is likely to begin the same way."""
+
+import inspect
+import json
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from mlx_tq.server.errors import InvalidRequestError
+from mlx_tq.server.schemas import ChatRequest, CompletionRequest, Message
+
+# A template's last tokens among which it may open the model's reasoning.
+_TAIL = 11
+# Arguments of the template that are the server's own to set.
+_RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and where they may be cut.
+
+    Attributes:
+        ids: all tokens.
+        segments: the same tokens in parts; the cache is worth keeping at the end of each.
+        kinds: of the segments, mlx-lm's "system", "user" or "assistant".
+        state: "reasoning" where the template has opened the model's thoughts, else "normal".
+    """
+
+    ids: list[int]
+    segments: list[list[int]]
+    kinds: list[str]
+    state: str = "normal"
+
+
+class Conversations:
+    """Makes prompts with a tokenizer, which several threads may share."""
+
+    def __init__(self, tokenizer: Any, template_args: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._template_args = template_args
+        self._lock = Lock()
+        self.vocabulary = len(tokenizer.get_vocab())
+
+    def text(self, request: CompletionRequest) -> Prompt:
+        """The prompt of a completion: text, or token ids.
+
+        Raises:
+            InvalidRequestError: a token that does not exist, or a text without tokens.
+        """
+        if isinstance(request.prompt, str):
+            with self._lock:
+                ids = list(self._tokenizer.encode(request.prompt))
+        else:
+            ids = request.prompt
+        if not ids:
+            raise InvalidRequestError("the tokenizer makes no tokens of the prompt", "prompt")
+        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            raise InvalidRequestError(f"the prompt has tokens outside of 0 to {self.vocabulary - 1}", "prompt")
+        return Prompt(ids, [ids], ["assistant"])
+
+    def chat(self, request: ChatRequest) -> Prompt:
+        """The prompt of a conversation, in the model's chat template.
+
+        Raises:
+            InvalidRequestError: the model has no template, or its template refuses the conversation.
+        """
+        tokenizer = self._tokenizer
+        if not tokenizer.has_chat_template:
+            raise InvalidRequestError(
+                "the model has no chat template; use /v1/completions, or start the server with --chat-template"
+            )
+        options = self._options(request)
+        messages = [_plain(message, place) for place, message in enumerate(request.messages)]
+        with self._lock:
+            ids = self._render(messages, add_generation_prompt=True, **options)
+            if not ids:
+                raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
+            tail = self._thoughts_start(ids)
+            system = min(self._system_end(messages, ids, options), tail)
+        kinds = {system: "system", len(ids): "assistant", tail: "user"}  # by where a segment ends
+        ends = sorted(kinds.keys() - {0})
+        return Prompt(
+            ids,
+            segments=[ids[start:end] for start, end in zip([0, *ends], ends, strict=False)],
+            kinds=[kinds[end] for end in ends],
+            state="reasoning" if self._thinks(ids) else tokenizer.response_initial_state or "normal",
+        )
+
+    def _options(self, request: ChatRequest) -> dict[str, Any]:
+        asked = request.chat_template_kwargs or {}
+        if wrong := sorted(set(asked) & _RESERVED):
+            raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
+        tools = [tool.model_dump() for tool in request.tools or []] if request.tool_choice != "none" else []
+        if tools and not self._tokenizer.has_tool_calling:
+            raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
+        return {**self._template_args, **asked, "tools": tools or None}
+
+    def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        try:
+            return list(self._tokenizer.apply_chat_template(messages, tokenize=True, **options))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template trips over
+            raise InvalidRequestError(
+                f"the model's chat template refuses this conversation: {error}", "messages"
+            ) from error
+
+    def _system_end(self, messages: list[dict[str, Any]], ids: list[int], options: dict[str, Any]) -> int:
+        """How many tokens any conversation with these system messages begins with."""
+        count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        if not 0 < count < len(messages):
+            return 0
+        try:
+            other = self._render([*messages[:count], {"role": "user", "content": ""}], **options)
+        except InvalidRequestError:
+            return 0
+        return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), 0)
+
+    def _thoughts_start(self, ids: list[int]) -> int:
+        """Where the template opens the reasoning, which later turns leave out; the end if it does not."""
+        if not self._tokenizer.has_thinking:
+            return len(ids)
+        found = self._tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL)
+        return int(found) if found > 0 else len(ids)
+
+    def _thinks(self, ids: list[int]) -> bool:
+        tokenizer = self._tokenizer
+        return bool(tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids))
+
+
+def _plain(message: Message, place: int) -> dict[str, Any]:
+    """A message as templates expect it."""
+    plain = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        plain["role"] = "system"
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    plain.setdefault("content", "")
+    for call in plain.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            call["function"]["arguments"] = _arguments(arguments, place)
+    return plain
+
+
+def _arguments(text: str, place: int) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        where = f"messages.{place}.tool_calls"
+        raise InvalidRequestError(f"{where}: the arguments of a call are not JSON ({error})", where) from error

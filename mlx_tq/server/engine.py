@@ -1,0 +1,298 @@
+"""The thread that generates: mlx-lm's batch generator over compressed caches, fed from a bounded queue."""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from threading import Condition, Thread
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, make_stop_sequences
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from mlx_tq.cache.factory import Plan
+from mlx_tq.config import KVConfig
+from mlx_tq.dispatch import attention
+from mlx_tq.errors import MlxTqError
+from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
+from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.running import Running, choices_of, rest_of
+
+log = logging.getLogger(__name__)
+
+_MEASURE_S = 0.5  # between two measurements of a batch that stays the same; each reads the size of every array
+_ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, keeps ours
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """How much the engine takes.
+
+    Attributes:
+        concurrency: answers that are generated at once.
+        prompt_concurrency: prompts that are read at once.
+        queue: jobs that may wait.
+        prefill_step_size: tokens of a prompt that are read at a time.
+        prompt_cache_size: prompts whose caches are kept for later requests.
+        prompt_cache_bytes: of those caches.
+        memory: bytes of caches in all, kept ones included; None where caches are not compressed.
+    """
+
+    concurrency: int
+    prompt_concurrency: int
+    queue: int
+    prefill_step_size: int
+    prompt_cache_size: int
+    prompt_cache_bytes: int
+    memory: int | None
+
+
+class Engine:
+    """Generates answers for jobs.
+
+    Args:
+        model, tokenizer: of mlx-lm.
+        config: how caches are stored.
+        plan: the same for this model; None where nothing is compressed.
+        limits: see `EngineLimits`.
+        metrics: counts what happens.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, config: KVConfig, plan: Plan | None, limits: EngineLimits, metrics: Metrics
+    ) -> None:
+        self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
+        self._limits, self._metrics = limits, metrics
+        self._waiting: deque[Job] = deque()
+        self._changed = Condition()  # guards what is waiting and whether to stop
+        self._stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        # The engine's thread alone uses what follows.
+        self._running: dict[int, Running] = {}
+        self._outbox: list[tuple[Job, Event]] = []
+        self._stop_sequences = make_stop_sequences(tokenizer)
+        self._prompt_cache = LRUPromptCache(limits.prompt_cache_size, limits.prompt_cache_bytes)
+        self._measured = 0.0
+
+    # For the web side.
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; events of jobs are delivered on `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the answers in progress with an error, and take no more jobs. Returns at once."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end."""
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Jobs are taken."""
+        return self._thread.is_alive() and not self._stopping
+
+    def submit(self, job: Job) -> None:
+        """Put a job into the queue.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            UnavailableError: the engine is stopping.
+        """
+        with self._changed:
+            if not self.is_healthy:
+                raise UnavailableError("the server is stopping; try again when it is back")
+            self._waiting = deque(waiting for waiting in self._waiting if not waiting.cancelled)
+            if len(self._waiting) >= self._limits.queue:
+                raise QueueFullError(f"{self._limits.queue} requests are waiting, the limit; try again later")
+            self._waiting.append(job)
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Stop generating for a job: it leaves the batch before the next token."""
+        job.cancelled = True
+
+    # The thread.
+
+    def _run(self) -> None:
+        with attention(self._model, self._config):
+            self._batch = self._new_batch()
+            try:
+                while self._take():
+                    self._step()
+            except Exception:
+                log.exception("the engine has ended")
+                raise
+            finally:
+                with self._changed:
+                    self._stopping = True
+                    jobs = [*(running.job for running in self._running.values()), *self._waiting]
+                    self._waiting.clear()
+                self._outbox += [(job, Failed(UnavailableError("the server is stopping"))) for job in jobs]
+                self._send()
+                self._batch.close()
+                self._prompt_cache.trim_to(n_sequences=0)
+
+    def _new_batch(self) -> BatchGenerator:
+        return BatchGenerator(
+            self._model,
+            completion_batch_size=self._limits.concurrency,
+            prefill_batch_size=min(self._limits.prompt_concurrency, self._limits.concurrency),
+            prefill_step_size=self._limits.prefill_step_size,
+            stream=mx.default_stream(mx.default_device()),
+        )
+
+    def _take(self) -> bool:
+        """Move jobs from the queue to the batch, waiting where there is nothing to do; False ends the thread."""
+        with self._changed:
+            while not (self._stopping or self._waiting or self._running):
+                self._changed.wait()
+            if self._stopping:
+                return False
+            admitted: list[Job] = []
+            while self._waiting and self._fits(admitted):
+                job = self._waiting.popleft()
+                if not job.cancelled:
+                    admitted.append(job)
+            self._metrics.waiting.set(len(self._waiting))
+        for job in admitted:
+            self._admit(job)
+        return True
+
+    def _fits(self, admitted: list[Job]) -> bool:
+        """The first waiting job can join those that run; alone it always can, which was checked when it came."""
+        jobs = [*(running.job for running in self._running.values()), *admitted]
+        if len(jobs) >= self._limits.concurrency:
+            return False
+        if self._limits.memory is None or not jobs:
+            return True
+        return self._reserved([*jobs, self._waiting[0]]) <= self._limits.memory
+
+    def _reserved(self, jobs: list[Job]) -> int:
+        return sum(self._plan.nbytes(job.tokens) for job in jobs) if self._plan else 0
+
+    def _admit(self, job: Job) -> None:
+        caches, cached = self._fetch(job.prompt.ids)
+        segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
+        (uid,) = self._batch.insert_segments(
+            segments=[segments],
+            max_tokens=[job.max_tokens],
+            caches=[caches],
+            all_tokens=[job.prompt.ids[:cached]],
+            samplers=[job.sampler],
+            logits_processors=[job.processors],
+            stop_sequences=[self._stop_sequences],
+        )
+        self._running[uid] = Running(job, cached, kinds, self._tokenizer.detokenizer)
+        self._outbox.append((job, Started(cached)))
+        self._metrics.prompt_tokens.inc(len(job.prompt.ids))
+        self._metrics.cached_tokens.inc(cached)
+        if self._limits.memory is not None:
+            reserved = self._reserved([running.job for running in self._running.values()])
+            self._prompt_cache.trim_to(n_bytes=self._limits.memory - reserved)
+
+    def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
+        """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
+        caches, rest = self._prompt_cache.fetch_nearest_cache(_ONE_MODEL, ids)
+        if caches is None or rest:
+            return caches, len(ids) - len(rest)
+        if len(ids) == 1 or not can_trim_prompt_cache(caches):
+            return None, 0
+        trim_prompt_cache(caches, 1)
+        return caches, len(ids) - 1
+
+    def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
+        self._prompt_cache.insert_cache(_ONE_MODEL, list(tokens), caches, cache_type=kind)
+
+    def _step(self) -> None:
+        """One token for each job in the batch, or a part of its prompt."""
+        self._remove([uid for uid, running in self._running.items() if running.job.cancelled])
+        try:
+            read, generated = self._batch.next()
+            self._after_reading(read)
+            self._after_generating(generated)
+        except (MlxTqError, ValueError, RuntimeError) as error:
+            # What a batch holds after a failed step is unknown: its answers end, the server goes on.
+            log.exception("a step of the batch failed")
+            failed = Failed(ModelFailedError(f"the model failed: {error}"))
+            self._outbox += [(running.job, failed) for running in self._running.values()]
+            self._running.clear()
+            self._batch.close()
+            self._batch = self._new_batch()
+        self._measure()
+        self._send()
+
+    def _after_reading(self, responses: list[Any]) -> None:
+        ended = []
+        for response in responses:
+            running = self._running[response.uid]
+            done, total = response.progress
+            running.prefilled = len(running.job.prompt.ids) - total + done
+            self._outbox.append((running.job, Progress(done, total)))
+            if response.end_of_segment and not response.end_of_prompt and running.kinds:
+                ended.append(response.uid)
+        for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
+            self._keep(tokens, caches, self._running[uid].kinds.pop())
+
+    def _after_generating(self, responses: list[Any]) -> None:
+        stopped = []
+        for response in responses:
+            running = self._running[response.uid]
+            running.generated += 1
+            finish = response.finish_reason
+            if running.generated == 1 and math.isnan(response.logprobs[response.token].item()):
+                raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
+            text, ended = running.read(response.token, finish)
+            choice, top = choices_of(response, running.job.logprobs)
+            self._outbox.append((running.job, Piece(text, choice, top, "stop" if ended else finish)))
+            if finish is not None:
+                del self._running[response.uid]
+                self._keep(response.all_tokens, response.prompt_cache, "assistant")
+            elif ended:
+                stopped.append(response.uid)
+        self._metrics.generated_tokens.inc(len(responses))
+        self._remove(stopped)
+
+    def _remove(self, uids: list[int]) -> None:
+        """Take jobs out of the batch; what they have read is kept for later requests."""
+        if not uids:
+            return
+        for caches, tokens in self._batch.remove(uids, return_prompt_caches=True).values():
+            if tokens:
+                self._keep(tokens, caches, "assistant")
+        for uid in uids:
+            del self._running[uid]
+
+    def _measure(self) -> None:
+        if self._running and time.monotonic() - self._measured < _MEASURE_S:
+            return
+        self._measured = time.monotonic()
+        tokens = [running.prefilled + running.generated for running in self._running.values()]
+        native = sum(map(self._plan.native_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
+        self._metrics.running.set(len(self._running))
+        self._metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
+        self._metrics.kv_fp16_bytes.set(native)
+        self._metrics.prompt_cache_bytes.set(self._prompt_cache.nbytes)
+        self._metrics.prompt_cache_entries.set(len(self._prompt_cache))
+
+    def _send(self) -> None:
+        events, self._outbox = self._outbox, []
+        if events and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, events)
+
+
+def _deliver(events: list[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.events.put_nowait(event)

@@ -1,0 +1,87 @@
+"""What passes between the web side and the engine: a job one way, events the other."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_tq.server.conversation import Prompt
+from mlx_tq.server.errors import ApiError
+from mlx_tq.server.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Started:
+    """The job left the queue; so many tokens of its prompt were in the prompt cache."""
+
+    cached: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens of the prompt that have been read, of those that had to be."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A token and its log-probability."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token and the text that is certain with it.
+
+    Attributes:
+        text: may be empty, while it could still be the beginning of a stop text.
+        choice, top: the token and the likeliest ones, where the job asks for log-probabilities.
+        finish: "stop" or "length" with the last token.
+    """
+
+    text: str
+    choice: Choice | None = None
+    top: tuple[Choice, ...] = ()
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job ended without an answer."""
+
+    error: ApiError
+
+
+Event = Started | Progress | Piece | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer to be generated.
+
+    Attributes:
+        prompt: what to read.
+        max_tokens: to generate.
+        sampler, processors: of mlx-lm.
+        stops: texts that end the answer and are not part of it.
+        logprobs: how many of the likeliest tokens to report with each; None reports nothing.
+        events: what became of it, in order. Only its own event loop may touch it.
+        cancelled: nobody waits for the answer any more.
+    """
+
+    prompt: Prompt
+    max_tokens: int
+    sampler: Sampler
+    processors: list[Any]
+    stops: list[str] = field(default_factory=list)
+    logprobs: int | None = None
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and answer, at most."""
+        return len(self.prompt.ids) + self.max_tokens

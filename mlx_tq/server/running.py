@@ -1,0 +1,55 @@
+"""A job while it runs in the batch: its text so far, and what is left of its prompt."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import TextStateMachine
+
+from mlx_tq.server.jobs import Choice, Job
+
+
+class Running:
+    """A job in the batch."""
+
+    def __init__(self, job: Job, cached: int, kinds: list[str], detokenizer: Any) -> None:
+        self.job = job
+        self.kinds = kinds[::-1]  # of the segments still to be read, the next one last
+        self.detokenizer = detokenizer
+        self.stops = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
+        self.prefilled, self.generated = cached, 0
+
+    def read(self, token: int, finish: str | None) -> tuple[str, bool]:
+        """The text that is certain after a token, and whether a stop text ended it."""
+        if finish != "stop":  # the token that ends an answer is no text
+            self.detokenizer.add_token(token)
+        if finish is not None:
+            self.detokenizer.finalize()
+        self.stops, segments = TextStateMachine.split(self.stops, self.detokenizer.last_segment)
+        text = "".join(part for state, part in segments if state is not None)
+        stopped = self.stops[0] is None
+        if finish is not None and not stopped:
+            self.stops, rest, _ = TextStateMachine.flush(self.stops)
+            text += rest
+        return text, stopped
+
+
+def rest_of(segments: list[list[int]], kinds: list[str], cached: int) -> tuple[list[list[int]], list[str]]:
+    """The segments behind the first `cached` tokens."""
+    left = []
+    for segment, kind in zip(segments, kinds, strict=True):
+        if len(segment) > cached:
+            left.append((segment[cached:], kind))
+        cached = max(0, cached - len(segment))
+    return [segment for segment, _ in left], [kind for _, kind in left]
+
+
+def choices_of(response: Any, count: int | None) -> tuple[Choice | None, tuple[Choice, ...]]:
+    """The token and the `count` likeliest ones, with their log-probabilities."""
+    if count is None:
+        return None, ()
+    logprobs = response.logprobs.astype(mx.float32)
+    chosen = Choice(response.token, logprobs[response.token].item())
+    if count == 0:
+        return chosen, ()
+    likely = mx.argsort(-logprobs)[:count]
+    return chosen, tuple(Choice(int(token), logprobs[token].item()) for token in likely)

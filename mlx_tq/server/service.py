@@ -1,0 +1,108 @@
+"""What the server offers, without HTTP: a request becomes a job and the answer that its events fill."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_tq.cache.factory import Plan
+from mlx_tq.errors import ConfigError
+from mlx_tq.limits import check_memory, check_positions
+from mlx_tq.server.answers import Answer, MessageReader, TextReader
+from mlx_tq.server.conversation import Conversations
+from mlx_tq.server.engine import Engine
+from mlx_tq.server.errors import ContextLengthError, ModelNotFoundError
+from mlx_tq.server.jobs import Job
+from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.sampling import Sampling, processors
+from mlx_tq.server.schemas import ChatRequest, CompletionRequest
+
+DEFAULT_MODEL = "default_model"  # what mlx-lm's server calls the model that it was started with
+
+
+@dataclass(frozen=True)
+class Service:
+    """One model, and the defaults of its requests.
+
+    Attributes:
+        name: of the model.
+        created: when it was loaded, in seconds since 1970.
+        tokenizer: of the model.
+        conversations: makes prompts.
+        engine: generates.
+        metrics: counts.
+        sampling, max_tokens: where a request does not say.
+        positions: that the model allows, or None.
+        plan, memory: of the caches and the bytes they may take; None where nothing is compressed.
+    """
+
+    name: str
+    created: int
+    tokenizer: Any
+    conversations: Conversations
+    engine: Engine
+    metrics: Metrics
+    sampling: Sampling
+    max_tokens: int
+    positions: int | None
+    plan: Plan | None
+    memory: int | None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise unless `name` is that of the model, or none.
+
+        Raises:
+            ModelNotFoundError: it is another's. Requests never choose what is loaded.
+        """
+        if name not in (None, DEFAULT_MODEL, self.name):
+            raise ModelNotFoundError(
+                f"the model {str(name)[:100]!r} is not served; this server has {self.name}", "model"
+            )
+
+    def prepare(self, request: ChatRequest | CompletionRequest) -> tuple[Job, Answer]:
+        """A job for the engine and its answer, still empty.
+
+        Raises:
+            InvalidRequestError: another model, a conversation that the template refuses, or one that is too long.
+        """
+        self.check_model(request.model)
+        vocabulary = self.conversations.vocabulary
+        sampling = self.sampling.changed_by(request)
+        logprobs = None
+        reader: MessageReader | TextReader
+        if isinstance(request, ChatRequest):
+            prompt = self.conversations.chat(request)
+            logprobs = (request.top_logprobs or 0) if request.logprobs else None
+            tools = [tool.model_dump() for tool in request.tools or []]
+            reader = MessageReader(self.tokenizer, prompt.state, tools)
+        else:
+            prompt, reader = self.conversations.text(request), TextReader()
+        job = Job(
+            prompt,
+            self._answer_tokens(len(prompt.ids), request.answer_tokens),
+            sampling.sampler(vocabulary, request.seed),
+            processors(request, vocabulary),
+            request.stops,
+            logprobs,
+        )
+        return job, Answer(self.name, reader, len(prompt.ids))
+
+    def _answer_tokens(self, prompt: int, asked: int | None) -> int:
+        """How many tokens to generate: what is asked for, or the default as far as positions are left.
+
+        Raises:
+            ContextLengthError: prompt and answer exceed the positions or the memory.
+        """
+        tokens = asked or self.max_tokens
+        try:
+            check_positions(prompt, self.positions)
+            if self.positions is not None and prompt + tokens > self.positions:
+                if asked is not None:
+                    raise ConfigError(
+                        f"the prompt has {prompt:,} tokens and {asked:,} are asked for; the model allows "
+                        f"{self.positions:,}. Ask for {self.positions - prompt:,} or fewer."
+                    )
+                tokens = self.positions - prompt
+            if self.plan is not None and self.memory is not None:
+                check_memory(self.plan, prompt + tokens, self.memory)
+        except ConfigError as error:
+            raise ContextLengthError(str(error), "messages") from error
+        return tokens
