@@ -1,0 +1,43 @@
+"""The embedded model in float32, where greedy choices do not hang on rounding, and a server of it."""
+
+import mlx.core as mx
+import pytest
+from cli.tools import copy_model
+
+from mlx_tq.models import load
+
+from .harness import running
+
+# Small regions, so that a page of text is mostly packed.
+PACKED = ("--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
+# The end-of-text tokens of the embedded model, as a bias that lets an answer run on to its limit.
+ENDLESS = {"0": -100, "2": -100}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The model as a checkpoint."""
+    return copy_model(
+        tmp_path_factory.mktemp("models") / "needle32",
+        weights=lambda weights: {name: weight.astype(mx.float32) for name, weight in weights.items()},
+    )
+
+
+@pytest.fixture(scope="session")
+def loaded(folder):
+    """The model and its tokenizer, in this process."""
+    return load(folder)
+
+
+@pytest.fixture(scope="session")
+def server(folder, tmp_path_factory):
+    """A server that most tests share."""
+    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as made:
+        yield made
+
+
+def question(count, key):
+    """A text with a fact in it, and the question for it."""
+    lines = [f"Item {n} weighs {n * 37 % 91} grams and costs {n * 13 % 29} coins." for n in range(count)]
+    lines.insert(count // 2, f"The access code is {key}.")
+    return "\n".join([*lines, "What is the access code?"])

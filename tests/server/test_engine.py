@@ -1,0 +1,188 @@
+"""The engine in this process, where its caches and every call of attention can be seen."""
+
+import asyncio
+
+import pytest
+from contract.spies import watch
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_tq.cache import BatchCompressedKVCache
+from mlx_tq.config import PROFILES, profile
+from mlx_tq.dispatch import plan_caches
+from mlx_tq.server.conversation import Prompt
+from mlx_tq.server.engine import Engine, EngineLimits
+from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.jobs import Failed, Job, Piece, Started
+from mlx_tq.server.metrics import Metrics
+
+CONFIG = profile("small", prefix=16, window=32)
+LIMITS = {
+    "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_size": 4,
+    "prompt_cache_bytes": 2**40, "memory": None,
+}  # fmt: skip
+GREEDY = make_sampler(0.0)
+
+
+def make_engine(loaded, config=CONFIG, **limits):
+    model, tokenizer = loaded
+    plan = None if config.is_off else plan_caches(model, config)
+    return Engine(model, tokenizer, config, plan, EngineLimits(**{**LIMITS, **limits}), Metrics())
+
+
+def make_job(length, max_tokens=4, seed=1, sampler=GREEDY):
+    ids = [(7 * i * i + seed * i) % 4000 + 50 for i in range(length)]
+    return Job(Prompt(ids, [ids], ["assistant"]), max_tokens, sampler, [])
+
+
+async def outcome(job):
+    """All events up to the last."""
+    events = []
+    while not events or not (isinstance(events[-1], Failed) or getattr(events[-1], "finish", None)):
+        events.append(await asyncio.wait_for(job.events.get(), 60))
+    return events
+
+
+def serve(engine, jobs, then=None):
+    """The events of jobs that were all there before the engine began, and of what `then` does."""
+
+    async def main():
+        with engine._changed:  # the thread waits until all are in the queue
+            engine.start(asyncio.get_running_loop())
+            for job in jobs:
+                engine.submit(job)
+        events = await asyncio.gather(*map(outcome, jobs))
+        return events if then is None else (events, await then())
+
+    try:
+        return asyncio.run(main())
+    finally:
+        engine.join(30)
+
+
+def gauge(engine, name):
+    return engine._metrics.registry.get_sample_value(f"mlx_tq_{name}")
+
+
+def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
+    """Each token of each answer runs over packed rows in each layer, and nothing is decoded to arrays."""
+    engine = make_engine(loaded)
+    seen = watch(monkeypatch)
+    held = []
+    measure = engine._measure
+
+    def look():
+        held.append([(type(cache), len(cache.rows)) for cache in engine._batch._generation_batch.prompt_cache])
+        measure()
+
+    monkeypatch.setattr(engine, "_measure", look)
+    jobs = [make_job(100 + 10 * n, seed=n) for n in range(5)]
+    for events in serve(engine, jobs):
+        assert isinstance(events[0], Started)
+        assert sum(isinstance(event, Piece) for event in events) == 4 or events[-1].finish == "stop"
+    layers = len(loaded[0].layers)
+    assert [(BatchCompressedKVCache, 5)] * layers in held
+    assert seen.materialized == 0
+    assert seen.few >= 3 * 5 * layers
+    assert seen.many >= 5 * layers
+
+
+def test_bytes_are_those_of_the_plan(loaded, monkeypatch):
+    engine = make_engine(loaded)
+    monkeypatch.setattr("mlx_tq.server.engine._MEASURE_S", 0)
+    seen = []
+    measure = engine._measure
+
+    def look():
+        measure()
+        seen.append((gauge(engine, "running"), gauge(engine, "kv_bytes"), gauge(engine, "kv_fp16_bytes")))
+
+    monkeypatch.setattr(engine, "_measure", look)
+    serve(engine, [make_job(300, seed=n) for n in range(3)])
+    running, compressed, native = max(seen, key=lambda each: each[1:])
+    assert running == 3
+    assert compressed <= engine._plan.nbytes(304, batch=3)
+    assert native > 1.5 * compressed
+    assert seen[-1] == (0, 0, 0)
+
+
+def test_jobs_wait_for_memory(loaded):
+    """Two fit, so the third starts when one of them is done."""
+    plan = plan_caches(loaded[0], CONFIG)
+    jobs = [make_job(100, max_tokens=6 + 2 * n, seed=n) for n in range(3)]
+    order = []
+    engine = make_engine(loaded, memory=2 * plan.nbytes(110))
+    for place, job in enumerate(jobs):
+        put = job.events.put_nowait
+
+        def note(event, place=place, put=put):
+            order.append((place, "start" if isinstance(event, Started) else getattr(event, "finish", None)))
+            put(event)
+
+        job.events.put_nowait = note
+    serve(engine, jobs)
+    order = [entry for entry in order if entry[1]]
+    assert [place for place, what in order[:2]] == [0, 1]
+    assert order.index((2, "start")) == 3
+
+
+def test_the_queue_is_bounded(loaded):
+    engine = make_engine(loaded, queue=2)
+    jobs = [make_job(8), make_job(8)]
+
+    async def main():
+        with engine._changed:
+            engine.start(asyncio.get_running_loop())
+            for job in jobs:
+                engine.submit(job)
+            with pytest.raises(QueueFullError, match="2 requests are waiting"):
+                engine.submit(make_job(8))
+            engine.cancel(jobs[0])  # leaves its place to another
+            engine.submit(make_job(8))
+        return await outcome(jobs[1])
+
+    try:
+        assert asyncio.run(main())[-1].finish
+    finally:
+        engine.join(30)
+    with pytest.raises(UnavailableError):
+        engine.submit(make_job(8))
+
+
+def test_a_failure_ends_its_batch_and_nothing_else(loaded):
+    def broken(logprobs):
+        raise RuntimeError("the sampler is broken")
+
+    engine = make_engine(loaded)
+
+    async def again():
+        job = make_job(20)
+        engine.submit(job)
+        return await outcome(job)
+
+    (one, two), later = serve(engine, [make_job(20), make_job(20, sampler=broken)], then=again)
+    assert all(isinstance(events[-1].error, ModelFailedError) for events in (one, two))
+    assert later[-1].finish
+
+
+def test_stopping_ends_every_job(loaded):
+    engine = make_engine(loaded, concurrency=1, prompt_concurrency=1)
+    jobs = [make_job(8, max_tokens=4000), make_job(8)]
+
+    async def main():
+        engine.start(asyncio.get_running_loop())
+        for job in jobs:
+            engine.submit(job)
+        assert isinstance(await jobs[0].events.get(), Started)
+        engine.stop()
+        return await asyncio.gather(*map(outcome, jobs))
+
+    for events in asyncio.run(main()):
+        assert isinstance(events[-1].error, UnavailableError)
+    engine.join(30)
+    assert not engine.is_healthy
+
+
+@pytest.mark.parametrize("name", ["off", "safe", "balanced", "small"])
+def test_every_profile(loaded, name):
+    (events,) = serve(make_engine(loaded, PROFILES[name]), [make_job(40)])
+    assert events[-1].finish

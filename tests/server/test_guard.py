@@ -1,0 +1,98 @@
+"""Who may call."""
+
+import pytest
+
+from mlx_tq.cli import main
+
+from .conftest import PACKED
+from .harness import running
+
+KEY = "correct-horse-battery"
+PAGE = "https://example.org"
+
+
+@pytest.fixture(scope="module")
+def locked(folder, tmp_path_factory):
+    """A server that others can reach, with a key and one web page that may call."""
+    flags = ("--host", "0.0.0.0", "--allowed-origins", PAGE)
+    with running(folder, tmp_path_factory.mktemp("locked") / "log", *PACKED, *flags, key=KEY) as made:
+        yield made
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer n\u00e9"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/models/needle32"])
+def test_no_key_or_a_wrong_one(locked, path, given):
+    headers = {"Authorization": (given or "").encode("latin-1")}
+    response = locked.http.get(path, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert KEY not in response.text
+
+
+def test_a_body_is_not_read_without_a_key(locked):
+    response = locked.http.post("/v1/chat/completions", content=b"{", headers={"Authorization": "Bearer wrong"})
+    assert response.status_code == 401
+
+
+def test_with_the_key(locked):
+    assert locked.chat("hi", max_tokens=1).usage.completion_tokens == 1
+    assert locked.http.get("/health", headers={"Authorization": ""}).status_code == 200
+    assert KEY not in locked.log()
+
+
+def test_cors_is_closed(server):
+    for method in ("GET", "POST", "OPTIONS"):
+        headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        response = server.http.request(method, "/v1/chat/completions", headers=headers)
+        assert not [name for name in response.headers if name.startswith("access-control")]
+    response = server.http.get("/v1/models", headers={"Origin": PAGE})
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_cors_is_open_to_those_named(locked):
+    response = locked.http.get("/v1/models", headers={"Origin": PAGE})
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
+    response = locked.http.get("/v1/models", headers={"Origin": "https://evil.example"})
+    assert response.status_code == 403
+    assert "access-control-allow-origin" not in response.headers
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    assert locked.http.options("/v1/chat/completions", headers=asked).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "@127.0.0.1:80@x"])
+def test_a_foreign_name_of_this_machine(server, host):
+    """A page that has its own name point to 127.0.0.1 (DNS rebinding)."""
+    response = server.http.get("/v1/models", headers={"Host": host})
+    assert response.status_code in (400, 403)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:8080"])
+def test_this_machine_by_its_names(server, host):
+    assert server.http.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--host", "0.0.0.0"), "MLX_TQ_API_KEY"),
+        (("--host", "::"), "MLX_TQ_API_KEY"),
+        (("--port", "70000"), "between 0 and 65535"),
+        (("--decode-concurrency", "0"), "--decode-concurrency is 0; it must be 1 or more"),
+        (("--max-tokens", "0"), "--max-tokens is 0"),
+        (("--temp", "nan"), "--temp"),
+        (("--kv-profile", "off", "--kv-memory-limit", "1GB"), "Drop it"),
+        (("--model", "/nowhere"), "/nowhere"),
+        (("--host", "no.such.host.invalid", "--api-key", "k"), "cannot listen on no.such.host.invalid"),
+    ],
+)
+def test_a_server_that_cannot_start(capsys, flags, word):
+    assert main(["server", "--port", "0", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert word in err.splitlines()[-1]
+
+
+def test_a_port_in_use(server, capsys):
+    assert main(["server", "--port", server.url.rpartition(":")[2]]) == 2
+    assert "give another --port" in capsys.readouterr().err
