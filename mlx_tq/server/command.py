@@ -14,8 +14,9 @@ from typing import Any
 from mlx_tq.args import add_cache_arguments, config_from_args, parse_size
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
-from mlx_tq.limits import check_arguments, free_memory, position_limit
+from mlx_tq.limits import check_arguments, free_memory
 from mlx_tq.models import EMBEDDED, load
+from mlx_tq.probe import position_limit
 from mlx_tq.ui import console, show_plan
 
 KEY_VARIABLE = "MLX_TQ_API_KEY"

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prom
 from mlx_tq.cache.factory import Plan
 from mlx_tq.config import KVConfig
 from mlx_tq.dispatch import attention
-from mlx_tq.errors import MlxTqError
+from mlx_tq.errors import CacheFormatError, MlxTqError
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
 from mlx_tq.server.metrics import Metrics
@@ -205,7 +205,10 @@ class Engine:
 
     def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
         """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
-        caches, rest = self._prompt_cache.fetch_nearest_cache(_ONE_MODEL, ids)
+        try:
+            caches, rest = self._prompt_cache.fetch_nearest_cache(_ONE_MODEL, ids)
+        except CacheFormatError:  # the beginning that is shared has lost tokens to eviction
+            return None, 0
         if caches is None or rest:
             return caches, len(ids) - len(rest)
         if len(ids) == 1 or not can_trim_prompt_cache(caches):

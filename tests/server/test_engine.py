@@ -38,7 +38,7 @@ async def outcome(job):
     """All events up to the last."""
     events = []
     while not events or not (isinstance(events[-1], Failed) or getattr(events[-1], "finish", None)):
-        events.append(await asyncio.wait_for(job.events.get(), 60))
+        events.append(await asyncio.wait_for(job.events.get(), 300))
     return events
 
 
