@@ -87,7 +87,7 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
 
 
 def test_bytes_are_those_of_the_plan(loaded, monkeypatch):
-    engine = make_engine(loaded)
+    engine = make_engine(loaded, prefill_step_size=512)
     monkeypatch.setattr("mlx_tq.server.engine._MEASURE_S", 0)
     seen = []
     measure = engine._measure
