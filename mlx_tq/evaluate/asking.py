@@ -44,12 +44,14 @@ def ask(
         question: two tokens or more.
         caches: are appended to.
         needle: position of the first token of the planted sentence, and the one after its last.
-        max_tokens: of the answer.
+        max_tokens: of the answer; 0 only reads the question.
     """
     with attention(model):
         # Tokens are evicted when a forward begins, so what the question saw is known only after it was read.
         mx.eval(model(mx.array(question[:-1])[None], cache=caches))
         live, packed = whereabouts(caches, needle)
+        if not max_tokens:
+            return Answer("", live, packed)
         replies = stream_generate(model, tokenizer, question[-1:], max_tokens=max_tokens, prompt_cache=caches)
         return Answer("".join(reply.text for reply in replies), live, packed)
 

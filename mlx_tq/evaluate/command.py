@@ -1,15 +1,19 @@
 """`mlx_tq.evaluate`: run one measurement, show it, keep it."""
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_tq.args import config_from_args
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate import divergence, drift, formats, needle, perplexity, tables
+from mlx_tq.evaluate import divergence, drift, formats, needle, perplexity, sweep, tables
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, region_changes
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.report import Results, progress
+from mlx_tq.evaluate.scenes import questions
+from mlx_tq.evaluate.settings import grid
+from mlx_tq.evaluate.sweep_table import show_sweep
 from mlx_tq.haystack import load_text
 from mlx_tq.models import load
 
@@ -27,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
         "formats": _formats,
         "needle": _needle,
         "drift": _drift,
+        "sweep": _sweep,
     }[args.measurement]
     return measure(args, text)
 
@@ -56,13 +61,13 @@ def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], 
     return Results(args.json, args.measurement, settings, resume=resume)
 
 
-def _numbers(text: str, flag: str) -> list[int]:
+def _numbers(text: str, flag: str, least: int = 1) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{flag} is {text!r}; write whole numbers like 500,1000.") from None
-    if min(numbers) < 1:
-        raise ConfigError(f"{flag} is {text!r}; each must be 1 or more.")
+    if min(numbers) < least:
+        raise ConfigError(f"{flag} is {text!r}; each must be {least} or more.")
     return numbers
 
 
@@ -145,6 +150,71 @@ def _depth(text: str) -> float:
         return needle.DEPTHS[text] if text in needle.DEPTHS else float(text)
     except ValueError:
         raise ConfigError(f"depth {text!r} is unknown; write start, middle, end or a number from 0 to 1.") from None
+
+
+def _sweep(args: argparse.Namespace, text: str) -> int:
+    settings = grid(
+        args.policies.split(","),
+        [_percent(part) for part in args.retentions.split(",")],
+        _numbers(args.granularities, "--granularities"),
+        _numbers(args.triggers, "--triggers"),
+        _numbers(args.prefixes, "--prefixes", least=0),
+    )
+    lengths, depths = _numbers(args.lengths, "--lengths"), [_depth(part) for part in args.depths.split(",")]
+    base = config_from_args(args)
+    reads, asks = args.chunks > 0, args.seeds > 0
+    read = [*([args.length - 1] if reads else []), *(lengths if asks else [])]
+    if not read:
+        raise ConfigError(
+            "--chunks and --seeds are both 0, so there is nothing to measure. Make one of them 1 or more."
+        )
+    sweep.check_settings(settings, base.window, read, args.warmup, args.step)
+    # The settings themselves are in the records: a file can take up more of them later.
+    names = ("kinds", "lengths", "depths", "chunks", "length", "warmup", "step", "max_tokens")
+    results = _results(args, [Arm("base", replace(base, evict=None))], names, resume=True)
+    model, tokenizer = _load(args)
+    shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
+    if reads:
+        chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
+        passes = sweep.text_passes(settings, results.rows.get)
+        with progress("text", passes * args.chunks * (args.length - 1)) as advance:
+            sweep.sweep_text(model, chunks, settings, base, report=results.add, advance=advance, **shared)
+    if asks:
+        kinds = args.kinds.split(",")
+        total = args.seeds * len(lengths) * (1 + len(settings)) * questions(kinds, len(depths))
+        with progress("needles", total) as advance:
+
+            def report(key: str, record: dict[str, Any], fresh: bool) -> None:
+                if fresh:
+                    results.add(key, record)
+                advance(1)
+
+            sweep.sweep_needles(
+                model,
+                tokenizer,
+                text,
+                settings,
+                base,
+                kinds=kinds,
+                lengths=lengths,
+                depths=depths,
+                seeds=range(args.seeds),
+                max_tokens=args.max_tokens,
+                report=report,
+                **shared,
+            )
+    show_sweep(results)
+    return 0
+
+
+def _percent(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        raise ConfigError(f"retention {text!r} is no number; write percents like 90,75,50.") from None
+    if not 0 < share < 100:
+        raise ConfigError(f"retention is {share:g} %; it must be above 0 and below 100.")
+    return share
 
 
 def _drift(args: argparse.Namespace, text: str) -> int:

@@ -5,6 +5,8 @@ import argparse
 from mlx_tq.args import add_cache_arguments
 from mlx_tq.evaluate import needle, perplexity
 from mlx_tq.evaluate.arms import add_arm_arguments
+from mlx_tq.evaluate.scenes import KINDS
+from mlx_tq.evaluate.settings import DEFAULT_VARIANTS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,4 +55,35 @@ def build_parser() -> argparse.ArgumentParser:
     made = add("drift", "what the number of tokens read at a time changes", "balanced")
     made.add_argument("--length", type=int, default=2048, help="tokens of the text (default: 2048)")
     made.add_argument("--steps", default="7,32,128,512,2048", help="tokens read at a time (default: 7,32,128,512,2048)")
+
+    made = add("sweep", "evict at many settings: a text predicted, needles found, needle tokens that survived", None)
+    made.add_argument(
+        "--policies",
+        default=DEFAULT_VARIANTS,
+        help="modes of TriAttention and other policies, with "
+        "options as in v3:evict=highest:nope=off (default: %(default)s)",
+    )
+    made.add_argument(
+        "--retentions",
+        default="95,90,85,80,75,65,50,25,10",
+        help="percent of the tokens seen that stay (default: %(default)s)",
+    )
+    for flag, default, what in (
+        ("--granularities", "1", "tokens that leave together: 1, 8, 16, 32, 64"),
+        ("--triggers", "128", "tokens above the budget at which a round begins, such as 128,512,2048"),
+        ("--prefixes", "128", "first tokens that stay, such as 0,128,256; modes v1 and v2 always take 0"),
+        ("--kinds", ",".join(KINDS), "of needles"),
+        ("--lengths", "2048", "tokens of the prompts"),
+        ("--depths", "start,middle,end", "start, middle, end or 0 to 1"),
+    ):
+        made.add_argument(flag, default=default, help=f"{what} (default: {default})")
+    for flag, number, what in (
+        ("--warmup", 1024, "tokens whose queries calibrate TriAttention; nothing is evicted before"),
+        ("--seeds", 3, "scenes for each kind, length and depth; 0 for no needles"),
+        ("--chunks", 3, "pieces of the text; 0 for no text"),
+        ("--length", 2048, "tokens of each"),
+        ("--step", 128, "tokens read at a time"),
+        ("--max-tokens", 64, "of an answer"),
+    ):
+        made.add_argument(flag, type=int, default=number, help=f"{what} (default: {number})")
     return parser

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.dispatch import attention
@@ -27,6 +28,8 @@ class TokenScores:
         agrees: both have the same most likely token, [N].
         packed: of all tokens that were attended to, the share that was packed.
         nbytes: of all caches after the last chunk, unused capacity included.
+        rounds: of eviction, in all chunks.
+        kept: of the tokens seen, the share still in the caches at the end of the last chunk.
     """
 
     nll: np.ndarray
@@ -34,6 +37,8 @@ class TokenScores:
     agrees: np.ndarray
     packed: float
     nbytes: int
+    rounds: int = 0
+    kept: float = 1.0
 
 
 def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list[int]]:
@@ -114,6 +119,14 @@ def body_tokens(caches: list[Any]) -> int:
     return compressed[0].body_tokens if compressed else 0
 
 
+def evicted(caches: list[Any]) -> tuple[int, float]:
+    """Rounds of eviction, and of the tokens seen the share that is left."""
+    for cache in compressed_caches(caches):
+        if isinstance(cache, EvictingKVCache) and cache.offset:
+            return cache.eviction.rounds, cache.size() / cache.offset
+    return 0, 1.0
+
+
 def read_side_by_side(
     model: Any, chunks: list[list[int]], arms: Sequence[Arm], step: int, advance: Advance = lambda tokens: None
 ) -> list[TokenScores]:
@@ -130,6 +143,7 @@ def read_side_by_side(
     makers = [arm.caches(model) for arm in (OFF, *arms)]
     scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
     attended, packed, nbytes = 0, [0] * len(makers), [0] * len(makers)
+    rounds, kept = [0] * len(makers), [1.0] * len(makers)
     with attention(model):
         for ids in chunks:
             readers = [make() for make in makers]
@@ -146,12 +160,15 @@ def read_side_by_side(
                         packed[number] += body * (stop - start)
                         scores[number].append(_score(reference, found, ids[start + 1 : stop + 1]))
             nbytes = [sum(cache.nbytes for cache in caches) for caches in readers]
+            for number, caches in enumerate(readers):
+                again, kept[number] = evicted(caches)
+                rounds[number] += again
     joined = [np.concatenate(parts, axis=1) for parts in scores]
     if not all(np.isfinite(part).all() for part in joined):
         raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
     return [
-        TokenScores(nll, kld, agrees.astype(bool), count / attended, size)
-        for (nll, kld, agrees), count, size in zip(joined, packed, nbytes, strict=True)
+        TokenScores(nll, kld, agrees.astype(bool), count / attended, size, again, share)
+        for (nll, kld, agrees), count, size, again, share in zip(joined, packed, nbytes, rounds, kept, strict=True)
     ]
 
 

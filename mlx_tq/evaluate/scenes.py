@@ -1,7 +1,7 @@
 """Harder needles: several at once, a question in other words, and decoys of the same kind."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,3 +92,10 @@ KINDS: dict[str, Callable[[random.Random, float], tuple[list[Fact], list[float],
     "paraphrased": _paraphrased,
     "decoys": _decoys,
 }
+# Kinds whose needles spread over the text, whatever the depth.
+SPREAD = ("multi",)
+
+
+def questions(kinds: Sequence[str], depths: int) -> int:
+    """How many questions the scenes of these kinds ask at one length and seed."""
+    return sum(_MANY if kind in SPREAD else depths for kind in kinds)

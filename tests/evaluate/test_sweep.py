@@ -1,0 +1,212 @@
+import json
+
+import pytest
+
+from mlx_tq.cli import main
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.scenes import KINDS, questions
+from mlx_tq.evaluate.settings import DEFAULT_VARIANTS, Setting, grid, parse_variant
+from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
+from mlx_tq.evaluate.sweep_table import sweep_lines
+from mlx_tq.haystack import load_text
+
+BASE = KVConfig(prefix=0, window=32)
+
+
+def test_variants():
+    assert parse_variant("v3") == {"policy": "triattention", "mode": "v3"}
+    assert parse_variant("v1:evict=highest:nope=off:ema=0.1:segments=4") == {
+        "policy": "triattention",
+        "mode": "v1",
+        "evict": "highest",
+        "nope": False,
+        "ema": 0.1,
+        "segments": 4,
+    }
+    assert parse_variant("random:seed=3") == {"policy": "random", "seed": 3}
+    for variant in DEFAULT_VARIANTS.split(","):
+        assert grid([variant], [90], [1], [128], [0])[0].config(BASE, 64).evict.budget == "90%"
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ("v4", "policy 'v4' is unknown; valid are v1, v2, v3, random"),
+        ("v3:highest", "'highest' in 'v3:highest' is no option"),
+        ("v3:budget=3", "is no option"),
+        ("v3:nope=no", "nope takes on or off"),
+        ("v3:segments=x", "segments takes a whole number"),
+    ],
+)
+def test_bad_variants(variant, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_variant(variant)
+
+
+def test_the_grid_gives_v1_and_v2_no_prefix_and_names_each_setting_once():
+    found = grid(["v1", "v3"], [90, 50], [1, 8], [32], [16, 64])
+    assert {setting.prefix for setting in found if setting.variant == "v1"} == {0}
+    assert len(found) == len({setting.name for setting in found}) == 4 + 8
+
+
+def test_what_would_measure_nothing_is_refused():
+    with pytest.raises(ConfigError, match="evicts nothing of 1,000 tokens"):
+        check_settings([Setting("random", 95, trigger=64)], 64, [1000, 2000], 256, 128)
+    with pytest.raises(ConfigError, match="after 1,024 tokens of calibration"):
+        check_settings([Setting("v3", 50, trigger=64)], 64, [1000], 1024, 128)
+    check_settings([Setting("random", 50, trigger=64)], 64, [1000], 1024, 128)
+    with pytest.raises(ConfigError, match=r"more than an eighth of 1,000 tokens.*from 1,536"):
+        check_protected(128, 64, 1000)
+    check_protected(61, 64, 1000)
+
+
+class Records(dict):
+    """What a sweep reports, and how much of it was fresh."""
+
+    fresh = 0
+
+    def __call__(self, key, record, fresh):
+        self.fresh += fresh
+        self[key] = record
+
+
+def ask(model, tokenizer, settings, records, **changes):
+    options = {"kinds": ["single"], "lengths": [512], "depths": [0.5], "seeds": [0]}
+    options |= {"warmup": 64, "step": 64, "max_tokens": 8, "known": records.get, "report": records}
+    sweep_needles(model, tokenizer, load_text(), settings, BASE, **{**options, **changes})
+
+
+def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_ones(tiny, needle):
+    """The model passes nothing, so its cells are void; how much of the needles survived is measured all the same."""
+    settings = [Setting("random", 50, trigger=16, prefix=0), Setting("recency", 50, trigger=16, prefix=0)]
+    records = Records()
+    ask(tiny, needle[1], settings, records, kinds=["multi"], seeds=range(3))
+    assert {record["verdict"] for key, record in records.items() if not key.startswith("off")} == {"VOID"}
+    alive = {
+        name: [r["live"] / (r["needle"][1] - r["needle"][0]) for r in records.values() if r["name"] == name]
+        for name in {r["name"] for r in records.values()}
+    }
+    assert alive["off"] == [1.0] * 12
+    assert alive[settings[1].name] == [0.0, 0.0, 1.0, 1.0] * 3
+    assert 0.35 < sum(alive[settings[0].name]) / 12 < 0.8
+    for record in records.values():
+        if record["name"] != "off":
+            assert record["rounds"] > 0
+            assert 0.5 <= record["kept"] <= (256 + 16 + 64) / 512
+
+
+def test_known_cells_are_not_measured_again(tiny, needle):
+    settings = [Setting("random", 50, trigger=16, prefix=0)]
+    records = Records()
+    ask(tiny, needle[1], settings, records)
+    assert (len(records), records.fresh) == (2, 2)
+    before = dict(records)
+    ask(tiny, needle[1], [*settings, Setting("random", 75, trigger=16, prefix=0)], records)
+    assert (len(records), records.fresh) == (3, 3)
+    assert {key: records[key] for key in before} == before
+
+
+def test_a_setting_that_evicted_nothing_is_an_error(tiny, needle):
+    with pytest.raises(ConfigError, match="evicts nothing of 512 tokens"):
+        ask(tiny, needle[1], [Setting("random", 99, trigger=16, prefix=0)], Records())
+
+
+def test_the_embedded_model_answers_with_the_needle_whole_and_not_without_it(needle):
+    """Half of the tokens go. The sinks stay in both arms, so that nothing but the needle makes the difference."""
+    settings = [Setting("recency", 50, trigger=32, prefix=32)]
+    records = Records()
+    ask(*needle, settings, records, depths=[0, 1], max_tokens=24)
+    found = {
+        (record["name"] == "off", record["depth"]): (record["verdict"], record["live"]) for record in records.values()
+    }
+    tokens = next(iter(records.values()))["live"]
+    assert found == {
+        (True, 0): ("PASS", tokens),
+        (True, 1): ("PASS", tokens),
+        (False, 0): ("FAIL", 0),
+        (False, 1): ("PASS", tokens),
+    }
+
+
+def needle_record(name, kind, live, verdict):
+    about = {"name": name, "variant": name, "retention": 50.0, "granularity": 1, "trigger": 32, "prefix": 0}
+    return {**about, "kind": kind, "needle": [100, 120], "live": live, "rounds": 4, "kept": 0.5, "verdict": verdict}
+
+
+def test_the_table():
+    records = [
+        needle_record("a", "single", 20, "PASS"),
+        needle_record("a", "single", 10, "FAIL"),
+        needle_record("a", "decoys", 0, "VOID"),
+        {**needle_record("b", "single", 20, "PASS")},
+        {
+            "name": "b",
+            "variant": "b",
+            "ppl": 3.0,
+            "delta": 1.234,
+            "delta_error": 0.1,
+            "kld": 0.5,
+            "kept": 1,
+            "rounds": 2,
+        },
+    ]
+    columns, lines = sweep_lines(records)
+    assert columns[-4:] == ["alive %", "whole", "single", "decoys"]
+    assert lines[0] == ["a", "50", "1", "32", "0", "50", "4", "-", "-", "-", "50", "1/3", "1/2", "0/0"]
+    assert lines[1][7:] == ["+1.23", "0.10", "0.5000", "100", "1/1", "1/1", "0/0"]
+
+
+def test_counts_of_the_progress_bar(tiny, needle):
+    records = Records()
+    settings = [Setting("random", 50, trigger=16, prefix=0)]
+    ask(tiny, needle[1], settings, records, kinds=list(KINDS), depths=[0, 1])
+    assert len(records) == 2 * questions(list(KINDS), 2)
+    assert text_passes(settings * 7, {}.get) == 9
+    assert text_passes(settings, lambda key: {}) == 0
+
+
+def test_the_command_writes_one_record_a_cell_and_takes_up_more(tmp_path, capsys):
+    target = tmp_path / "sweep.json"
+    words = [
+        "evaluate",
+        "sweep",
+        "--policies",
+        "v3,random",
+        "--retentions",
+        "60",
+        "--triggers",
+        "16",
+        "--prefixes",
+        "8",
+    ]
+    words += ["--kv-window", "16", "--warmup", "64", "--chunks", "1", "--length", "256", "--step", "64"]
+    words += ["--seeds", "0", "--json", str(target)]
+    assert main(words) == 0
+    first = json.loads(target.read_text())["results"]
+    assert len(first) == 2
+    assert all(cell["rounds"] > 0 and 0.6 <= cell["kept"] < 0.95 and cell["kld"] > 0 for cell in first.values())
+    assert "What eviction costs" in capsys.readouterr().out
+    assert main([*words, "--policies", "knorm"]) == 0
+    grown = json.loads(target.read_text())["results"]
+    assert len(grown) == 3
+    assert first.items() < grown.items()
+    assert main([*words, "--warmup", "32"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--retentions", "110"], "above 0 and below 100"),
+        (["--retentions", "all"], "is no number"),
+        (["--policies", "best"], "policy 'best' is unknown"),
+        (["--granularities", "7"], "granularity 7 is unknown"),
+        (["--chunks", "0", "--seeds", "0"], "nothing to measure"),
+        (["--kinds", "double", "--retentions", "50", "--chunks", "0"], "needle kind 'double' is unknown"),
+        (["--lengths", "1500", "--retentions", "50", "--chunks", "0"], "more than an eighth"),
+        (["--retentions", "99"], "evicts nothing"),
+    ],
+)
+def test_bad_input(words, message, capsys):
+    assert main(["evaluate", "sweep", *words]) == 2
+    assert message in capsys.readouterr().err
