@@ -169,9 +169,10 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
             "--chunks and --seeds are both 0, so there is nothing to measure. Make one of them 1 or more."
         )
     sweep.check_settings(settings, base.window, read, args.warmup, args.step)
-    # The settings themselves are in the records: a file can take up more of them later.
-    names = ("kinds", "lengths", "depths", "chunks", "length", "warmup", "step", "max_tokens")
-    results = _results(args, [Arm("base", replace(base, evict=None))], names, resume=True)
+    prefix = max(_numbers(args.prefixes, "--prefixes", least=0))
+    # Settings and scenes are in the keys of the records: a file can take up more of them later.
+    names = ("chunks", "length", "warmup", "step", "max_tokens")
+    results = _results(args, [Arm("base", replace(base, prefix=prefix, evict=None))], names, resume=True)
     model, tokenizer = _load(args)
     shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
     if reads:
@@ -195,6 +196,7 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
                 text,
                 settings,
                 base,
+                prefix=prefix,
                 kinds=kinds,
                 lengths=lengths,
                 depths=depths,

@@ -145,6 +145,7 @@ def sweep_needles(
     settings: Sequence[Setting],
     base: KVConfig,
     *,
+    prefix: int,
     kinds: Sequence[str],
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -163,6 +164,7 @@ def sweep_needles(
         text: what surrounds the needles.
         settings: to compare.
         base: the rest of the configuration.
+        prefix: tokens at the start that no needle lies in; at least that of every setting.
         kinds: of scenes.
         lengths: of the prompts in tokens.
         depths: of the needles, 0 to 1.
@@ -176,7 +178,6 @@ def sweep_needles(
     Raises:
         ConfigError: a scene or a setting that cannot be met, or one that evicts nothing.
     """
-    prefix = max(setting.prefix for setting in settings)
     check_protected(prefix, base.window, min(lengths))
     arms = [(setting, Arm(setting.name, setting.config(base, warmup))) for setting in settings]
     makers = [(None, OFF.caches(model)), *((setting, arm.caches(model)) for setting, arm in arms)]

@@ -72,7 +72,13 @@ class Records(dict):
 
 
 def ask(model, tokenizer, settings, records, **changes):
-    options = {"kinds": ["single"], "lengths": [512], "depths": [0.5], "seeds": [0]}
+    options = {
+        "prefix": max(setting.prefix for setting in settings),
+        "kinds": ["single"],
+        "lengths": [512],
+        "depths": [0.5],
+        "seeds": [0],
+    }
     options |= {"warmup": 64, "step": 64, "max_tokens": 8, "known": records.get, "report": records}
     sweep_needles(model, tokenizer, load_text(), settings, BASE, **{**options, **changes})
 
