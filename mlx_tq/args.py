@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mlx_tq.codec.formats import format_names
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, profile
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, profile
 from mlx_tq.errors import ConfigError
+from mlx_tq.evict.policy import get_policy, policy_names
 from mlx_tq.kernels import impl
 
 
 class Option(NamedTuple):
-    """A flag that sets one field of `KVConfig`."""
+    """A flag that sets one field of `KVConfig` or `EvictConfig`."""
 
     flag: str
     field: str
@@ -31,6 +32,23 @@ OPTIONS = (
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more"),
     Option("--kv-outlier", "outlier", float, "key norm, in medians, above which a layer's keys keep 8 bits; 0 is off"),
 )
+_NO_POLICY = "none"
+EVICT = Option(
+    "--kv-evict", "policy", str, f"which tokens leave: {', '.join([_NO_POLICY, *policy_names()])} (default: none do)"
+)
+EVICT_OPTIONS = (
+    Option("--kv-budget", "budget", str, "what may stay: tokens (4096), of those seen (90%%), or bytes (2GB)"),
+    Option(
+        "--kv-evict-mode",
+        "mode",
+        str,
+        "v1, v2 or v3: over all, in segments, in those after the prefix (default: v3)",
+    ),
+    Option("--kv-segments", "segments", int, "of modes v2 and v3 (default: 8)"),
+    Option("--kv-warmup", "warmup", int, "tokens that calibrate; nothing leaves before (default: 1024)"),
+    Option("--kv-granularity", "granularity", int, "tokens that leave together: 1, 8, 16, 32 or 64 (default: 1)"),
+    Option("--kv-stats", "stats", str, "file of mlx_tq.calibrate, instead of a warm-up"),
+)
 IMPL = Option(
     "--impl",
     "impl",
@@ -43,7 +61,7 @@ _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the compressed cache."""
     group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
-    for option in (PROFILE, *OPTIONS):
+    for option in (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS):
         group.add_argument(option.flag, type=option.kind, default=None, metavar=option.field.upper(), help=option.help)
     add_impl_argument(parser)
 
@@ -92,12 +110,32 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     """
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
-    return profile(option_value(args, PROFILE, environ) or DEFAULT_PROFILE, **changes)
+    evict = evict_from_args(args, environ)
+    return profile(option_value(args, PROFILE, environ) or DEFAULT_PROFILE, **changes, evict=evict)
+
+
+def evict_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> EvictConfig | None:
+    """The eviction that flags and environment describe, or None.
+
+    Raises:
+        ConfigError: a value that cannot be met, or a flag without a policy.
+    """
+    policy = option_value(args, EVICT, environ) or _NO_POLICY
+    if policy == _NO_POLICY:
+        idle = [option.flag for option in EVICT_OPTIONS if option_value(args, option, {}) is not None]
+        if idle:
+            raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
+        return None
+    chosen = {option.field: option_value(args, option, environ) for option in EVICT_OPTIONS}
+    config = EvictConfig(policy=policy, **{field: value for field, value in chosen.items() if value is not None})
+    get_policy(config)
+    return config
 
 
 def names_cache(args: argparse.Namespace) -> bool:
     """A flag chose something about the compressed cache; the environment is but a default."""
-    return any(option_value(args, option, {}) is not None for option in (PROFILE, *OPTIONS))
+    options = (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS)
+    return any(option_value(args, option, {}) is not None for option in options)
 
 
 def parse_size(text: str) -> int:

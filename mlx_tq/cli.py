@@ -17,6 +17,7 @@ COMMANDS = {
     "server": "serve OpenAI's API on compressed KV caches",
     "cache_prompt": "read a prompt once and save its cache",
     "evaluate": "measure quality: perplexity, divergence, needles, formats",
+    "calibrate": "gather a model's query statistics for eviction into a file",
     "bench": "measure speed against mlx-lm",
     "doctor": "show versions and backend, and test every codec",
     "demo": "answer a question about a long text, at fp16 and compressed",

@@ -24,6 +24,7 @@ from mlx_tq.prompts import encode, read_prompt, render, template_config
 from mlx_tq.stats import GenerationStats, cache_stats, tokens_seen
 from mlx_tq.ui import plan_dict, prefill_progress, show_plan, show_stats, warn
 
+_NEARLY = 0.9  # of the model's positions
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
@@ -119,9 +120,20 @@ def _check_limits(model: Any, opened: PromptCache, prompt: int, args: argparse.N
         if max_tokens >= 0:
             warn(f"the model allows {limit:,} positions: at most {limit - start:,} tokens will be generated.")
         max_tokens = limit - start
+    if opened.plan is not None and opened.plan.eviction is not None:
+        _warn_of_eviction(start + max(max_tokens, 0), limit)
     if opened.plan is not None:
         check_memory(opened.plan, start + max(max_tokens, 0), args.kv_memory_limit or free_memory())
     return max_tokens
+
+
+def _warn_of_eviction(tokens: int, limit: int | None) -> None:
+    warn("evicted tokens are gone: no rescue service is in use, so what they said cannot come back.")
+    if limit is not None and tokens > _NEARLY * limit:
+        warn(
+            f"this conversation may reach {tokens:,} of the model's {limit:,} positions. Evicted tokens keep theirs: "
+            "it ends there, whatever the cache holds."
+        )
 
 
 def _sampler(tokenizer: Any, args: argparse.Namespace) -> Any:

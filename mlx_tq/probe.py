@@ -62,7 +62,7 @@ class _ProbeView:
         elif queries.shape[-1] not in {each.output.shape[-1] for each in calls}:
             self.no_rope = "RoPE turns a part of each query that is joined to the rest afterwards, as in MLA"
         else:
-            self.no_rope = "it scales, norms or casts its queries after RoPE"
+            self.no_rope = "queries are not what RoPE returned: they skip it, or are scaled, normed or cast afterwards"
 
 
 class _ProbeCache(KVCache):  # type: ignore[misc]

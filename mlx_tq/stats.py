@@ -6,6 +6,8 @@ from typing import Any
 
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mlx_tq.cache.coordinator import EvictionStats
+from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import Plan, cache_parts, compressed_caches
 
 
@@ -18,12 +20,23 @@ class CacheStats:
         nbytes: of all its arrays.
         fp16_nbytes: of the same tokens had nothing been compressed.
         clamped: vectors that exceeded fp16's range and were clamped to it.
+        evicted: tokens that left.
+        rounds: in which they did.
+        evict_seconds: that these took.
     """
 
     tokens: int
     nbytes: int
     fp16_nbytes: int
     clamped: int
+    evicted: int = 0
+    rounds: int = 0
+    evict_seconds: float = 0.0
+
+    @property
+    def retention(self) -> float:
+        """Share of the tokens that stayed."""
+        return 1 - self.evicted / self.tokens if self.tokens else 1.0
 
     @property
     def ratio(self) -> float:
@@ -45,7 +58,16 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     native = total - sum(cache.nbytes for cache in (*compressed, *quantized)) + sum(map(_unquantized, quantized))
     if compressed and plan is not None:
         native += plan.native_nbytes(tokens)
-    return CacheStats(tokens, total, native, clamped=sum(cache.clamped for cache in compressed))
+    gone = next((cache.eviction for cache in compressed if isinstance(cache, EvictingKVCache)), EvictionStats())
+    return CacheStats(
+        tokens,
+        total,
+        native,
+        clamped=sum(cache.clamped for cache in compressed),
+        evicted=gone.tokens,
+        rounds=gone.rounds,
+        evict_seconds=gone.seconds,
+    )
 
 
 def _unquantized(cache: Any) -> int:
@@ -78,4 +100,5 @@ class GenerationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "cache": {**asdict(self.cache), "ratio": self.cache.ratio}}
+        cache = {**asdict(self.cache), "ratio": self.cache.ratio, "retention": self.cache.retention}
+        return {**asdict(self), "cache": cache}

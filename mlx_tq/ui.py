@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from mlx_tq.cache.coordinator import EvictionPlan
 from mlx_tq.cache.factory import LayerPlan, Plan
 from mlx_tq.kernels import impl
 from mlx_tq.stats import CacheStats, GenerationStats
@@ -70,6 +71,8 @@ def show_plan(plan: Plan, tokens: int) -> None:
         style="dim",
         soft_wrap=True,
     )
+    if plan.eviction is not None:
+        console.print(describe_eviction(plan.eviction), style="dim", soft_wrap=True)
     decoded = sorted({f"{layer.spec.key}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
     if decoded:
         console.print(
@@ -77,6 +80,14 @@ def show_plan(plan: Plan, tokens: int) -> None:
             style="dim",
             soft_wrap=True,
         )
+
+
+def describe_eviction(plan: EvictionPlan) -> str:
+    """Policy, budget and calibration in a line."""
+    config, tokens = plan.config, plan.budget.tokens
+    budget = f"{tokens:,} tokens" if tokens is not None else f"{config.budget} of the tokens"
+    line = f"eviction: {config.policy} ({config.mode}) keeps {budget}"
+    return f"{line}, calibrated on {plan.source}" if plan.source else line
 
 
 @contextmanager
@@ -110,6 +121,12 @@ def show_cache(cache: CacheStats) -> None:
     elif cache.ratio < 1:
         compared += " (its buffers are larger than so short a text)"
     console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}", soft_wrap=True)
+    if cache.rounds:
+        console.print(
+            f"evicted: {cache.evicted:,} tokens in {cache.rounds} rounds ({cache.evict_seconds:.2f} s); "
+            f"{100 * cache.retention:.1f} % stayed",
+            soft_wrap=True,
+        )
     if cache.clamped:
         warn(f"{cache.clamped:,} vectors exceeded fp16's range and were clamped; --kv-profile off keeps them.")
 
@@ -147,5 +164,13 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             for layer in plan.layers
         ],
         "caches": plan.classes,
+        "eviction": None
+        if plan.eviction is None
+        else {
+            "policy": plan.eviction.config.policy,
+            "budget_tokens": plan.eviction.budget.tokens,
+            "budget_share": plan.eviction.budget.share,
+            "calibration": plan.eviction.source,
+        },
         "attention": impl.describe(),
     }

@@ -162,6 +162,11 @@ class EvictingKVCache(CompressedKVCache):
         return self.coordinator.stats
 
     @property
+    def calibrator(self) -> Calibrator | None:
+        """What gathers the statistics of the layer's queries, where the policy needs them."""
+        return self._calibrator
+
+    @property
     def listens(self) -> bool:
         """Calibration goes on."""
         return self._calibrator is not None and self._calibrator.listens

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.args import OPTIONS, PROFILE, config_from_args, option_value
+from mlx_tq.args import OPTIONS, PROFILE, config_from_args, evict_from_args, option_value
 from mlx_tq.cache.factory import build_caches
 from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
 from mlx_tq.dispatch import plan_caches
@@ -48,6 +48,8 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     Raises:
         ConfigError: an unknown profile, format or scale rule.
     """
+    if text == OFF.name:
+        return OFF
     if text in PROFILES or text in PAIRS:
         chosen = profile(text)
         return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes}))
@@ -76,7 +78,8 @@ def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
 def region_changes(args: argparse.Namespace) -> dict[str, Any]:
     """What flags and environment say about everything but the formats."""
     chosen = {option.field: option_value(args, option) for option in OPTIONS}
-    return {field: value for field, value in chosen.items() if value is not None and field not in ("key", "value")}
+    changes = {field: value for field, value in chosen.items() if value is not None and field not in ("key", "value")}
+    return changes | {"evict": evict_from_args(args)}
 
 
 def arms_from_args(args: argparse.Namespace) -> list[Arm]:

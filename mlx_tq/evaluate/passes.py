@@ -58,6 +58,22 @@ def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list
     return [ids[start : start + length] for start in range(0, chunks * length, length)]
 
 
+def check_evicted(name: str, caches: list[Any]) -> None:
+    """Raise where an arm that evicts did not: its figures would be those of another arm.
+
+    Raises:
+        ConfigError: no token left.
+    """
+    for cache in compressed_caches(caches):
+        if isinstance(cache, EvictingKVCache) and not cache.eviction.rounds:
+            config = cache.coordinator.plan.config
+            raise ConfigError(
+                f"{name} evicted nothing in {cache.offset:,} tokens, with a budget of {config.budget}, a warm-up of "
+                f"{config.warmup:,} tokens and a trigger of {config.trigger}. Take a longer text or a "
+                "smaller budget or warm-up."
+            )
+
+
 def steps(total: int, step: int) -> Iterator[tuple[int, int]]:
     """The ranges in which `total` tokens are read."""
     for start in range(0, total, step):
@@ -159,6 +175,8 @@ def read_side_by_side(
                     if start:
                         packed[number] += body * (stop - start)
                         scores[number].append(_score(reference, found, ids[start + 1 : stop + 1]))
+            for arm, caches in zip(arms, readers[1:], strict=True):
+                check_evicted(arm.name, caches)
             nbytes = [sum(cache.nbytes for cache in caches) for caches in readers]
             for number, caches in enumerate(readers):
                 again, kept[number] = evicted(caches)

@@ -9,37 +9,19 @@ RoPE leaves alone counted too.
 """
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tq.errors import ConfigError
+from mlx_tq.evict.expected import expected_attention
 from mlx_tq.evict.policy import Body, PackedLayer, Policy
-from mlx_tq.evict.queries import QueryStats, pooled_over_groups
-from mlx_tq.evict.rope import Rope
+from mlx_tq.evict.queries import pooled_over_groups
+from mlx_tq.evict.virtual import spread, virtual_query
 from mlx_tq.kernels.score import score_ref
 
-# How far ahead of the last token the virtual query looks.
-OFFSETS = tuple(1 << i for i in range(17))
 BLOCK_TOKENS = 4096  # scored at a time
-
-
-def virtual_query(rope: Rope, centre: mx.array, last: int, *, nope: bool = True) -> mx.array:
-    """The mean of `centre` [..., D] at the positions `last` + OFFSETS: fp32 [..., D].
-
-    Without `nope`, the dims that RoPE leaves alone are zero.
-    """
-    turned = reduce(mx.add, (rope.turn(centre, last + offset) for offset in OFFSETS)) / len(OFFSETS)
-    if not nope and rope.free.size:
-        turned[..., rope.free] = 0
-    return turned
-
-
-def spread(rope: Rope, stats: QueryStats) -> mx.array:
-    """What queries scatter around their centre, (a_f - |c_f|)+ of each pair: fp32 [Hq, F]."""
-    return mx.maximum(stats.amplitude - rope.lengths(stats.centre), 0) * rope.gain
 
 
 @dataclass(frozen=True)
@@ -63,6 +45,8 @@ class TriAttention(Policy):
             raise ConfigError("triattention has no calibrated queries of a layer. Run the model inside attention().")
         heads = layer.rows.shape[1]
         stats = layer.queries
+        if self.config.aggregation == "expected_attention":
+            return expected_attention(layer, layer.rope, stats, tokens, last)
         if self.config.aggregation == "v3":
             stats = pooled_over_groups(stats, heads)
         query = virtual_query(layer.rope, stats.centre, last, nope=self.config.nope)

@@ -13,7 +13,7 @@ from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.evict.policy import Body, PackedLayer, get_policy, policy_names
 from mlx_tq.evict.queries import QueryStats
 from mlx_tq.evict.rope import learn_rope
-from mlx_tq.evict.triattention import OFFSETS, spread, virtual_query
+from mlx_tq.evict.virtual import OFFSETS, spread, virtual_query
 from mlx_tq.kernels.score import score_ref
 
 DIM = 64
