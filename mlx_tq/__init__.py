@@ -17,6 +17,7 @@ _HOMES = {
     "EvictConfig": "mlx_tq.config",
     "KVConfig": "mlx_tq.config",
     "MlxTqError": "mlx_tq.errors",
+    "Session": "mlx_tq.session",
     "TurboQuant": "mlx_tq.codec",
     "attention": "mlx_tq.dispatch",
     "load": "mlx_tq.models",

@@ -198,6 +198,36 @@ class KVConfig:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class RescueConfig:
+    """How a session brings evicted text back.
+
+    Attributes:
+        service: "off", "auto" (the service on this machine, or a private one), or a URL.
+        top_k: spans asked for.
+        score_floor: least similarity of a span.
+        max_tokens: of the quotation in a turn; 0 is an eighth of the model's positions, 2,048 at most.
+        timeout: seconds that a turn waits for the service at most.
+
+    Raises:
+        ConfigError: a value that cannot be met, with those that can.
+    """
+
+    service: str = "off"
+    top_k: int = 8
+    score_floor: float = 0.0
+    max_tokens: int = 0
+    timeout: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("top_k", 1, 64), ("score_floor", -1, 1), ("max_tokens", 0, 2**20)):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be from {least} to {most:,}.")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout is {self.timeout}; it must be above 0 seconds.")
+
+
 PROFILES: dict[str, KVConfig] = {
     "off": KVConfig(key="fp16", value="fp16"),
     "safe": KVConfig(key="q8", value="q8"),

@@ -1,0 +1,46 @@
+"""Text that is data: encoded so that no part of it becomes a control token, however it is spelled.
+
+A tokenizer turns the seven letters of `<|eos|>` into the one token that ends a turn. Whoever can put text into a prompt
+could so end the user's turn and speak as the system. Here such letters stay letters.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+class PlainText:
+    """Encodes and decodes text without control tokens: those that the tokenizer adds to its vocabulary of text.
+
+    Attributes:
+        control: their ids.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        special = {int(i) for i in (*tokenizer.all_special_ids, *tokenizer.eos_token_ids)}
+        # Some vocabularies add runs of spaces and line breaks; these are text.
+        self.control = frozenset(i for i in {*added, *special} if i in special or added[i].strip())
+        words = {added.get(i) or str(tokenizer.decode([i])) for i in self.control} - {""}
+        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
+        self._words = re.compile("|".join(longest_first) or r"(?!)")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, none of them a control token."""
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        if self.control.isdisjoint(ids):
+            return ids
+        word = self._words.search(text)
+        if word is None or len(text) == 1:
+            return [i for i in ids if i not in self.control]
+        if word.end() - word.start() == 1:  # cannot be spelled otherwise
+            return self.encode(text[: word.start()] + _UNKNOWN + text[word.end() :])
+        cut = word.start() + 1
+        return self.encode(text[:cut]) + self.encode(text[cut:])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, control tokens left out."""
+        return str(self._tokenizer.decode([i for i in ids if i not in self.control]))

@@ -1,0 +1,56 @@
+"""Numbers of a session and of its turns."""
+
+from dataclasses import dataclass
+
+from mlx_tq.rescue import RescueStats
+from mlx_tq.session.memory import NOTHING, Rehydration
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a turn was.
+
+    Attributes:
+        prompt_tokens, generation_tokens: read and said.
+        rehydration: what was quoted.
+        rescue_seconds: that it took to ask for it.
+        ttft: seconds to the first token, those included.
+        seconds: in all.
+        prompt_tps, generation_tps: tokens a second.
+        finish_reason: "stop", "length", or "interrupted".
+    """
+
+    prompt_tokens: int
+    generation_tokens: int = 0
+    rehydration: Rehydration = NOTHING
+    rescue_seconds: float = 0.0
+    ttft: float = 0.0
+    seconds: float = 0.0
+    prompt_tps: float = 0.0
+    generation_tps: float = 0.0
+    finish_reason: str = "interrupted"
+
+
+@dataclass(frozen=True)
+class SessionStats:
+    """What a conversation takes.
+
+    Attributes:
+        turns: so far.
+        tokens: read and said, quotations included.
+        live, evicted: of these, in the cache and out of it.
+        rescued: tokens of quotations.
+        positions: that the model allows, or None.
+        nbytes, fp16_nbytes: of the cache, and of the same tokens had nothing been compressed or evicted.
+        rescue: what became of spans and questions, or None without rescue.
+    """
+
+    turns: int
+    tokens: int
+    live: int
+    evicted: int
+    rescued: int
+    positions: int | None
+    nbytes: int
+    fp16_nbytes: int
+    rescue: RescueStats | None
