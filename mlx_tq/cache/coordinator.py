@@ -106,6 +106,8 @@ class Coordinator:
         plan: what the caches agree on.
         stats: of the rounds so far.
         family: name by which the layers of one copy find each other.
+        held: positions that stay whatever they are worth, and do not count; None for no such. Of a text that a question
+            needs now: the round that makes room for it must not take it, or the rest of the cache, away.
     """
 
     def __init__(self, plan: EvictionPlan, family: str | None = None, stats: EvictionStats | None = None) -> None:
@@ -113,6 +115,7 @@ class Coordinator:
         self.policy = get_policy(plan.config)
         self.stats = stats or EvictionStats()
         self.family = family or uuid.uuid4().hex
+        self.held: Span | None = None
         self._members: dict[int, weakref.ref[Member]] = {}
         self._callbacks: list[Callback] = []
 
@@ -162,14 +165,18 @@ class Coordinator:
         if any(member.offset != cache.offset for member in members):
             return any(member.listens for member in members)  # in the middle of a pass
         allowed = max(self.plan.allowed(cache.offset), cache.spec.window + 1)
-        if cache.size() > allowed + self.plan.config.trigger and all(member.ready for member in members):
+        size = cache.size() - self._held_before(cache.offset - cache.spec.window)
+        if size > allowed + self.plan.config.trigger and all(member.ready for member in members):
             if len(members) < self.plan.layers:
                 raise CacheFormatError(
                     f"{len(members)} of the {self.plan.layers} caches of a sequence are left; all layers evict "
                     "together. Copy, keep and drop a prompt cache as a whole."
                 )
-            self._evict(members, cache.size() - allowed)
+            self._evict(members, size - allowed)
         return any(member.listens for member in members)
+
+    def _held_before(self, stop: int) -> int:
+        return 0 if self.held is None else max(0, min(self.held.stop, stop) - self.held.start)
 
     def _evict(self, members: list[Member], count: int) -> None:
         started = time.perf_counter()
@@ -182,7 +189,11 @@ class Coordinator:
         if not self.policy.segmented:
             config = replace(config, mode="v1")
         span = Span(first.spec.prefix if config.mode == "v3" else 0, first.offset - first.spec.window)
-        gone = select(worth, positions, count, span, config)
+        free = np.arange(len(positions))
+        if self.held is not None:  # blocks leave whole, so they are held whole
+            blocks, g = positions // config.granularity, config.granularity
+            free = np.flatnonzero((blocks < self.held.start // g) | (blocks >= -(-self.held.stop // g)))
+        gone = free[select(worth[free], positions[free], count, span, config)]
         if not len(gone):
             return
         kept = np.delete(np.arange(len(positions)), gone)

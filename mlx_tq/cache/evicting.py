@@ -20,6 +20,7 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.evict import taps
 from mlx_tq.evict.policy import PackedLayer
 from mlx_tq.evict.queries import Calibrator
+from mlx_tq.evict.selection import Span
 from mlx_tq.kernels.compact import compact_ref
 
 
@@ -155,6 +156,10 @@ class EvictingKVCache(CompressedKVCache):
         Once for all layers. Copies and files do not take callbacks along. In a batch, subscribe at each of its `rows`.
         """
         self.coordinator.subscribe(callback)
+
+    def hold(self, span: Span | None) -> None:
+        """Keep the positions of `span` in all layers of the sequence, and do not count them, until told None."""
+        self.coordinator.held = span
 
     @property
     def eviction(self) -> EvictionStats:

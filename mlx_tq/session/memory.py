@@ -11,10 +11,13 @@ from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.plain import PlainText
 from mlx_tq.session.quote import quote
-from mlx_tq.session.spans import make_spans, runs
+from mlx_tq.session.spans import MAX_TOKENS, make_spans, runs
 
 _LONG = 400  # characters of a message beyond which only its last question is asked
 _QUESTION = re.compile(r"[^.!?\n]*\?")
+_SHORTEST = 64  # tokens of a span: less says too little to be found
+_MARGIN = 16  # tokens on both sides of a span that are quoted too, as a sentence may go on there
+_TEXT = 0.8  # of a quotation; the rest are the marks around it
 _MOST_TOKENS = 2048  # about the 8,000 characters that a person would quote
 
 
@@ -23,8 +26,8 @@ class Rehydration:
     """What came back for a question.
 
     Attributes:
-        ranges: positions [start, stop) of the spans, ascending.
-        texts: of the spans.
+        ranges: positions [start, stop) of what is quoted, ascending.
+        texts: at these positions.
         ids: of the quotation to put before the question; none for no spans.
     """
 
@@ -63,6 +66,9 @@ class Memory:
         self.evicted = 0
         self._plain, self._client, self._config = plain, client, config
         self._session_id, self._limit = session_id, limit
+        room = int(_TEXT * limit)
+        self._span = min(max(room // config.top_k - 2 * _MARGIN, _SHORTEST), MAX_TOKENS)
+        self._top_k = min(config.top_k, max(1, room // (self._span + 2 * _MARGIN)))
         self._left: list[np.ndarray] = []
 
     def note(self, positions: np.ndarray) -> None:
@@ -78,7 +84,7 @@ class Memory:
         self._left = []
         for start, stop in self.copies:
             positions = positions[(positions < start) | (positions >= stop)]
-        self._client.write(self._session_id, make_spans(positions, self.ids, self._plain.decode))
+        self._client.write(self._session_id, make_spans(positions, self.ids, self._plain.decode, self._span))
 
     def rewrite(self, live: Sequence[int]) -> None:
         """Send the text of all that is not live, as to a service that never saw it."""
@@ -95,7 +101,7 @@ class Memory:
         found = self._client.retrieve(
             self._session_id,
             last_question(query),
-            top_k=self._config.top_k,
+            top_k=self._top_k,
             score_floor=self._config.score_floor,
             exclude=still,
             timeout=self._config.timeout,
@@ -103,8 +109,9 @@ class Memory:
         chosen: list[Range] = []
         for start, stop, *_ in found:
             known = stop <= len(self.ids) and not any(first <= start and stop <= last for first, last in still)
-            if known and len(self._quoted([*chosen, (start, stop)]).ids) <= self._limit:
-                chosen.append((start, stop))
+            wider = (max(0, start - _MARGIN), min(stop + _MARGIN, len(self.ids)))
+            if known and len(self._quoted([*chosen, wider]).ids) <= self._limit:
+                chosen.append(wider)
         return self._quoted(chosen)
 
     def read(self, ids: Sequence[int], quotation: Rehydration = NOTHING, at: int = 0) -> None:
@@ -120,7 +127,7 @@ class Memory:
         self.copies = [(start, min(stop, length)) for start, stop in self.copies if start < length]
 
     def _quoted(self, ranges: list[Range]) -> Rehydration:
-        ordered = sorted(set(ranges))
+        ordered = runs(position for span in ranges for position in range(*span))
         texts = [self._plain.decode(self.ids[start:stop]) for start, stop in ordered]
         return Rehydration(ordered, texts, self._plain.encode(quote(texts)) if texts else [])
 

@@ -1,4 +1,4 @@
-"""`Session`: a conversation over one cache: new tokens alone are read, and evicted text comes back when it is needed."""
+"""`Session`: a conversation over one cache: only new tokens are read, and evicted text comes back when it is needed."""
 
 import time
 import uuid
@@ -12,12 +12,14 @@ from typing import Any, Self
 from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
+from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import build_caches, cache_parts, compressed_caches
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.dispatch import attention, plan_caches
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.limits import position_limit
+from mlx_tq.evict.selection import Span
 from mlx_tq.models import fingerprint
+from mlx_tq.probe import position_limit
 from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.session.files import ModelName, SavedSession, load_session, save_session
 from mlx_tq.session.memory import NOTHING, Memory, Rehydration, quotation_limit
@@ -92,9 +94,11 @@ class Session:
         self.session_id, self.cache = session_id, caches
         limit = quotation_limit(self.rescue, self.positions)
         self._memory = Memory(self._plain, self._client, self.rescue, session_id, limit)
-        evicting = [cache for cache in compressed_caches(caches) if hasattr(cache, "subscribe")]
-        if evicting:
-            evicting[0].subscribe(self._memory.note)
+        self._evicting = next(
+            (cache for cache in compressed_caches(caches) if isinstance(cache, EvictingKVCache)), None
+        )
+        if self._evicting is not None:
+            self._evicting.subscribe(self._memory.note)
 
     def _fresh_caches(self) -> list[Any]:
         return make_prompt_cache(self.model) if self._plan is None else build_caches(self._plan)
@@ -132,6 +136,7 @@ class Session:
         room -= len(rehydration.ids)
         most = max_tokens or self.max_tokens
         most = room if most < 0 else min(most, room)
+        self._hold(rehydration, start + len(before))
         turn = Turn(len(ids), rehydration=rehydration, rescue_seconds=rescue_seconds)
         try:
             with closing(self._generate(ids, most)) as replies:
@@ -154,6 +159,7 @@ class Session:
         except _Stopped:
             pass
         finally:
+            self._hold(NOTHING)
             self._settle(start, answered=turn.generation_tokens > 0)
             self.turns.append(replace(turn, seconds=time.perf_counter() - began))
 
@@ -169,6 +175,11 @@ class Session:
         """Positions that the cache still holds; where no layer is compressed, all."""
         compressed = compressed_caches(self.cache)
         return compressed[0].positions if compressed else range(len(self._memory.ids))
+
+    def _hold(self, rehydration: Rehydration, start: int = 0) -> None:
+        """Keep the quotation at position `start` in the cache, or none any more."""
+        if self._evicting is not None:
+            self._evicting.hold(Span(start, start + len(rehydration.ids)) if rehydration.ids else None)
 
     def _generate(self, ids: list[int], most: int) -> Generator[Any]:
         def progress(processed: int, total: int) -> None:
