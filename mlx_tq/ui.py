@@ -56,7 +56,8 @@ def show_plan(plan: Plan, tokens: int) -> None:
     shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
     for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.key, layer.spec.value, layer.note)):
         layers = list(group)
-        size, native = (sum(f(layer, tokens) for layer in layers) for f in (LayerPlan.nbytes, LayerPlan.native_nbytes))
+        size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
+        native = sum(layer.native_nbytes(tokens) for layer in layers)
         spec, note = layers[0].spec, layers[0].note
         shown.add_row(_layer_range(layers), spec.key, spec.value, human_bytes(size), human_bytes(native), note)
     compressed = {layer.slot.index for layer in plan.layers}
@@ -158,7 +159,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
                 "value": layer.spec.value,
                 "has_kernels": layer.has_kernels,
                 "note": layer.note,
-                "nbytes": layer.nbytes(tokens),
+                "nbytes": layer.nbytes(plan.live(tokens)),
                 "fp16_nbytes": layer.native_nbytes(tokens),
             }
             for layer in plan.layers

@@ -50,7 +50,7 @@ def test_equals_the_rule_by_hand(body, mode, segments):
     assert positions[found].tolist() == by_hand(worth, positions, count, span, mode, segments)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     bodies(),
     st.sampled_from(["v1", "v2", "v3"]),
@@ -77,7 +77,7 @@ def test_invariants(body, mode, skip, width, granularity, pooling):
     assert set(gone.tolist()) == {p for p in positions.tolist() if p // granularity in blocks}
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(bodies())
 def test_one_segment_from_the_start_is_v1(body):
     worth, positions, count, span = body

@@ -1,0 +1,97 @@
+"""Eviction from the command line: what is refused, what is said, and what comes out."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_tq.args import EVICT, EVICT_OPTIONS
+
+from .tools import facts
+
+HI = ("-p", "hi", "-m", 2, "--verbose", "F")
+TRI = ("--kv-evict", "triattention")
+TEXT, QUESTION = facts(60)
+SMALL = ("--kv-prefix", 16, "--kv-window", 32, "--kv-warmup", 256, "--kv-budget", 300, "--prefill-step-size", 256)
+VALUES = {"budget": "4096", "mode": "v3", "segments": "4", "warmup": "99", "granularity": "16", "stats": None}
+
+TABLE = {
+    "policy": (("--kv-evict", "lru"), "policy 'lru' is unknown; valid are "),
+    "no policy": (("--kv-budget", "50%"), "--kv-budget is given, but no token leaves: add --kv-evict triattention"),
+    "more than all": ((*TRI, "--kv-budget", "120%"), "budget '120%' cannot be met; write tokens (4096)"),
+    "too little": ((*TRI, "--kv-budget", 200), "200 tokens is not above prefix 128 plus window 128"),
+    "too few bytes": ((*TRI, "--kv-budget", "1KB"), "a budget of 1,000 bytes is below the "),
+    "mode": ((*TRI, "--kv-evict-mode", "v4"), "mode 'v4' is unknown; valid are v1, v2, v3"),
+    "first tokens": ((*TRI, "--kv-evict-mode", "v1"), "mode v1 may evict the first tokens; prefix is 128. Set prefix"),
+    "granularity": ((*TRI, "--kv-granularity", 12), "granularity 12 is unknown; valid are 1, 8, 16, 32, 64"),
+    "mlx-lm's own": ((*TRI, "--kv-bits", 4), "--kv-bits is a cache of mlx-lm"),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_refused(cli, name):
+    words, says = TABLE[name]
+    result = cli("generate", *HI, *words)
+    assert (result.code, result.out) == (2, "")
+    (line,) = result.errors
+    assert says in line
+
+
+def test_foreign_statistics(cli, tmp_path):
+    assert "there is no file of statistics /nope" in cli("generate", *HI, *TRI, "--kv-stats", "/nope").err
+    path = tmp_path / "stats.safetensors"
+    mx.save_safetensors(str(path), {"x": mx.zeros(1)}, {"format": "mlx_tq query statistics", "version": "1"})
+    result = cli("generate", *HI, *TRI, "--kv-stats", path)
+    assert result.code == 1
+    assert "was made with another model" in result.err
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in EVICT_OPTIONS if option.field != "stats"], ids=lambda o: o.flag
+)
+def test_every_flag_falls_back(cli, monkeypatch, option):
+    monkeypatch.setenv("MLX_TQ_KV_EVICT", "knorm")
+    monkeypatch.setenv("MLX_TQ_" + option.flag.removeprefix("--").replace("-", "_").upper(), VALUES[option.field])
+    config = cli("generate", *HI, "--json").json["plan"]["config"]["evict"]
+    assert config["policy"] == "knorm"
+    assert config[option.field] == option.kind(VALUES[option.field])
+    assert cli("generate", *HI, "--json", EVICT.flag, "none").json["plan"]["config"]["evict"] is None
+
+
+def test_what_is_said(cli):
+    """Policy, budget and calibration before; one warning; rounds and what stayed after."""
+    err = cli("generate", "-p", TEXT + QUESTION, "-m", 20, *TRI, *SMALL, "--verbose", "T").err
+    assert "eviction: triattention (v3) keeps 300 tokens, calibrated on the first 256 tokens" in err
+    assert err.count("warning: evicted tokens are gone: no rescue service is in use") == 1
+    assert " rounds (" in err
+    assert "% stayed" in err
+
+
+def test_what_comes_out(cli):
+    answer = cli("generate", "-p", TEXT + QUESTION, "-m", 20, *TRI, *SMALL, "--json").json
+    stats = answer["stats"]["cache"]
+    assert stats["rounds"] > 0
+    assert stats["evicted"] == round((1 - stats["retention"]) * stats["tokens"])
+    assert stats["tokens"] - stats["evicted"] <= 300 + 128 + 20
+    assert answer["plan"]["eviction"]["budget_tokens"] == 300
+
+
+def test_calibrate_and_use(cli, tmp_path):
+    path, text = tmp_path / "stats.safetensors", tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    result = cli("calibrate", "--text", text, "--tokens", 300, "-o", path)
+    assert (result.code, result.out) == (0, "")
+    assert "statistics of 300 tokens are in" in result.err
+    words = (*TRI, *SMALL, "--kv-stats", path)
+    answer = cli("generate", "-p", TEXT + QUESTION, "-m", 20, *words, "--json").json
+    assert answer["plan"]["eviction"]["calibration"] == str(path)
+    assert answer["stats"]["cache"]["rounds"] > 0
+    assert cli("calibrate", "--tokens", 0, "-o", path).code == 2
+    assert cli("calibrate", "--text", text, "--tokens", 9, "-o", "/nope/x.safetensors").code == 1
+
+
+def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
+    words = ("evaluate", "perplexity", "--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
+    result = cli(*words, "--kv-prefix", 16, "--kv-window", 32, *TRI)
+    assert result.code == 2
+    assert "balanced evicted nothing in 399 tokens, with a budget of 90%, a warm-up of 1,024" in result.err
+    evicts = cli(*words, "--kv-prefix", 16, "--kv-window", 32, *TRI, "--kv-warmup", 100, "--kv-budget", 80)
+    assert evicts.code == 0
