@@ -1,0 +1,126 @@
+"""Thoughts and calls are told apart from what is said, with a real tokenizer that has marks for them."""
+
+import json
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+
+from mlx_tq.models import load
+from mlx_tq.server.answers import Answer, MessageReader, TextReader
+from mlx_tq.server.conversation import Conversations
+from mlx_tq.server.errors import InvalidRequestError
+from mlx_tq.server.jobs import Piece
+from mlx_tq.server.schemas import ChatRequest, parse
+
+# As Qwen's: thoughts are opened by the template and left out of earlier turns.
+TEMPLATE = """\
+{% for m in messages %}<|im_start|>{{ m['role'] }}
+{{ m['content'] }}{{ m['tool_calls'] | tojson if m['tool_calls'] }}<|im_end|>
+{% endfor %}{{ tools | tojson if tools }}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% endif %}{% endif %}"""
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    inner = load()[1]._tokenizer
+    inner.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    inner.chat_template = TEMPLATE
+    return TokenizerWrapper(
+        inner, tool_call_start="<tool_call>", tool_call_end="</tool_call>", tool_parser=json_tools.parse_tool_call
+    )
+
+
+def answer_of(tokenizer, text, size, state="normal", finish="stop"):
+    """An answer whose text comes in pieces of `size` characters, and its chunks."""
+    answer = Answer("m", MessageReader(tokenizer, state, [TOOL]), 5)
+    parts = [text[start : start + size] for start in range(0, len(text), size)]
+    pieces = [*map(Piece, parts), Piece("", finish=finish)]
+    chunks = [answer.add(piece, str) for piece in pieces]
+    return answer.whole(), [chunk["choices"][0]["delta"] for chunk in chunks if chunk]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_thoughts_words_and_calls(tokenizer, size):
+    text = f"I add.</think>Let me see < 3.{CALL}{CALL}"
+    whole, deltas = answer_of(tokenizer, text, size, state="reasoning")
+    choice = whole["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (message["reasoning"], message["content"]) == ("I add.", "Let me see < 3.")
+    first, second = message["tool_calls"]
+    assert first["function"] == {"name": "add", "arguments": json.dumps({"a": 2})}
+    assert first["id"] != second["id"]
+    assert "index" not in first
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "I add."
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me see < 3."
+    streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in streamed] == [0, 1]
+
+
+@pytest.mark.parametrize("text", ["a <thin", "a <tool_cal", "a <"])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_what_looks_like_the_beginning_of_a_mark_is_text_at_the_end(tokenizer, text, finish):
+    whole, _ = answer_of(tokenizer, text, 3, finish=finish)
+    assert whole["choices"][0]["message"]["content"] == text
+    assert whole["choices"][0]["finish_reason"] == finish
+
+
+def test_a_call_that_cannot_be_read_is_handed_over_as_text(tokenizer):
+    whole, _ = answer_of(tokenizer, "<tool_call>add(2)</tool_call>", 4)
+    choice = whole["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
+
+
+def test_a_completion_is_the_text_as_it_is():
+    answer = Answer("m", TextReader(), 1)
+    answer.add(Piece("<think>a", finish="length"), str)
+    assert answer.whole()["choices"][0]["text"] == "<think>a"
+
+
+def prompt_of(tokenizer, *messages, **body):
+    request = parse(ChatRequest, json.dumps({"messages": messages, **body}).encode())
+    return Conversations(tokenizer, {}).chat(request)
+
+
+def test_a_prompt_is_cut_where_others_begin_the_same_way(tokenizer):
+    """At the end of the system's words, and before the thoughts, which later turns leave out."""
+    system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
+    prompt = prompt_of(tokenizer, system, user)
+    assert prompt.kinds == ["system", "user", "assistant"]
+    assert [token for segment in prompt.segments for token in segment] == prompt.ids
+    first, second, third = map(tokenizer.decode, prompt.segments)
+    assert first == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    assert second.startswith("Hello")
+    assert third == "<think>\n"
+    assert prompt.state == "reasoning"
+    plain = prompt_of(tokenizer, system, user, chat_template_kwargs={"enable_thinking": False})
+    assert (plain.kinds, plain.state) == (["system", "user"], "normal")
+    assert prompt_of(tokenizer, user).kinds == ["user", "assistant"]
+
+
+def test_tools_reach_the_template(tokenizer):
+    user = {"role": "user", "content": "Hello"}
+    assert '"add"' in tokenizer.decode(prompt_of(tokenizer, user, tools=[TOOL]).ids)
+    assert '"add"' not in tokenizer.decode(prompt_of(tokenizer, user, tools=[TOOL], tool_choice="none").ids)
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    asked = prompt_of(tokenizer, user, {"role": "assistant", "tool_calls": [call]})
+    assert '"arguments": {"a": 2}' in tokenizer.decode(asked.ids)
+
+
+def test_the_developer_is_the_system(tokenizer):
+    said = [{"role": role, "content": "Be kind."} for role in ("developer", "system")]
+    assert prompt_of(tokenizer, said[0]).ids == prompt_of(tokenizer, said[1]).ids
+
+
+def test_a_template_that_refuses(tokenizer):
+    wrapped = load()[1]
+    wrapped._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidRequestError, match="roles must alternate"):
+        prompt_of(wrapped, {"role": "user", "content": "Hello"})
+    wrapped.has_chat_template = False
+    with pytest.raises(InvalidRequestError, match="use /v1/completions"):
+        prompt_of(wrapped, {"role": "user", "content": "Hello"})

@@ -1,0 +1,104 @@
+"""One place in the batch and one in the queue: who gets them, and who gives them back."""
+
+import socket
+import threading
+
+import openai
+import pytest
+
+from .conftest import ENDLESS, PACKED
+from .harness import running, together, wait_for
+
+ASKED = "The access code is 417295. What is the access code?"
+LONG = {"max_tokens": 4000, "logit_bias": ENDLESS}
+
+
+@pytest.fixture(scope="module")
+def narrow(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("narrow") / "log"
+    with running(folder, log, *PACKED, "--decode-concurrency", "1", "--max-queue", "1") as made:
+        yield made
+
+
+def idle(server):
+    metrics = server.metrics()
+    return metrics["mlx_tq_running"] == metrics["mlx_tq_waiting"] == 0
+
+
+def occupy(server):
+    """A stream that goes on for minutes, of which something has been read."""
+    stream = server.chat(ASKED, stream=True, **LONG)
+    for chunk in stream:
+        if chunk.choices[0].delta.content:
+            return stream
+    raise AssertionError("nothing was generated")
+
+
+def test_a_full_queue_is_429(narrow):
+    first = occupy(narrow)
+    second = threading.Thread(target=narrow.chat, args=(ASKED,))
+    second.start()
+    wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1)
+    with pytest.raises(openai.RateLimitError, match="1 requests are waiting") as full:
+        narrow.chat(ASKED)
+    assert full.value.code == "queue_full"
+    assert full.value.response.headers["retry-after"] == "1"
+    with pytest.raises(openai.RateLimitError):
+        narrow.chat(ASKED, stream=True)
+    first.close()
+    second.join()
+    wait_for(lambda: idle(narrow))
+    patient = openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=20)
+    message = {"role": "user", "content": ASKED}
+    calls = [lambda: patient.chat.completions.create(model="default_model", messages=[message])] * 3
+    assert [answer.choices[0].message.content for answer in together(calls)] == ["417295"] * 3
+    patient.close()
+
+
+def test_a_client_that_leaves_a_stream_frees_its_slot(narrow):
+    before = narrow.metrics()
+    occupy(narrow).close()
+    assert narrow.chat(ASKED).choices[0].message.content == "417295"
+    after = narrow.metrics()
+    assert after["mlx_tq_generated_tokens_total"] - before["mlx_tq_generated_tokens_total"] < LONG["max_tokens"] / 2
+    assert after["mlx_tq_disconnects_total"] == before["mlx_tq_disconnects_total"] + 1
+    assert idle(narrow)
+
+
+def post_and_hang_up(server, wait):
+    """Send a request for a whole answer, wait, and close the connection."""
+    body = '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "logit_bias": {"0": -100, "2": -100}}'
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body.encode())
+        wait()
+
+
+def test_a_client_that_leaves_before_its_answer_frees_its_slot(narrow):
+    before = narrow.metrics()
+    post_and_hang_up(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_running"] == 1))
+    wait_for(lambda: idle(narrow))
+    after = narrow.metrics()
+    assert after["mlx_tq_generated_tokens_total"] - before["mlx_tq_generated_tokens_total"] < LONG["max_tokens"] / 2
+    assert after["mlx_tq_disconnects_total"] == before["mlx_tq_disconnects_total"] + 1
+
+
+def test_a_client_that_leaves_the_queue_frees_its_place(narrow):
+    first = occupy(narrow)
+    left = narrow.metrics()["mlx_tq_disconnects_total"]
+    post_and_hang_up(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1))
+    wait_for(lambda: narrow.metrics()["mlx_tq_disconnects_total"] == left + 1)
+    second = threading.Thread(target=narrow.chat, args=(ASKED,))
+    second.start()  # a full queue would refuse it
+    first.close()
+    second.join()
+    assert "mlx_tq_requests_total" in narrow.http.get("/metrics").text
+    wait_for(lambda: idle(narrow))
+
+
+def test_a_body_that_stops_in_the_middle_costs_nothing(narrow):
+    host, port = narrow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
+    assert narrow.chat(ASKED).choices[0].message.content == "417295"
