@@ -1,7 +1,7 @@
 """`CompressedKVCache`: one layer's keys and values as `prefix | packed body | tail`.
 
 A token enters in the model's type. Once it is older than the window, it moves to the body in a block of 32, encoded;
-its original stays beside the tail for one block more. So where a token is depends on the length alone, not on how the
+its original stays in the slack for one block more. So where a token is depends on the length alone, not on how the
 tokens arrived, and a trim of up to 32 tokens leads back to exactly the cache that never saw them.
 """
 
@@ -40,10 +40,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
         self.offset = 0
-        # Positions [0, prefix) and [kept, offset) lie side by side in the model's type, in a pair of buffers
-        # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]; those in [prefix, packed) lie in the body.
+        # Positions [0, prefix) and [packed, offset) lie side by side in the model's type, in a pair of buffers
+        # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]. Those in [prefix, packed) lie in the body; the slack
+        # [B, H, BLOCK, D] holds the originals of [kept, packed).
         self._kept = spec.prefix
         self._full: Pair | None = None
+        self._slack: Pair | None = None
         self._rows: mx.array | None = None  # uint32 [B, H, capacity, W]
         self._fitted: RowLayout | None = None  # the layout of the body, where a format learns from the first tokens
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
@@ -60,7 +62,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Handles of what is stored; in a layer that later layers share, of what the last step attended to."""
         if self._full is None:
             raise CacheFormatError("the cache is empty; run the model on a prompt first.")
-        view = self._last or self._view(self._full, self.offset, self._packed(self.offset))
+        packed = self._packed(self.offset)
+        view = self._last or self._view(self._full, packed, self.offset, packed)
         return handles(view, self._full[0].dtype)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
@@ -100,9 +103,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         tokens that were packed stay packed.
         """
         n = min(self.offset, n)
+        start, packed, length = self._kept, self._packed(self.offset), self.offset
         self.offset -= n
         self._last = None
-        self._kept = max(self.spec.prefix, min(self._kept, self.offset))
+        self._kept = max(self.spec.prefix, min(start, self.offset))
+        if self._full is not None and self._packed(self.offset) < packed:
+            self._lay_out(self._full, self._originals(self._full, start, packed, length), start)
         return n
 
     @classmethod
@@ -117,7 +123,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Arrays without their spare capacity, ints and a string, from which `from_state` makes an equal cache."""
         full: tuple[mx.array | None, ...] = (None, None)
         if self._full is not None:
-            full = tuple(x[:, :, : self._index(self.offset)] for x in self._full)
+            originals = self._originals(self._full, self._kept, self._packed(self.offset), self.offset)
+            prefix = (x[:, :, : min(self.offset, self.spec.prefix)] for x in self._full)
+            full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(prefix, originals, strict=True))
         rows = None if self._rows is None else self._rows[:, :, : self.body_tokens]
         learned = (None, None) if self._fitted is None else self._fitted.learned
         return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(self.spec.to_dict())
@@ -126,12 +134,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def state(self, state: tuple[Any, ...]) -> None:
         keys, values, self._rows, self._health, *learned, self.offset, self._kept, spec = state
         self.spec = CacheSpec.from_dict(json.loads(spec))
-        capacity = self.spec.full_capacity
-        self._full = None if keys is None else (_buffer([keys], capacity), _buffer([values], capacity))
-        self._fitted = None
-        if self._full is not None and any(part is not None for part in learned):
-            self._fitted = self._layout(self._full).restore(*learned)
-        self._last = None
+        self._full = self._slack = self._fitted = self._last = None
+        if keys is not None:
+            full, prefix = (keys, values), self.spec.prefix
+            self._lay_out(full, (keys[:, :, prefix:], values[:, :, prefix:]), self._kept)
+            if any(part is not None for part in learned):
+                self._fitted = self._layout(full).restore(*learned)
 
     # What the rest of mlx_tq calls.
 
@@ -163,6 +171,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         twin = self._blank()
         twin.offset, twin._kept = self.offset, self._kept
         twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
+        twin._slack = self._slack  # never written to
         twin._rows = None if self._rows is None else self._rows[:]
         twin._fitted = self._fitted
         twin._health = self._health[:]
@@ -182,14 +191,14 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if target > packed:
             self._pack(full, packed, target)
         if keys.shape[2] > FEW:
-            view = self._view(full, after, packed)
+            view = self._view(full, packed, after, packed)
         else:
-            view = self._view(full, after, target)
+            view = self._view(full, packed, after, target)
             alone = self._packed(before + 1)
             if target > alone:
                 leaves = target + self.spec.window  # the length at which the last block is packed
-                view = replace(view, earlier=(leaves - 1 - before, self._view(full, leaves - 1, alone)))
-        self._retain(full, target)
+                view = replace(view, earlier=(leaves - 1 - before, self._view(full, packed, leaves - 1, alone)))
+        self._retain(full, packed, target)
         if target > packed:
             view = replace(view, pending=tuple(self._arrays()))
         if self.spec.shared:
@@ -207,7 +216,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _arrays(self) -> list[mx.array]:
         learned = self._fitted.learned if self._fitted else ()
-        arrays = (*(self._full or ()), self._rows, *learned, self._health)
+        arrays = (*(self._full or ()), *(self._slack or ()), self._rows, *learned, self._health)
         return [array for array in arrays if array is not None]
 
     def _packed(self, length: int) -> int:
@@ -218,10 +227,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """The row of a packed position, or that of the first position behind the body."""
         return position - self.spec.prefix
 
-    def _index(self, position: int) -> int:
-        """Where a position lies in the full buffers."""
+    def _index(self, position: int, tail: int) -> int:
+        """Where a position lies in the full buffers when position `tail` follows the prefix."""
         prefix = self.spec.prefix
-        return position if position < prefix else prefix + position - self._kept
+        return position if position < prefix else prefix + position - tail
 
     def _layout(self, full: Pair) -> RowLayout:
         return self._fitted or self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
@@ -229,20 +238,19 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def _extend(self, keys: mx.array, values: mx.array) -> Pair:
         """The full buffers with new tokens behind the last; longer than the cache's own where they do not fit."""
         capacity = self.spec.full_capacity
-        if self._full is None:
-            self._full = _buffer([keys[:, :, :0]], capacity), _buffer([values[:, :, :0]], capacity)
-        start, count = self._index(self.offset), keys.shape[2]
+        full = self._full or self._lay_out((keys, values), (keys, values), self._kept)
+        start, count = self._index(self.offset, self._packed(self.offset)), keys.shape[2]
         if start + count > capacity:
-            old_keys, old_values = (x[:, :, :start] for x in self._full)
+            old_keys, old_values = (x[:, :, :start] for x in full)
             return mx.concatenate([old_keys, keys], axis=2), mx.concatenate([old_values, values], axis=2)
-        for buffer, new in zip(self._full, (keys, values), strict=True):
+        for buffer, new in zip(full, (keys, values), strict=True):
             buffer[:, :, start : start + count] = new
-        return self._full
+        return full
 
-    def _view(self, full: Pair, length: int, packed: int) -> Regions:
+    def _view(self, full: Pair, tail: int, length: int, packed: int) -> Regions:
         """What a token attends to when `length` have been seen and those before `packed` are in the body."""
         prefix = self.spec.prefix
-        start, stop = self._index(packed), self._index(length)
+        start, stop = self._index(packed, tail), self._index(length, tail)
         if start == prefix or length <= prefix:
             keys, values = (x[:, :, :stop] for x in full)
         else:
@@ -256,7 +264,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             self.check_health()  # of earlier blocks, long computed: nothing waits
         else:
             self._fit(full)
-        keys, values = (x[:, :, self._index(packed) : self._index(target)] for x in full)
+        prefix = self.spec.prefix
+        keys, values = (x[:, :, prefix : prefix + target - packed] for x in full)
         encoded = encode(keys, values, self._layout(full))
         self._health = self._health + encoded.health
         rows = mx.depends(encoded.rows, self._health)
@@ -270,19 +279,40 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Let formats learn from prefix and first block: the same tokens, however many arrive at a time."""
         self._fitted = None
         layout = self._layout(full)
-        first = self._index(self.spec.prefix + BLOCK)
-        fitted = layout.fit(*(x[:, :, :first] for x in full))
+        fitted = layout.fit(*(x[:, :, : self.spec.prefix + BLOCK] for x in full))
         self._fitted = None if fitted is layout else fitted
 
-    def _retain(self, full: Pair, packed: int) -> None:
-        """Drop originals of packed tokens from the full buffers, but for one block of slack."""
-        kept = max(self._kept, packed - BLOCK)
-        if kept == self._kept and full is self._full:
+    def _retain(self, full: Pair, tail: int, packed: int) -> None:
+        """Keep what is behind `packed`, and one block before it as slack."""
+        if packed == tail and full is self._full:
             return
-        prefix, start, stop = self.spec.prefix, self._index(kept), self._index(self.offset)
-        keys, values = (_buffer([x[:, :, :prefix], x[:, :, start:stop]], self.spec.full_capacity) for x in full)
-        self._full = keys, values
-        self._kept = kept
+        start = tail if packed - tail >= BLOCK else self._kept
+        originals = self._originals(full, start, tail, self.offset)
+        self._kept = max(start, packed - BLOCK)
+        self._lay_out(full, originals, start)
+
+    def _originals(self, full: Pair, start: int, tail: int, length: int) -> Pair:
+        """Tokens [start, length) in the model's type, where those before position `tail` are in the slack."""
+        prefix = self.spec.prefix
+        keys, values = (x[:, :, prefix : max(prefix, self._index(length, tail))] for x in full)
+        if self._slack is None or start == tail:
+            return keys, values
+        slack_keys, slack_values = (x[:, :, : tail - start] for x in self._slack)
+        return mx.concatenate([slack_keys, keys], axis=2), mx.concatenate([slack_values, values], axis=2)
+
+    def _lay_out(self, full: Pair, originals: Pair, start: int) -> Pair:
+        """Make the buffers anew: the prefix of `full`; from the originals of [start, offset) the slack and the tail."""
+        length = max(self.offset - start, 0)
+        packed = min(max(self._packed(self.offset) - start, 0), length)
+        kept = min(max(self._kept - start, 0), packed)
+        prefix, capacity = self.spec.prefix, self.spec.full_capacity
+        keys, values = (
+            _buffer([x[:, :, : min(prefix, self.offset)], y[:, :, packed:length]], capacity)
+            for x, y in zip(full, originals, strict=True)
+        )
+        slack_keys, slack_values = (_buffer([x[:, :, kept:packed]], BLOCK) for x in originals)
+        self._full, self._slack = (keys, values), (slack_keys, slack_values)
+        return self._full
 
 
 def _buffer(parts: list[mx.array], capacity: int) -> mx.array:

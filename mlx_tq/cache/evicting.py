@@ -15,7 +15,7 @@ from mlx_tq.cache.compressed import STEP, CompressedKVCache
 from mlx_tq.cache.coordinator import Callback, Coordinator, EvictionPlan, EvictionStats, join
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import Regions
-from mlx_tq.config import BLOCK, Budget, EvictConfig
+from mlx_tq.config import Budget, EvictConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.evict import taps
 from mlx_tq.evict.policy import PackedLayer
@@ -208,7 +208,7 @@ class EvictingKVCache(CompressedKVCache):
         self._rows = compact_ref(self._rows, mx.array(kept, mx.int32), max(1, -(-len(kept) // STEP)) * STEP)
         self._before, self._floor = positions, packed
         # Originals of packed tokens would let a trim lead back to rows that are gone.
-        self._retain(self._full, packed + BLOCK)
+        self._kept = packed
         self._last = None
         return self._rows
 

@@ -55,7 +55,7 @@ class LayerPlan:
         """Bytes of the arrays after `tokens` tokens, unused capacity included."""
         slot, spec = self.slot, self.spec
         body = spec.packed_until(tokens) - spec.prefix
-        full = spec.full_capacity * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
+        full = (spec.full_capacity + BLOCK) * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
         learned = self._layout.learned_bytes if body else 0
         return batch * (slot.heads * (full + -(-body // STEP) * STEP * self.row_bytes + learned) + HEALTH)
 

@@ -65,11 +65,8 @@ class CacheSpec:
 
     @property
     def full_capacity(self) -> int:
-        """Tokens that the buffers in the model's type hold.
-
-        Prefix, window, the rest of a block, one block of slack for trims, and one of new tokens.
-        """
-        return self.prefix + self.window + 3 * BLOCK
+        """Tokens that prefix and tail have room for: window, the rest of a block, and a block of new tokens."""
+        return self.prefix + self.window + 2 * BLOCK
 
 
 @lru_cache(maxsize=4096)

@@ -36,9 +36,9 @@ def _shifted_sum(planes: list[mx.array], bits: int) -> mx.array:
     return word
 
 
-def split_words(codes: mx.array, bits: int) -> list[mx.array]:
-    """The runs of words that `unpack` takes: one, or three for 3 bits. uint16 [..., n] -> list of uint16."""
-    return list(mx.split(codes, 3, axis=-1)) if bits == 3 else [codes]
+def split_words(codes: mx.array, bits: int, axis: int = -1) -> list[mx.array]:
+    """The runs of words that `unpack` takes: one, or three for 3 bits. uint16, words along `axis` -> list of uint16."""
+    return list(mx.split(codes, 3, axis=axis)) if bits == 3 else [codes]
 
 
 def unpack(words: list[mx.array], bits: int) -> list[mx.array]:

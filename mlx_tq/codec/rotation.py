@@ -33,7 +33,7 @@ class Rotation(Protocol):
 
     @property
     def matrix(self) -> mx.array:
-        """R, fp32 [D, D], for the few vectors (queries, outputs) where one matmul is cheaper than butterflies."""
+        """R, fp32 [D, D]."""
         ...
 
 
@@ -45,10 +45,12 @@ class WalshHadamard:
     """
 
     def __init__(self, dim: int, seed: int = 0, *, signs: list[float] | None = None) -> None:
-        if split_order(dim) is None:
+        orders = split_order(dim)
+        if orders is None:
             valid = f"m * 2^k with m in {set(ORDERS)}, such as 64, 80, 96, 112, 128, 192 or 256"
             raise ConfigError(f"head_dim {dim} has no Walsh-Hadamard transform; valid is {valid}. Use rotation='haar'.")
         self.dim = dim
+        self.sylvester = orders[0] == 1
         flips = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, dim)
         self.signs = mx.array((1 - 2 * flips).astype(np.float32)) if signs is None else mx.array(signs)
 
@@ -183,3 +185,21 @@ def get_rotation(name: str, dim: int, seed: int) -> Rotation:
     if name not in ROTATIONS:
         raise ConfigError(f"rotation {name!r} is unknown; valid are {', '.join(ROTATIONS)}.")
     return ROTATIONS[name](dim, seed)
+
+
+def rotated(x: mx.array, rotation: Rotation | None) -> mx.array:
+    """R x of a few vectors (queries), fp32 [..., D]: by mlx's own transform where H is Sylvester's."""
+    if rotation is None:
+        return x
+    if isinstance(rotation, WalshHadamard) and rotation.sylvester:
+        return mx.hadamard_transform(x * rotation.signs)
+    return x @ rotation.matrix.swapaxes(-1, -2)
+
+
+def rotated_back(y: mx.array, rotation: Rotation | None) -> mx.array:
+    """R^T y of a few vectors (outputs), fp32 [..., D]: as `rotated`."""
+    if rotation is None:
+        return y
+    if isinstance(rotation, WalshHadamard) and rotation.sylvester:
+        return mx.hadamard_transform(y) * rotation.signs
+    return y @ rotation.matrix

@@ -9,7 +9,7 @@ from functools import reduce
 
 import mlx.core as mx
 
-from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build
 from mlx_tq.kernels.constants import check_can_run, codec_constants, flips, layout_constants, table
@@ -108,16 +108,16 @@ def attend_ref(
         result = merge(result, _sink(sinks, result, heads, length))
 
     if body:
-        rotated = _rotate(q, layout.key)
+        turned = rotated(q, layout.key.rotation)
         blocks = [(start, min(start + BLOCK_TOKENS, body)) for start in range(0, body, BLOCK_TOKENS)]
         packed = reduce(
             merge,
             (
-                _attend_block(rotated, rows[:, :, start:stop], layout, _columns(mask, prefix, start, stop), length)
+                _attend_block(turned, rows[:, :, start:stop], layout, _columns(mask, prefix, start, stop), length)
                 for start, stop in blocks
             ),
         )
-        result = merge(result, packed._replace(o=_unrotate(packed.o, layout.value)))
+        result = merge(result, packed._replace(o=rotated_back(packed.o, layout.value.rotation)))
     out = result.o / result.l
     return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
 
@@ -139,11 +139,7 @@ def _attend_block(q: mx.array, block: mx.array, layout: RowLayout, mask: mx.arra
 def _scores(q: mx.array, block: mx.array, layout: RowLayout) -> mx.array:
     """Rotated queries [B, H, N, Dk] against packed rows [B, H, S, W]: fp32 [B, H, N, S]."""
     codes, scale = layout.keys(block)
-    planes = layout.key.planes(codes)
-    parts = mx.split(q, len(planes), axis=-1)
-    scores = parts[0] @ planes[0].swapaxes(-1, -2)
-    for part, plane in zip(parts[1:], planes[1:], strict=True):
-        scores = scores + part @ plane.swapaxes(-1, -2)
+    scores = reduce(mx.add, (q[..., dims] @ column for dims, column in layout.key.columns(codes)))
     return scores if scale is None else scores * layout.key.gain(scale)[..., None, :]
 
 
@@ -152,14 +148,6 @@ def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:
     score = mx.repeat(sinks.astype(mx.float32).reshape(1, heads, -1), length, axis=-1)[..., None]
     score = mx.broadcast_to(score, like.m.shape)
     return Partial(score, mx.ones_like(score), mx.zeros_like(like.o))
-
-
-def _rotate(q: mx.array, codec: Codec) -> mx.array:
-    return q if codec.rotation is None else q @ codec.rotation.matrix.swapaxes(-1, -2)
-
-
-def _unrotate(o: mx.array, codec: Codec) -> mx.array:
-    return o if codec.rotation is None else o @ codec.rotation.matrix
 
 
 ATTEND = build.Kernel(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from codec_reference import DIMS, gaussian, rotate, rotation_matrix
 
-from mlx_tq.codec.rotation import ROTATIONS, Haar, WalshHadamard, get_rotation
+from mlx_tq.codec.rotation import ROTATIONS, Haar, WalshHadamard, get_rotation, rotated, rotated_back
 from mlx_tq.errors import ConfigError
 
 SEED = 42
@@ -55,6 +55,15 @@ def test_forward_is_the_matrix_times_sqrt_dim(name, dim):
     x = gaussian((7, dim))
     expected = x.astype(np.float64) @ np.array(rotation.matrix, np.float64).T * np.sqrt(dim)
     assert np.allclose(np.array(rotation.forward(mx.array(x))), expected, atol=2e-5 * np.sqrt(dim))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ROTATIONS)
+def test_rotate_and_back_are_the_matrix_and_its_transpose(name, dim):
+    rotation = get_rotation(name, dim, SEED)
+    matrix, x = np.array(rotation.matrix, np.float64), gaussian((2, 7, dim))
+    assert np.allclose(np.array(rotated(mx.array(x), rotation)), x @ matrix.T, atol=2e-5)
+    assert np.allclose(np.array(rotated_back(mx.array(x), rotation)), x @ matrix, atol=2e-5)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -27,6 +27,10 @@ class FullCodec(Codec):
         """The vectors themselves: one fp32 [..., D]."""
         return [codes.view(self.dtype).astype(mx.float32)]
 
+    def columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
+        """The vectors, transposed in their own type."""
+        return [(slice(None), mx.contiguous(codes.view(self.dtype).swapaxes(-1, -2)).astype(mx.float32))]
+
 
 class Full(Format):
     """The model's own type: fp16, bf16 or fp32."""

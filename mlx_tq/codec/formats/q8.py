@@ -1,6 +1,7 @@
 """`q8`: rotated, then int8 with one scale a vector. The safe choice for keys."""
 
 import math
+from functools import partial
 
 import mlx.core as mx
 
@@ -10,6 +11,14 @@ from mlx_tq.codec.rotation import Rotation
 _LIMIT = 127.0
 # Below this the factor 127 / amax would overflow; such a vector is stored as zero.
 _TINY = 2.0**-110
+
+
+@partial(mx.compile, shapeless=True)
+def _bytes(words: mx.array) -> tuple[mx.array, mx.array]:
+    """The low and the high byte of uint16 words as signed numbers: fp32."""
+    low = (words << 8).astype(mx.int16) >> 8
+    high = words.astype(mx.int16) >> 8
+    return low.astype(mx.float32), high.astype(mx.float32)
 
 
 class Q8Codec(Codec):
@@ -47,6 +56,11 @@ class Q8Codec(Codec):
     def planes(self, codes: mx.array) -> list[mx.array]:
         """The codes as numbers: one fp32 [..., D]."""
         return [codes.view(mx.int8).astype(mx.float32)]
+
+    def columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
+        """The even and the odd dims: the two bytes of each transposed word."""
+        even, odd = _bytes(mx.contiguous(codes.swapaxes(-1, -2)))
+        return [(slice(0, None, 2), even), (slice(1, None, 2), odd)]
 
     def gain(self, scale: mx.array) -> mx.array:
         """Stored amax [...] over 127: fp32 [...]."""

@@ -92,6 +92,13 @@ class TurboCodec(Codec):
         """The levels: 16 / bits planes (16 for 3 bits) of fp32 [..., D / planes]."""
         return list(_find_levels[self.bits](*split_words(codes, self.bits)))
 
+    def columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
+        """As `planes`, from transposed words: these are a fraction of the levels to copy."""
+        words = mx.contiguous(codes.swapaxes(-1, -2))
+        levels = _find_levels[self.bits](*split_words(words, self.bits, axis=-2))
+        size = self.head_dim // len(levels)
+        return [(slice(i * size, (i + 1) * size), level) for i, level in enumerate(levels)]
+
     def gain(self, scale: mx.array) -> mx.array:
         """Stored scale [...] over sqrt(D): fp32 [...]."""
         return scale.astype(mx.float32) * (1 / math.sqrt(self.head_dim))
