@@ -33,6 +33,36 @@ TQ_FN void tq_cut(int start, int stop, int block, int blocks, TQ_THREAD tq_block
   tokens.stop = tokens.start + size < stop ? tokens.start + size : stop;
 }
 
+// A number of each query row, loaded and stored at once.
+template <int QUERIES>
+struct tq_numbers {
+  using type = float;
+  static TQ_FN type pack(TQ_THREAD const float* x) { return x[0]; }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed; }
+};
+template <>
+struct tq_numbers<2> {
+  using type = float2;
+  static TQ_FN type pack(TQ_THREAD const float* x) {
+    float2 packed;
+    packed.x = x[0], packed.y = x[1];
+    return packed;
+  }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed.x, x[1] = packed.y; }
+};
+template <>
+struct tq_numbers<4> {
+  using type = float4;
+  static TQ_FN type pack(TQ_THREAD const float* x) {
+    float4 packed;
+    packed.x = x[0], packed.y = x[1], packed.z = x[2], packed.w = x[3];
+    return packed;
+  }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) {
+    x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
+  }
+};
+
 // What the lanes keep of each query row, and of each row's values.
 template <int QUERIES, int VALUES>
 struct tq_sums {
@@ -50,10 +80,11 @@ struct tq_share {
   };
 };
 
-// Attend to a block. The lanes share query [K::DIM, QUERIES] and weight [32, QUERIES]; bias [QUERIES] are pointers.
+// Attend to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES numbers.
 template <int QUERIES, bool MASKED, class K, class V, class Query, class Weight, class Keys, class Values, class Bias, class Sums>
 TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, int64_t key_stride, Values values, int64_t value_stride, TQ_THREAD const int* first, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, int64_t bias_stride, TQ_THREAD Sums& sums) {
   using SHARE = tq_share<V>;
+  using NUMBERS = tq_numbers<QUERIES>;
   constexpr int UNIT = V::VALUES, SPAN = SHARE::SPAN, VALUES = SHARE::VALUES;
   TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
     sums.maximum[q] = TQ_MASKED;
@@ -72,9 +103,11 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
       for (int unit = 0; unit < int(K::COUNT); unit++) {
         float decoded[K::VALUES];
         K::load(key, unit, decoded);
-        TQ_UNROLL for (int i = 0; i < int(K::VALUES); i++)
-          TQ_UNROLL for (int q = 0; q < QUERIES; q++)
-            score[q] = tq_fma(query[K::dim(unit, i) * QUERIES + q], decoded[i], score[q]);
+        TQ_UNROLL for (int i = 0; i < int(K::VALUES); i++) {
+          float asked[QUERIES];
+          NUMBERS::unpack(query[K::dim(unit, i)], asked);
+          TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(asked[q], decoded[i], score[q]);
+        }
       }
       float gain = K::gain(key);
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
@@ -83,7 +116,7 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
       }
       value_gain = V::gain(values + token * value_stride);
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+    float p[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
       bool seen = there && place >= first[q] && place < last[q];
       float largest = tq_simd_max(seen ? score[q] : TQ_MASKED);
@@ -93,15 +126,18 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
         sums.sum[q] = tq_mul(sums.sum[q], factor);
         TQ_UNROLL for (int i = 0; i < VALUES; i++) sums.output[q * VALUES + i] = tq_mul(sums.output[q * VALUES + i], factor);
       }
-      float p = seen ? tq_exp2(tq_sub(score[q], sums.maximum[q])) : 0.0f;
-      sums.sum[q] = tq_add(sums.sum[q], p);
-      weight[lane * QUERIES + q] = tq_mul(p, value_gain);
+      p[q] = seen ? tq_exp2(tq_sub(score[q], sums.maximum[q])) : 0.0f;
+      sums.sum[q] = tq_add(sums.sum[q], p[q]);
+      p[q] = tq_mul(p[q], value_gain);
     }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    weight[lane] = NUMBERS::pack(p);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     int tokens = block.stop - base < 32 ? block.stop - base : 32;
     if (lane < int(SHARE::SLOTS) * SPAN) {
       for (int slot = lane / SPAN; slot < tokens; slot += int(SHARE::SLOTS)) {
         auto value = values + (base + slot) * value_stride;
+        NUMBERS::unpack(weight[slot], p);
         TQ_UNROLL for (int u = 0; u < int(SHARE::UNITS); u++) {
           int unit = u * 32 + lane % SPAN;
           if (unit < int(V::COUNT)) {
@@ -110,7 +146,7 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
             TQ_UNROLL for (int q = 0; q < QUERIES; q++)
               TQ_UNROLL for (int i = 0; i < UNIT; i++) {
                 int at = q * VALUES + u * UNIT + i;
-                sums.output[at] = tq_fma(weight[slot * QUERIES + q], decoded[i], sums.output[at]);
+                sums.output[at] = tq_fma(p[q], decoded[i], sums.output[at]);
               }
           }
         }
@@ -150,8 +186,10 @@ using PACKED_VALUES = tq_vectors<VALUE_DIM, VALUE_BITS, VALUE_WIDE, VALUE_FULL, 
 using FULL_KEYS = tq_vectors<KEY_DIM, FULL_BITS, false, FULL_WORD, 0>;
 using FULL_VALUES = tq_vectors<VALUE_DIM, FULL_BITS, false, FULL_WORD, 0>;
 constexpr int N = (KEY_DIM + 31) / 32;
-threadgroup float query[QUERIES * KEY_DIM];
-threadgroup float weight[QUERIES * 32];
+using NUMBERS = tq_numbers<QUERIES>;
+using PACK = typename NUMBERS::type;
+threadgroup PACK query[KEY_DIM];
+threadgroup PACK weight[32];
 
 uint lane = thread_index_in_simdgroup;
 uint block = threadgroup_position_in_grid.y, blocks = threadgroups_per_grid.y;
@@ -165,6 +203,7 @@ bool packed = int(block) < packed_blocks;
 int first[QUERIES], last[QUERIES];
 int64_t bias_rows[QUERIES];
 int from = 0x7FFFFFFF, to = 0;
+float asked[QUERIES * N];
 TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
   uint n = row + uint(q) < rows ? row + uint(q) : rows - 1;
   uint query_head = head * group + n / length, token = n % length;
@@ -174,7 +213,7 @@ TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
   to = last[q] > to ? last[q] : to;
   if (MASKED) bias_rows[q] = batch * mask_bias_strides[0] + query_head * mask_bias_strides[1] + token * mask_bias_strides[2];
   auto vector = queries + (batch * queries_strides[0] + query_head * queries_strides[1] + token * queries_strides[2]);
-  float x[N];
+  TQ_THREAD float* x = asked + q * N;
   TQ_UNROLL for (int j = 0; j < N; j++) {
     int dim = 32 * j + int(lane);
     x[j] = dim < KEY_DIM ? tq_mul(static_cast<float>(vector[dim * queries_strides[3]]), score_scale[0]) : 0.0f;
@@ -185,10 +224,12 @@ TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
     tq_hadamard<KEY_DIM, KEY_ORDER>(x, key_flips + N, lane);
     TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_mul(x[j], factor);
   }
-  TQ_UNROLL for (int j = 0; j < N; j++) {
-    int dim = 32 * j + int(lane);
-    if (dim < KEY_DIM) query[dim * QUERIES + q] = tq_mul(x[j], TQ_LOG2E);
-  }
+}
+TQ_UNROLL for (int j = 0; j < N; j++) {
+  int dim = 32 * j + int(lane);
+  float numbers[QUERIES];
+  TQ_UNROLL for (int q = 0; q < QUERIES; q++) numbers[q] = tq_mul(asked[q * N + j], TQ_LOG2E);
+  if (dim < KEY_DIM) query[dim] = NUMBERS::pack(numbers);
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
 

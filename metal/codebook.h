@@ -1,30 +1,39 @@
-// The levels of 2, 3 and 4 bit codes and the boundaries between them, as in `mlx_tq.codec.codebook`.
+// The levels of 2, 3 and 4 bit codes, as in `mlx_tq.codec.codebook`.
 #include "tq_compat.h"
 
-// 3, 7 and 15 boundaries.
-TQ_CONSTANT float tq_boundaries[25] = {
-    -0.981598794f, 0.0f, 0.981598794f,
-    -1.74800968f, -1.04978824f, -0.500705719f, 0.0f, 0.500705719f, 1.04978824f, 1.74800968f,
-    -2.40618968f, -1.85047317f, -1.43164015f, -1.09433603f, -0.800955653f, -0.528093457f, -0.262993634f, 0.0f,
-    0.262993634f, 0.528093457f, 0.800955653f, 1.09433603f, 1.43164015f, 1.85047317f, 2.40618968f};
-
-// The number of boundaries below a value.
+// The coefficients of u, u^3 and u^5 in a level, for u = code - (2^BITS - 1) / 2.
 template <int BITS>
-TQ_FN uint tq_code(float value) {
-  constexpr int FIRST = (1 << BITS) - BITS - 2;
-  uint code = 0;
-  TQ_UNROLL for (int i = 0; i < (1 << BITS) - 1; i++) code += value > tq_boundaries[FIRST + i] ? 1u : 0u;
-  return code;
-}
-
-// The level of a code: an odd polynomial in u = code - (2^bits - 1) / 2.
+constexpr TQ_FN float tq_first() { return BITS == 2 ? 0.892886937f : BITS == 3 ? 0.490661204f : 0.262654811f; }
 template <int BITS>
-TQ_FN float tq_level(uint code) {
-  constexpr float FIRST = BITS == 2 ? 0.892886937f : BITS == 3 ? 0.490661204f : 0.262654811f;
-  constexpr float THIRD = BITS == 2 ? 0.0506925024f : BITS == 3 ? 0.00478869537f : 0.000129166088f;
-  constexpr float FIFTH = BITS == 2 ? 0.0f : BITS == 3 ? 0.000436545699f : 2.9582452e-05f;
-  float u = tq_sub(static_cast<float>(code), static_cast<float>((1 << BITS) - 1) * 0.5f);
+constexpr TQ_FN float tq_third() { return BITS == 2 ? 0.0506925024f : BITS == 3 ? 0.00478869537f : 0.000129166088f; }
+template <int BITS>
+constexpr TQ_FN float tq_fifth() { return BITS == 2 ? 0.0f : BITS == 3 ? 0.000436545699f : 2.9582452e-05f; }
+
+// The level of the code at bit SHIFT of a word, given the word shifted left by one. The bits stay where they are and are
+// read as those of a float above 2^23, which gives u times a power of two with neither shift nor conversion; the
+// coefficients take that power back.
+template <int BITS, int SHIFT>
+TQ_FN float tq_level_at(uint doubled) {
+  constexpr float UNIT = 2 << SHIFT, CUBE = UNIT * UNIT * UNIT;
+  constexpr float FIRST = tq_first<BITS>() / UNIT, THIRD = tq_third<BITS>() / CUBE;
+  constexpr float FIFTH = tq_fifth<BITS>() / (CUBE * UNIT * UNIT);
+  constexpr float MIDDLE = 8388608.0f + ((1 << BITS) - 1) * (1 << SHIFT);
+  constexpr uint FIELD = uint((1 << BITS) - 1) << (SHIFT + 1);
+  float u = tq_sub(as_type<float>((doubled & FIELD) | 0x4B000000u), MIDDLE);
   float square = tq_mul(u, u);
-  float slope = BITS == 2 ? THIRD : tq_add(tq_mul(FIFTH, square), THIRD);
-  return tq_mul(u, tq_add(tq_mul(slope, square), FIRST));
+  float slope = BITS == 2 ? THIRD : tq_fma(FIFTH, square, THIRD);
+  return tq_mul(u, tq_fma(slope, square, FIRST));
 }
+
+// The levels of `COUNT` codes that stand side by side from bit 0 of a 16-bit word.
+template <int BITS, int COUNT, int FIRST = 0>
+struct tq_levels {
+  static TQ_FN void decode(uint doubled, TQ_THREAD float* values) {
+    values[0] = tq_level_at<BITS, BITS * FIRST>(doubled);
+    tq_levels<BITS, COUNT - 1, FIRST + 1>::decode(doubled, values + 1);
+  }
+};
+template <int BITS, int FIRST>
+struct tq_levels<BITS, 0, FIRST> {
+  static TQ_FN void decode(uint, TQ_THREAD float*) {}
+};

@@ -8,9 +8,7 @@
 //   health_flags [2, B H S]: for keys and values, 1: clamped to fp16's range, 2: not finite
 //
 // Grid (32 SIMDGROUPS, ceil(B H S / SIMDGROUPS), 2), threadgroup (32 SIMDGROUPS, 1, 1).
-#include "codebook.h"
-#include "packing.h"
-#include "rotation.h"
+#include "coding.h"
 
 #define TQ_FP16_MAX 65504.0f
 

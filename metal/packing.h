@@ -15,23 +15,3 @@ struct tq_row {
     WORDS = END + END % 2
   };
 };
-
-// Word number `word` of the codes of D values, one code a byte.
-template <int D, int BITS, class Codes>
-TQ_FN ushort tq_pack_word(Codes codes, int word) {
-  uint packed = 0;
-  if (BITS == 8) {
-    packed = uint(codes[2 * word]) | uint(codes[2 * word + 1]) << 8;
-  } else if (BITS == 3) {
-    constexpr int COUNT = D / 16;  // words with planes of one kind
-    int third = word / COUNT, i = word % COUNT;
-    TQ_UNROLL for (int plane = 0; plane < 5; plane++)
-      packed |= uint(codes[(5 * third + plane) * COUNT + i]) << (3 * plane);
-    packed |= ((uint(codes[15 * COUNT + i]) >> third) & 1u) << 15;
-  } else {
-    constexpr int COUNT = D * BITS / 16;
-    TQ_UNROLL for (int plane = 0; plane < 16 / BITS; plane++)
-      packed |= uint(codes[plane * COUNT + word]) << (BITS * plane);
-  }
-  return ushort(packed);
-}

@@ -57,25 +57,3 @@ TQ_FN void tq_hadamard(TQ_THREAD float* x, Flips matrix, uint lane) {
     TQ_UNROLL for (int j = 0; j < N; j++) x[j] = TQ_LANES * uint(j) + lane < uint(D) ? sum[j] : 0.0f;
   }
 }
-
-// The sum of a vector in the order of `mlx_tq.codec.exact.pairwise_sum`, in every lane; leaves `x` in pieces.
-template <int D, int M>
-TQ_FN float tq_pairwise_sum(TQ_THREAD float* x) {
-  constexpr int P = D / M, N = (D + 31) / 32;
-  TQ_UNROLL for (int stride = 1; stride < P && stride < 32; stride *= 2)
-    TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_add(x[j], simd_shuffle_xor(x[j], ushort(stride)));
-  TQ_UNROLL for (int stride = 1; stride < P / 32; stride *= 2)
-    TQ_UNROLL for (int j = 0; j < N; j += 2 * stride) x[j] = tq_add(x[j], x[j + stride]);
-  float total = tq_element<P>(x, 0, 0);
-  TQ_UNROLL for (int row = 1; row < M; row++) total = tq_add(total, tq_element<P>(x, row, 0));
-  return total;
-}
-
-// The largest value of a simdgroup, in every lane.
-TQ_FN uint tq_largest(uint value) {
-  TQ_UNROLL for (int stride = 1; stride < 32; stride *= 2) {
-    uint other = simd_shuffle_xor(value, ushort(stride));
-    value = other > value ? other : value;
-  }
-  return value;
-}

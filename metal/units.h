@@ -30,14 +30,13 @@ TQ_FN void tq_load_unit(Words words, int unit, TQ_THREAD float* values) {
     uint top = 0;
     TQ_UNROLL for (int third = 0; third < 3; third++) {
       uint word = words[third * COUNT + unit];
-      top |= (word >> 15) << third;
-      TQ_UNROLL for (int i = 0; i < 5; i++) values[5 * third + i] = tq_level<3>((word >> (3 * i)) & 7u);
+      top |= (word >> 15) << (third + 1);
+      tq_levels<3, 5>::decode(word << 1, values + 5 * third);
     }
-    values[15] = tq_level<3>(top);
+    values[15] = tq_level_at<3, 0>(top);
   } else {
     uint word = words[unit];
-    TQ_UNROLL for (int i = 0; i < 16 / BITS; i++)
-      values[i] = tq_level<TURBO_BITS>((word >> (BITS * i)) & ((1u << TURBO_BITS) - 1u));
+    tq_levels<TURBO_BITS, 16 / TURBO_BITS>::decode(word << 1, values);
   }
 }
 

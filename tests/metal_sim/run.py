@@ -19,7 +19,19 @@ from metal_sim.translate import Parameter, parameters, translate
 
 MAX_BUFFERS = 32
 ERROR_BYTES = 8192
-OPERATIONS = ("collective", "barrier", "add", "multiply", "fma", "divide", "transcendental", "compare")
+OPERATIONS = (
+    "collective",
+    "barrier",
+    "add",
+    "multiply",
+    "fma",
+    "divide",
+    "transcendental",
+    "compare",
+    "convert",
+    "integer",
+    "shared",
+)
 
 
 class SimulationError(Exception):
@@ -156,11 +168,28 @@ def simulate(
     """
     call = {"output_shapes": list(output_shapes), "output_dtypes": list(output_dtypes), "template": list(template)}
     text = edit(capture(kernel, list(inputs), grid=grid, threadgroup=threadgroup, **call))
-    declared = [p for p in parameters(text) if p.index is not None]
+    declared = _buffers(text)
     given = _split(declared, inputs, output_shapes, output_dtypes)
+    counters = run_text(text, given, grid=grid, threadgroup=threadgroup, order=order, sanitize=sanitize)
+    names = [p.name for p in declared[-len(output_dtypes) :]]
+    outputs = [_as_mlx(given[name], dtype) for name, dtype in zip(names, output_dtypes, strict=True)]
+    return Result(outputs, counters)
+
+
+def run_text(
+    text: str,
+    arrays: dict[str, np.ndarray],
+    *,
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    order: int = 0,
+    sanitize: bool = False,
+) -> Counters:
+    """Run a kernel in Metal on arrays by the names of its buffers, in place; the rest as in `simulate`."""
+    declared = _buffers(text)
     dispatch = _Dispatch(order=order, count=len(declared), grid=grid, threadgroup=threadgroup)
     for parameter in declared:
-        _fill(dispatch.buffers[parameter.index], given[parameter.name])
+        _fill(dispatch.buffers[parameter.index], arrays[parameter.name])
     built = build(translate(text), sanitize=sanitize)
     if sanitize:
         _run_sanitized(built, dispatch)
@@ -168,11 +197,11 @@ def simulate(
         _library(built)(ctypes.byref(dispatch))
     if dispatch.error:
         raise SimulationError(_quote(dispatch.error.decode(), text))
-    names = [p.name for p in declared]
-    outputs = [
-        _as_mlx(given[name], dtype) for name, dtype in zip(names[-len(output_dtypes) :], output_dtypes, strict=True)
-    ]
-    return Result(outputs, _counters(dispatch, names))
+    return _counters(dispatch, [p.name for p in declared])
+
+
+def _buffers(text: str) -> list[Parameter]:
+    return [p for p in parameters(text) if p.index is not None]
 
 
 def _split(

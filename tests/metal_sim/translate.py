@@ -17,7 +17,7 @@ ATTRIBUTES = {
     "thread_index_in_threadgroup": "tqsim::self().index",
     "thread_index_in_simdgroup": "tqsim::self().lane",
     "simdgroup_index_in_threadgroup": "tqsim::self().simdgroup",
-    "simdgroups_per_threadgroup": "static_cast<uint>(tqsim::machine->simdgroups.size())",
+    "simdgroups_per_threadgroup": "static_cast<uint32_t>(tqsim::machine->simdgroups.size())",
     "threads_per_simdgroup": "tqsim::LANES",
 }
 

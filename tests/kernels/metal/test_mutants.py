@@ -129,8 +129,8 @@ MUTANTS = {
     "weights before they are whole": (attended, f"{BARRIER}\nint tokens", "int tokens"),
     "weights of the next tile": (
         attended,
-        f"{BARRIER}\nTQ_UNROLL for (int q = 0; q < QUERIES; q++) {{",
-        "TQ_UNROLL for (int q = 0; q < QUERIES; q++) {",
+        f"{BARRIER}\nweight[lane]",
+        "weight[lane]",
     ),
     "queries before they are loaded": (attended, f"{BARRIER}\nuint at", "uint at"),
     "tail of a block unmasked": (attended, "there && place >= first[q]", "place >= first[q]"),

@@ -126,6 +126,7 @@ class SharedPointer {
   Reference<SharedPointer> operator[](int64_t index) const { return {*this, index}; }
 
   T load(int64_t index) const {
+    count(SHARED);
     Element& e = at("load", index);
     const Touch now = Touch::now();
     if (e.writer.thread < 0) fail("uninitialised: loads %s[%lld], which no thread has stored", name_, place(index));
@@ -136,6 +137,7 @@ class SharedPointer {
     return e.value;
   }
   void store(int64_t index, T value) const {
+    count(SHARED);
     Element& e = at("store", index);
     const Touch now = Touch::now();
     for (const Touch& other : {e.writer, e.first_reader, e.last_reader})

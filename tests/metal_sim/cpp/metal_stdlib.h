@@ -1,20 +1,19 @@
 // The part of the Metal Shading Language that the kernels use, as C++17 over the simulated machine.
 //
-// Last, this header renames float, so nothing may be included after it.
+// Last, this header renames float and uint, so nothing may be included after it.
 #pragma once
 #include "memory.h"
 #include "numbers.h"
 
-using uint = unsigned int;
 using ushort = unsigned short;
 using uchar = unsigned char;
 using tqsim::bfloat;
 using tqsim::half;
 using float16_t = half;
 using bfloat16_t = bfloat;
-using uint2 = tqsim::vec<uint, 2>;
-using uint3 = tqsim::vec<uint, 3>;
-using uint4 = tqsim::vec<uint, 4>;
+using uint2 = tqsim::vec<tqsim::Uint, 2>;
+using uint3 = tqsim::vec<tqsim::Uint, 3>;
+using uint4 = tqsim::vec<tqsim::Uint, 4>;
 using float2 = tqsim::vec<tqsim::Float, 2>;
 using float4 = tqsim::vec<tqsim::Float, 4>;
 
@@ -37,7 +36,7 @@ inline Float fmax(Float a, Float b) { return count(tqsim::COMPARE), std::fmax(a.
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 template <class T> T select(T a, T b, bool c) { return c ? b : a; }
-inline uint popcount(uint x) { return static_cast<uint>(__builtin_popcount(x)); }
+inline tqsim::Uint popcount(tqsim::Uint x) { return count(tqsim::INTEGER), __builtin_popcount(x.v); }
 namespace precise {
 inline Float divide(Float a, Float b) { return a / b; }
 using metal::exp;
@@ -74,7 +73,7 @@ T from_slot(uint64_t slot) {
 
 // What `lane` brought; every bit set where there is no such lane, which Metal leaves undefined.
 template <class T>
-T shuffled(T value, uint lane, tqsim::Site site) {
+T shuffled(T value, uint32_t lane, tqsim::Site site) {
   const tqsim::Brought all = tqsim::meet_simdgroup(to_slot(value), site);
   const bool there = lane < tqsim::LANES && (all.lanes >> lane & 1u);
   return from_slot<T>(there ? all.slots[lane] : ~0ull);
@@ -95,32 +94,37 @@ template <class T> T simd_shuffle_up(T v, ushort delta, int line = __builtin_LIN
   return shuffled(v, tqsim::self().lane - delta, {"simd_shuffle_up", line, delta});
 }
 
-// A reduction over all lanes, as a tree of halves.
+// A reduction over all lanes, as a tree of halves. It counts as what a simdgroup of 32 does: five shuffles and five
+// operations in each lane.
 template <class T, class Combine>
-T reduced(T value, Combine combine, tqsim::Site site) {
+T reduced(T value, Combine combine, tqsim::Operation operation, tqsim::Site site) {
   const tqsim::Brought all = tqsim::meet_simdgroup(to_slot(value), site);
+  uint64_t* const counted = tqsim::machine->dispatch->operations;
+  const uint64_t before = counted[operation];
   T values[tqsim::LANES];
   bool there[tqsim::LANES];
-  for (uint i = 0; i < tqsim::LANES; i++) {
+  for (uint32_t i = 0; i < tqsim::LANES; i++) {
     there[i] = all.lanes >> i & 1u;
     if (there[i]) values[i] = from_slot<T>(all.slots[i]);
   }
-  for (uint width = tqsim::LANES / 2; width; width /= 2)
-    for (uint i = 0; i < width; i++) {
+  for (uint32_t width = tqsim::LANES / 2; width; width /= 2)
+    for (uint32_t i = 0; i < width; i++) {
       if (!there[i + width]) continue;
       values[i] = there[i] ? combine(values[i], values[i + width]) : values[i + width];
       there[i] = true;
     }
+  counted[operation] = before + 5;
+  counted[tqsim::COLLECTIVE] += 4;
   return values[0];
 }
 template <class T> T simd_sum(T v, int line = __builtin_LINE()) {
-  return reduced(v, [](T a, T b) { return T(a + b); }, {"simd_sum", line, 0});
+  return reduced(v, [](T a, T b) { return T(a + b); }, tqsim::ADD, {"simd_sum", line, 0});
 }
 template <class T> T simd_max(T v, int line = __builtin_LINE()) {
-  return reduced(v, [](T a, T b) { return max(a, b); }, {"simd_max", line, 0});
+  return reduced(v, [](T a, T b) { return max(a, b); }, tqsim::COMPARE, {"simd_max", line, 0});
 }
 template <class T> T simd_min(T v, int line = __builtin_LINE()) {
-  return reduced(v, [](T a, T b) { return min(a, b); }, {"simd_min", line, 0});
+  return reduced(v, [](T a, T b) { return min(a, b); }, tqsim::COMPARE, {"simd_min", line, 0});
 }
 
 }  // namespace metal
@@ -130,4 +134,5 @@ using namespace metal;
 #define thread
 #define device
 #define constant
+#define uint tqsim::Uint
 #define float tqsim::Float

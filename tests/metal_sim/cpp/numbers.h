@@ -8,21 +8,85 @@
 
 namespace tqsim {
 
+// Counts an operation, unless the compiler does it.
+constexpr void count_at_runtime(Operation operation) {
+  if (!__builtin_is_constant_evaluated()) count(operation);
+}
+
+// uint. What is done to it is counted: codes are taken out of words with it. A wider operand gives a wider result.
+struct Uint {
+  uint32_t v;
+  Uint() = default;
+  template <class T, std::enable_if_t<std::is_convertible_v<T, uint32_t>, int> = 0>
+  constexpr Uint(T value) : v(static_cast<uint32_t>(value)) {}
+  constexpr operator uint32_t() const { return v; }
+
+  Uint& operator++() { return ++v, *this; }
+  Uint operator++(int) { return v++; }
+  template <class T> Uint& operator+=(T b) { return *this = Uint(*this + b); }
+  template <class T> Uint& operator-=(T b) { return *this = Uint(*this - b); }
+  template <class T> Uint& operator*=(T b) { return *this = Uint(*this * b); }
+  template <class T> Uint& operator/=(T b) { return *this = Uint(*this / b); }
+  template <class T> Uint& operator|=(T b) { return *this = Uint(*this | b); }
+  template <class T> Uint& operator&=(T b) { return *this = Uint(*this & b); }
+  template <class T> Uint& operator<<=(T b) { return *this = Uint(*this << b); }
+  template <class T> Uint& operator>>=(T b) { return *this = Uint(*this >> b); }
+  Uint operator~() const { return count(INTEGER), ~v; }
+};
+
+template <class T>
+using if_number = std::enable_if_t<std::is_arithmetic_v<T>>;
+template <class T>
+using or_wider = std::conditional_t<(sizeof(T) > 4), T, Uint>;
+
+#define TQSIM_OPERATOR(op)                                                                                   \
+  constexpr Uint operator op(Uint a, Uint b) { return count_at_runtime(INTEGER), Uint(a.v op b.v); }                       \
+  template <class T, class = if_number<T>>                                                                   \
+  constexpr or_wider<T> operator op(Uint a, T b) { return count_at_runtime(INTEGER), or_wider<T>(a.v op b); }                     \
+  template <class T, class = if_number<T>>                                                                   \
+  constexpr or_wider<T> operator op(T a, Uint b) { return count_at_runtime(INTEGER), or_wider<T>(a op b.v); }
+TQSIM_OPERATOR(+)
+TQSIM_OPERATOR(-)
+TQSIM_OPERATOR(*)
+TQSIM_OPERATOR(/)
+TQSIM_OPERATOR(%)
+TQSIM_OPERATOR(&)
+TQSIM_OPERATOR(|)
+TQSIM_OPERATOR(^)
+TQSIM_OPERATOR(<<)
+TQSIM_OPERATOR(>>)
+#undef TQSIM_OPERATOR
+
+#define TQSIM_COMPARISON(op)                                                                                 \
+  inline bool operator op(Uint a, Uint b) { return a.v op b.v; }                                             \
+  template <class T, class = if_number<T>> bool operator op(Uint a, T b) { return a.v op b; }                \
+  template <class T, class = if_number<T>> bool operator op(T a, Uint b) { return a op b.v; }
+TQSIM_COMPARISON(<)
+TQSIM_COMPARISON(>)
+TQSIM_COMPARISON(<=)
+TQSIM_COMPARISON(>=)
+TQSIM_COMPARISON(==)
+TQSIM_COMPARISON(!=)
+#undef TQSIM_COMPARISON
+
 // fp32. Every operation rounds once (the build forbids contraction) and is counted. Only construction is implicit, so
 // that no expression silently leaves the class.
 struct Float {
   float v;
   Float() = default;
-  template <class T, std::enable_if_t<std::is_arithmetic_v<T>, int> = 0>
+  template <class T, std::enable_if_t<std::is_floating_point_v<T>, int> = 0>
   constexpr Float(T value) : v(static_cast<float>(value)) {}
+  template <class T, std::enable_if_t<std::is_integral_v<T>, int> = 0>
+  constexpr Float(T value) : v(static_cast<float>(value)) { count_at_runtime(CONVERT); }
+  explicit Float(Uint value) : Float(value.v) {}
   template <class T, std::enable_if_t<std::is_arithmetic_v<T>, int> = 0>
   explicit operator T() const { return static_cast<T>(v); }
 
-  Float operator-() const { return -v; }
-  friend Float operator+(Float a, Float b) { return count(ADD), a.v + b.v; }
-  friend Float operator-(Float a, Float b) { return count(ADD), a.v - b.v; }
-  friend Float operator*(Float a, Float b) { return count(MULTIPLY), a.v * b.v; }
-  friend Float operator/(Float a, Float b) { return count(DIVIDE), a.v / b.v; }
+  constexpr Float operator-() const { return -v; }
+  friend constexpr Float operator+(Float a, Float b) { return count_at_runtime(ADD), a.v + b.v; }
+  friend constexpr Float operator-(Float a, Float b) { return count_at_runtime(ADD), a.v - b.v; }
+  friend constexpr Float operator*(Float a, Float b) { return count_at_runtime(MULTIPLY), a.v * b.v; }
+  friend constexpr Float operator/(Float a, Float b) { return count_at_runtime(DIVIDE), a.v / b.v; }
   Float& operator+=(Float b) { return *this = *this + b; }
   Float& operator-=(Float b) { return *this = *this - b; }
   Float& operator*=(Float b) { return *this = *this * b; }

@@ -1,0 +1,71 @@
+// What only encoding needs: boundaries, levels rounded as the codec rounds them, packing, and sums in the codec's order.
+#include "codebook.h"
+#include "packing.h"
+#include "rotation.h"
+
+// 3, 7 and 15 boundaries.
+TQ_CONSTANT float tq_boundaries[25] = {
+    -0.981598794f, 0.0f, 0.981598794f,
+    -1.74800968f, -1.04978824f, -0.500705719f, 0.0f, 0.500705719f, 1.04978824f, 1.74800968f,
+    -2.40618968f, -1.85047317f, -1.43164015f, -1.09433603f, -0.800955653f, -0.528093457f, -0.262993634f, 0.0f,
+    0.262993634f, 0.528093457f, 0.800955653f, 1.09433603f, 1.43164015f, 1.85047317f, 2.40618968f};
+
+// The number of boundaries below a value.
+template <int BITS>
+TQ_FN uint tq_code(float value) {
+  constexpr int FIRST = (1 << BITS) - BITS - 2;
+  uint code = 0;
+  TQ_UNROLL for (int i = 0; i < (1 << BITS) - 1; i++) code += value > tq_boundaries[FIRST + i] ? 1u : 0u;
+  return code;
+}
+
+// The level of a code, as the codec rounds it.
+template <int BITS>
+TQ_FN float tq_level(uint code) {
+  float u = tq_sub(static_cast<float>(code), static_cast<float>((1 << BITS) - 1) * 0.5f);
+  float square = tq_mul(u, u);
+  float slope = BITS == 2 ? tq_third<BITS>() : tq_add(tq_mul(tq_fifth<BITS>(), square), tq_third<BITS>());
+  return tq_mul(u, tq_add(tq_mul(slope, square), tq_first<BITS>()));
+}
+
+// Word number `word` of the codes of D values, one code a byte.
+template <int D, int BITS, class Codes>
+TQ_FN ushort tq_pack_word(Codes codes, int word) {
+  uint packed = 0;
+  if (BITS == 8) {
+    packed = uint(codes[2 * word]) | uint(codes[2 * word + 1]) << 8;
+  } else if (BITS == 3) {
+    constexpr int COUNT = D / 16;  // words with planes of one kind
+    int third = word / COUNT, i = word % COUNT;
+    TQ_UNROLL for (int plane = 0; plane < 5; plane++)
+      packed |= uint(codes[(5 * third + plane) * COUNT + i]) << (3 * plane);
+    packed |= ((uint(codes[15 * COUNT + i]) >> third) & 1u) << 15;
+  } else {
+    constexpr int COUNT = D * BITS / 16;
+    TQ_UNROLL for (int plane = 0; plane < 16 / BITS; plane++)
+      packed |= uint(codes[plane * COUNT + word]) << (BITS * plane);
+  }
+  return ushort(packed);
+}
+
+// The sum of a vector in the order of `mlx_tq.codec.exact.pairwise_sum`, in every lane; leaves `x` in pieces.
+template <int D, int M>
+TQ_FN float tq_pairwise_sum(TQ_THREAD float* x) {
+  constexpr int P = D / M, N = (D + 31) / 32;
+  TQ_UNROLL for (int stride = 1; stride < P && stride < 32; stride *= 2)
+    TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_add(x[j], simd_shuffle_xor(x[j], ushort(stride)));
+  TQ_UNROLL for (int stride = 1; stride < P / 32; stride *= 2)
+    TQ_UNROLL for (int j = 0; j < N; j += 2 * stride) x[j] = tq_add(x[j], x[j + stride]);
+  float total = tq_element<P>(x, 0, 0);
+  TQ_UNROLL for (int row = 1; row < M; row++) total = tq_add(total, tq_element<P>(x, row, 0));
+  return total;
+}
+
+// The largest value of a simdgroup, in every lane.
+TQ_FN uint tq_largest(uint value) {
+  TQ_UNROLL for (int stride = 1; stride < 32; stride *= 2) {
+    uint other = simd_shuffle_xor(value, ushort(stride));
+    value = other > value ? other : value;
+  }
+  return value;
+}
