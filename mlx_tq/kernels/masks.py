@@ -52,7 +52,7 @@ def visible_ranges(mask: Mask, visible: mx.array | None, batch: int, length: int
         int32 [B L, 2], and a few more to be 8 numbers.
 
     """
-    lasts = [keys - length + 1 + i if mask == "causal" else keys for i in range(length)]
+    lasts = [keys - length + 1 + i if isinstance(mask, str) else keys for i in range(length)]
     if visible is None:
         return table([number for last in lasts for number in (0, last)] * batch)
     ends = mx.minimum(visible[..., 1], mx.array(lasts, mx.int32))

@@ -9,6 +9,8 @@ typedef uint uint32_t;
 typedef int int32_t;
 typedef long int64_t;
 typedef uint uint3 __attribute__((ext_vector_type(3)));
+typedef float float2 __attribute__((ext_vector_type(2)));
+typedef float float4 __attribute__((ext_vector_type(4)));
 typedef half float16_t;
 typedef half bfloat16_t;  // the same rules, but for rounding
 #define device __global
