@@ -24,7 +24,7 @@ from mlx_tq.server.running import Running, choices_of, rest_of
 
 log = logging.getLogger(__name__)
 
-_MEASURE_S = 0.5  # between two measurements of a batch that stays the same; each reads the size of every array
+_MEASURE_S = 0.1  # between two measurements of a batch that stays the same; each reads the size of every array
 _ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, keeps ours
 
 

@@ -32,7 +32,14 @@ def is_setup(line):
     return bool(re.match(r"(git clone|cd |(python3? -m )?pip |uv )", line))
 
 
-COMMAND_LINES = [line for line in sh_lines() if not line.startswith("make") and not is_setup(line)]
+def is_served(line):
+    """A server, which does not end by itself, or its client: see tests/server/test_readme_lines.py."""
+    return line.startswith(("mlx_tq.server", "python examples/openai_client.py"))
+
+
+COMMAND_LINES = [
+    line for line in sh_lines() if not line.startswith("make") and not is_setup(line) and not is_served(line)
+]
 MAKE_LINES = [line for line in sh_lines() if line.startswith("make")]
 
 

@@ -11,8 +11,8 @@ import httpx
 import openai
 from cli.tools import command, environment
 
-START_S = 120
-STOP_S = 60
+START_S = 300
+STOP_S = 120
 
 
 class Server:
@@ -29,7 +29,12 @@ class Server:
                 stderr=log,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
-        self.url = self._wait_for_url()
+        try:
+            self.url = self._wait_for_url()
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", max_retries=0, timeout=120)

@@ -1,0 +1,183 @@
+"""Aggregate speed of `mlx_tq.server` at several streams at once, cold and with a hot prefix, beside the bytes of KV.
+
+One server process for each run of this script; figures are added to the JSON file, replacing those of the same profile
+and count. Cold: every stream has a text of its own. Hot: all streams share a text that was read before.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import httpx
+
+from mlx_tq.environment import environment
+from mlx_tq.models import load
+
+RESULTS = Path(__file__).parents[1] / "results" / "server_streams.json"
+ENDLESS = {"0": -100, "2": -100}  # the embedded model's end tokens: every answer goes on to its limit
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measurement.
+
+    Attributes:
+        profile: of the cache.
+        prefix: "cold" or "hot".
+        streams: at once.
+        prompt_tokens, cached_tokens, answer_tokens: of all streams.
+        seconds: from the first request to the last token.
+        tokens_per_second: answer tokens over these seconds, so reading the prompts counts.
+        first_token: median seconds to the first token.
+        decode_tokens_per_second: pieces of text, mostly one token each, over the time since every stream had one.
+        kv_bytes, fp16_bytes: largest total of the batch, and of the same tokens uncompressed.
+    """
+
+    profile: str
+    prefix: str
+    streams: int
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    seconds: float
+    tokens_per_second: float
+    first_token: float
+    decode_tokens_per_second: float
+    kv_bytes: int
+    fp16_bytes: int
+
+
+@contextmanager
+def serving(profile, concurrency):
+    """The URL of a server of its own."""
+    flags = ["--port", "0", "--kv-profile", profile, "--decode-concurrency", str(concurrency)]
+    with tempfile.NamedTemporaryFile("r+") as log:
+        command = [sys.executable, "-m", "mlx_tq", "server", *flags, "--log-level", "WARNING"]
+        process = subprocess.Popen(command, stderr=log)
+        try:
+            while not (found := re.search(r"listening on (\S+)", Path(log.name).read_text())):
+                if process.poll() is not None:
+                    raise RuntimeError(Path(log.name).read_text())
+                time.sleep(0.02)
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def texts(count, tokens):
+    """Prompts of `tokens` tokens with nothing in common."""
+    _, tokenizer = load()
+    made = []
+    for place in range(count):
+        lines = (
+            f"{place} {n} weighs {(n + 7 * place) * 37 % 9973} grams and costs {n * 13 % 29}." for n in range(tokens)
+        )
+        made.append(tokenizer.encode("\n".join(lines))[:tokens])
+    return made
+
+
+async def stream(client, prompt, answer_tokens):
+    """Times of the tokens of one stream, and its usage."""
+    body = {"prompt": prompt, "max_tokens": answer_tokens, "logit_bias": ENDLESS}
+    times, usage = [], {}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"]["message"])
+            if chunk["choices"]:
+                times.append(time.perf_counter())
+            usage = chunk.get("usage") or usage
+    return times, usage
+
+
+async def watch(client, seen):
+    """The bytes that /metrics shows, until cancelled."""
+    while True:
+        text = (await client.get("/metrics")).text
+        found = [re.search(rf"^mlx_tq_{name} (\S+)", text, re.MULTILINE) for name in ("kv_bytes", "kv_fp16_bytes")]
+        seen.append(tuple(int(float(match[1])) for match in found))
+        await asyncio.sleep(0.05)
+
+
+async def measure(url, profile, prefix, prompts, answer_tokens):
+    """All prompts at once."""
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        if prefix == "hot":
+            await stream(client, prompts[0], 1)
+        seen = []
+        watcher = asyncio.create_task(watch(client, seen))
+        began = time.perf_counter()
+        done = await asyncio.gather(*(stream(client, prompt, answer_tokens) for prompt in prompts))
+        seconds = time.perf_counter() - began
+        watcher.cancel()
+    usages = [usage for _, usage in done]
+    tokens = sum(usage["completion_tokens"] for usage in usages)
+    all_begun = max(times[0] for times, _ in done)
+    later = [moment for times, _ in done for moment in times if moment > all_begun]
+    compressed, native = max(seen)
+    return Figure(
+        profile=profile,
+        prefix=prefix,
+        streams=len(prompts),
+        prompt_tokens=sum(usage["prompt_tokens"] for usage in usages),
+        cached_tokens=sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages),
+        answer_tokens=tokens,
+        seconds=round(seconds, 3),
+        tokens_per_second=round(tokens / seconds, 1),
+        first_token=round(median(times[0] for times, _ in done) - began, 3),
+        decode_tokens_per_second=round(len(later) / (max(later) - all_begun), 1) if later else 0.0,
+        kv_bytes=compressed,
+        fp16_bytes=native,
+    )
+
+
+def main():
+    """Measure and add to the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", default="balanced")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 5, 10, 20])
+    parser.add_argument("--prefix", choices=["cold", "hot"], default="cold")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    args = parser.parse_args()
+    figures = []
+    hot = args.prefix == "hot"
+    own = texts(1 if hot else sum(args.streams), args.prompt_tokens)
+    with serving(args.profile, max(args.streams)) as url:
+        for count in args.streams:
+            if hot:
+                prompts = [[*own[0][:-4], 50 + place, 51, 52, 53] for place in range(count)]
+            else:
+                prompts, own = own[:count], own[count:]
+            figure = asyncio.run(measure(url, args.profile, args.prefix, prompts, args.answer_tokens))
+            print(json.dumps(asdict(figure)))
+            figures.append(asdict(figure))
+    save(figures)
+
+
+def save(figures):
+    """Into the file, in place of earlier figures of the same kind."""
+    command = "python benchmarks/server/bench_streams.py --profile PROFILE [--prefix hot --prompt-tokens 2048]"
+    old = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
+    merged = {(each["profile"], each["prefix"], each["streams"]): each for each in [*old, *figures]}
+    report = {"command": command, "environment": environment(), "figures": list(merged.values())}
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
