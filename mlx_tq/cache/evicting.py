@@ -21,7 +21,7 @@ from mlx_tq.evict import taps
 from mlx_tq.evict.policy import PackedLayer
 from mlx_tq.evict.queries import Calibrator
 from mlx_tq.evict.selection import Span
-from mlx_tq.kernels.compact import compact_ref
+from mlx_tq.kernels.compact import compact
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class EvictingKVCache(CompressedKVCache):
             raise CacheFormatError("nothing of the cache is packed, so nothing can be evicted.")
         packed = self._packed(self.offset)
         self._evicted += self.body_tokens - len(kept)
-        self._rows = compact_ref(self._rows, mx.array(kept, mx.int32), max(1, -(-len(kept) // STEP)) * STEP)
+        self._rows = compact(self._rows, mx.array(kept, mx.int32), max(1, -(-len(kept) // STEP)) * STEP)
         self._before, self._floor = positions, packed
         # Originals of packed tokens would let a trim lead back to rows that are gone.
         self._kept = packed

@@ -19,7 +19,7 @@ from mlx_tq.evict.expected import expected_attention
 from mlx_tq.evict.policy import Body, PackedLayer, Policy
 from mlx_tq.evict.queries import pooled_over_groups
 from mlx_tq.evict.virtual import spread, virtual_query
-from mlx_tq.kernels.score import score_ref
+from mlx_tq.kernels.score import score
 
 BLOCK_TOKENS = 4096  # scored at a time
 
@@ -54,7 +54,7 @@ class TriAttention(Policy):
         parts = []
         for start in range(0, tokens, BLOCK_TOKENS):
             block = layer.rows[:, :, start : min(start + BLOCK_TOKENS, tokens)]
-            parts.append(score_ref(block, block.shape[2], layer.layout, query, weights, layer.rope.pairs)[0])
+            parts.append(score(block, block.shape[2], layer.layout, query, weights, layer.rope.pairs)[0])
             mx.eval(parts[-1])
         scores = mx.concatenate(parts, axis=-1)  # [H, G, S]
         if self.config.aggregation == "v3":

@@ -5,13 +5,14 @@ and the output is rotated back once. Tokens in the model's own type attend unrot
 rows are taken in blocks, so that memory stays bounded.
 """
 
+from functools import partial as bound
 from functools import reduce
 
 import mlx.core as mx
 
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build
+from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import check_can_run, codec_constants, flips, layout_constants, table
 from mlx_tq.kernels.masks import (
     Mask,
@@ -61,13 +62,16 @@ def attend(
     Returns:
         [B, Hq, L, Dv] in the queries' type.
     """
-    return attend_ref(
+    return impl.call(
+        _attend_gpu,
+        attend_ref,
         queries,
         rows,
         body,
         layout,
         keys,
         values,
+        check=bound(check_can_run, layout, queries.dtype, keys.dtype),
         prefix=prefix,
         scale=scale,
         mask=mask,

@@ -2,8 +2,14 @@
 
 import mlx.core as mx
 
+from mlx_tq.kernels import build, impl
+from mlx_tq.kernels.constants import table
 
-def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
+KERNEL = build.Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes"), outputs=("compacted",))
+ROWS = 8  # of a threadgroup
+
+
+def compact(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     """Rows `kept` side by side in a buffer of `capacity` rows; what lies past them is unspecified.
 
     Args:
@@ -14,5 +20,26 @@ def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     Returns:
         uint32 [B, H, capacity, W].
     """
+    return impl.call(_compact_gpu, compact_ref, rows, kept, capacity)
+
+
+def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
+    """`compact` in mlx's own operations."""
     index = mx.concatenate([kept, mx.zeros(capacity - kept.size, mx.int32)])
     return mx.take(rows, index, axis=2)
+
+
+def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
+    batch, heads, _, words = rows.shape
+    if kept.size == 0:
+        return mx.zeros((batch, heads, capacity, words), mx.uint32)
+    (compacted,) = build.run(
+        KERNEL,
+        inputs=[rows, kept, table([kept.size, capacity])],
+        template=(),
+        grid=(32, -(-kept.size // ROWS) * ROWS, batch * heads),
+        threadgroup=(32, ROWS, 1),
+        output_shapes=[(batch, heads, capacity, words)],
+        output_dtypes=[mx.uint32],
+    )
+    return compacted

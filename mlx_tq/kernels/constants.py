@@ -33,6 +33,20 @@ def can_run(layout: RowLayout) -> bool:
     return all(_known(codec) for codec in (layout.key, layout.value))
 
 
+def check_can_rotate(rotation: Rotation | None) -> None:
+    """Raise where kernels lack a rotation.
+
+    Raises:
+        KernelUnavailableError: they do, with what they have.
+
+    """
+    if not can_rotate(rotation):
+        raise KernelUnavailableError(
+            f"kernels cannot rotate by {type(rotation).__name__}({rotation and rotation.dim}); they have the "
+            f"Walsh-Hadamard rotation up to head size {_LARGEST}. Use mlx's own operations."
+        )
+
+
 def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
     """Raise where kernels lack a format of a layout, or a type of queries, keys or values.
 

@@ -1,11 +1,13 @@
 """Decoding rows of the cache in rotated space, for prefill."""
 
+from functools import partial
+
 import mlx.core as mx
 
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import can_run, layout_constants
+from mlx_tq.kernels.constants import check_can_run, layout_constants
 
 KERNEL = build.Kernel("dequantize", inputs=("packed_rows",), outputs=("keys_out", "values_out"))
 THREADS = 256
@@ -13,7 +15,7 @@ THREADS = 256
 
 def dequantize(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Rotated keys [B, H, S, Dk] and values [B, H, S, Dv] of packed rows uint32 [B, H, S, W]."""
-    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, able=can_run(layout))
+    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, check=partial(check_can_run, layout, dtype))
 
 
 def dequantize_ref(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

@@ -1,10 +1,12 @@
 """Encoding keys and values into rows of the cache."""
 
+from functools import partial
+
 import mlx.core as mx
 
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import can_run, flips, layout_constants
+from mlx_tq.kernels.constants import check_can_run, flips, layout_constants
 
 KERNEL = build.Kernel(
     "encode",
@@ -16,7 +18,7 @@ SIMDGROUPS = 4
 
 def encode(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
     """Encode keys [B, H, S, Dk] and values [B, H, S, Dv] of one type into rows uint32 [B, H, S, W]."""
-    return impl.call(_encode_gpu, encode_ref, keys, values, layout, able=can_run(layout))
+    return impl.call(_encode_gpu, encode_ref, keys, values, layout, check=partial(check_can_run, layout, keys.dtype))
 
 
 def encode_ref(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:

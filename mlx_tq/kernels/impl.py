@@ -17,8 +17,6 @@ from mlx_tq.kernels import build
 
 IMPLS = ("auto", "metal", "cuda", "ops")
 
-_KNOWS = "knows the formats fp16, q8, tq4, tq3 and tq2, the rotation 'wht', and head sizes to 512"
-
 _Result = TypeVar("_Result")
 
 
@@ -86,9 +84,13 @@ def describe() -> str:
 
 
 def call(
-    gpu: Callable[..., _Result], ref: Callable[..., _Result], *arguments: object, able: bool, **options: object
+    gpu: Callable[..., _Result],
+    ref: Callable[..., _Result],
+    *arguments: object,
+    check: Callable[[], None] = lambda: None,
+    **options: object,
 ) -> _Result:
-    """The result of `gpu`, or of `ref` where kernels are not chosen, not there, or (`able`) do not know the case.
+    """The result of `gpu`, or of `ref` where kernels are not chosen, not there, or `check` says that they cannot.
 
     Raises:
         KernelUnavailableError: "metal" or "cuda" was chosen and the kernel cannot do it.
@@ -96,8 +98,10 @@ def call(
     """
     if current() == "ops":
         return ref(*arguments, **options)
-    if not able:
-        _fall_back(KernelUnavailableError(f"kernel {ref.__name__.removesuffix('_ref')!r} cannot do this: it {_KNOWS}"))
+    try:
+        check()
+    except KernelUnavailableError as error:  # this case only
+        _fall_back(error)
         return ref(*arguments, **options)
     try:
         return gpu(*arguments, **options)

@@ -1,13 +1,24 @@
 """Scoring packed keys by virtual queries, once an eviction round."""
 
+from functools import partial
+
 import mlx.core as mx
 
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels import build, impl
+from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, table
+
+KERNEL = build.Kernel(
+    "score",
+    inputs=("packed_rows", "key_flips", "virtual_queries", "pair_weights", "rope_pairs", "score_sizes"),
+    outputs=("key_scores",),
+)
+SIMDGROUPS = 4
 
 
-def score_ref(
+def score(
     rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
 ) -> mx.array:
     """<query, K> + sum over f of weight_f |K_f| of each packed key K in its original space.
@@ -23,6 +34,14 @@ def score_ref(
     Returns:
         fp32 [B, H, G, body].
     """
+    check = partial(check_can_run, layout)
+    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, check=check)
+
+
+def score_ref(
+    rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
+) -> mx.array:
+    """`score` in mlx's own operations."""
     keys = _decode(layout.key, layout.keys(rows[:, :, :body]))
     found = queries @ keys.swapaxes(-1, -2)
     if pairs.shape[1]:
@@ -48,3 +67,28 @@ def _dims(keys: mx.array, index: mx.array) -> mx.array:
     if dims == list(range(dims[0], dims[-1] + 1, step)):
         return keys[..., dims[0] : dims[-1] + 1 : step]
     return mx.take(keys, index, axis=-1)
+
+
+def _score_gpu(
+    rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
+) -> mx.array:
+    batch, heads = rows.shape[:2]
+    count = pairs.shape[1]
+    # Arrays must not be empty, and the kernel reads none of these where there are no pairs.
+    lengths = [mx.contiguous(weights), mx.contiguous(pairs)] if count else [table([], mx.float32), table([])]
+    (scores,) = build.run(
+        KERNEL,
+        inputs=[
+            rows.view(mx.uint16),
+            flips(layout.key.rotation),
+            mx.contiguous(queries),
+            *lengths,
+            table([body, count]),
+        ],
+        template=(("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
+        grid=(32 * SIMDGROUPS, -(-body // SIMDGROUPS), batch * heads),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        output_shapes=[(batch, heads, queries.shape[1], body)],
+        output_dtypes=[mx.float32],
+    )
+    return scores

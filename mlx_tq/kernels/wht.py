@@ -1,13 +1,14 @@
 """Rotating vectors: the Walsh-Hadamard rotation of queries, uncompressed keys, and outputs."""
 
 import math
+from functools import partial
 
 import mlx.core as mx
 
 from mlx_tq.codec.exact import split_order
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import can_rotate, flips
+from mlx_tq.kernels.constants import check_can_rotate, flips
 
 KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
 SIMDGROUPS = 4
@@ -15,7 +16,7 @@ SIMDGROUPS = 4
 
 def wht(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:
     """R x, or R^T x, of vectors [..., D] in their own type; computed in fp32."""
-    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, able=can_rotate(rotation))
+    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, check=partial(check_can_rotate, rotation))
 
 
 def wht_ref(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:

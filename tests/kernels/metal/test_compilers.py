@@ -16,8 +16,10 @@ from metal_sim.capture import capture
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import build
 from mlx_tq.kernels.attend import _attend_gpu
+from mlx_tq.kernels.compact import _compact_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
+from mlx_tq.kernels.score import _score_gpu
 from mlx_tq.kernels.wht import _wht_gpu
 
 LAYOUTS = {
@@ -67,15 +69,19 @@ def texts() -> dict[str, str]:
         add(name, _encode_gpu, keys, values, layout)
         rows = encode_ref(keys, values, layout).rows
         add(name, _dequantize_gpu, rows, layout, keys.dtype)
+        virtual = random((1, 2, case["key_dim"]), "float32"), mx.zeros((1, 2, 8)), mx.zeros((2, 8), mx.int32)
+        add(name, _score_gpu, rows, 4, layout, *virtual)
         queries = random((1, 4, 1, case["key_dim"]), case["dtype"])
         options = {"mask": mx.zeros((1, 8)), "sinks": mx.zeros(4)} if "rule" in case else {}
         add(name, _attend_gpu, queries, rows, 4, layout, keys, values, prefix=1, scale=1.0, **options)
     for dim in (80, 128, 512):
         add(str(dim), _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
+    add("any", _compact_gpu, mx.zeros((1, 2, 9, 33), mx.uint32), mx.arange(8), 8)
     return found
 
 
-NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend", "merge") for name in LAYOUTS] + [
+NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend", "merge", "score") for name in LAYOUTS] + [
+    "compact any",
     "wht 80",
     "wht 128",
     "wht 512",

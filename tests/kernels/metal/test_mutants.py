@@ -8,8 +8,10 @@ from simulated import ORDERS, simulated
 
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels.attend import _attend_gpu, attend_ref
+from mlx_tq.kernels.compact import _compact_gpu, compact_ref
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
+from mlx_tq.kernels.score import _score_gpu, score_ref
 from mlx_tq.kernels.wht import _wht_gpu, wht_ref
 
 CASE = {"key_dim": 80, "value_dim": 128, "key": "tq3", "value": "tq4", "dtype": "float16", "rule": "matched"}
@@ -81,6 +83,24 @@ def attends(tokens: int, **how) -> bool:
 def attended(**how) -> bool:
     """Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39."""
     return attends(110, **how)
+
+
+def scored(**how) -> bool:
+    """7 keys of a longer buffer in two threadgroups; 20 pairs of dims, two query heads."""
+    layout = make_layout(CASE)
+    rows = encode_ref(random((2, 2, 9, 80), "float16"), random((2, 2, 9, 128), "float16", seed=1), layout).rows
+    pairs = mx.arange(40, dtype=mx.int32).reshape(20, 2).T
+    rest = random((2, 2, 80), "float32", seed=2), mx.abs(random((2, 2, 20), "float32", seed=3)), pairs
+    with simulated(**how):
+        found = _score_gpu(rows, 7, layout, *rest)
+    return mx.allclose(found, score_ref(rows, 7, layout, *rest), rtol=1e-4, atol=1e-4).item()
+
+
+def compacted(**how) -> bool:
+    rows, kept = mx.arange(2 * 3 * 20 * 33, dtype=mx.uint32).reshape(2, 3, 20, 33), mx.array([0, 3, *range(6, 19)])
+    with simulated(**how):
+        found = _compact_gpu(rows, kept, 24)
+    return mx.array_equal(found[:, :, :15], compact_ref(rows, kept, 24)[:, :, :15]).item()
 
 
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
@@ -183,6 +203,22 @@ MUTANTS = {
     "a simdgroup's part forgotten": (attended, "other = 1; other", "other = 2; other"),
     "values rotated forth, not back": (attended, "value_flips + (N + VALUE_ORDER)", "value_flips + N"),
     "grid's spare threads write": (decoded, "if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
+    "key rotated before it is whole": (scored, f"{BARRIER}\nfloat x[N];", "float x[N];"),
+    "pairs before the key is rotated": (scored, f"{BARRIER}\n}}\nfloat length", "}\nfloat length"),
+    "pairs of the rotated key": (scored, "if (dim < KEY_DIM) key[dim] = x[j];", ""),
+    "key turned forth, not back": (scored, "key_flips + (N + KEY_ORDER)", "key_flips + N"),
+    "signs of the key forgotten": (scored, "tq_flip_signs<KEY_DIM>(x, key_flips, lane);\nfloat factor", "float factor"),
+    "keys past the last": (scored, "if (token < tokens)", "if (token <= tokens)"),
+    "weights of another query head": (scored, "pair_weights + (row + g)", "pair_weights + (row + 0)"),
+    "queries of another KV head": (scored, "uint row = head * group", "uint row = batch * group"),
+    "second dims of the pairs": (scored, "rope_pairs[pairs + pair]", "rope_pairs[pair + 1]"),
+    "norm without its second dim": (scored, "tq_fma(a, a, tq_mul(b, b))", "tq_mul(a, a)"),
+    "length of another pair": (scored, "weight[pair], length[k]", "weight[pair], length[0 * k + PAIRS - 1]"),
+    "row that is not the kept one": (compacted, "kept_rows[row] *", "row *"),
+    "rows of another head": (compacted, "head * packed_rows_strides[1]", "batch * packed_rows_strides[1]"),
+    "rows past the kept": (compacted, "if (row < uint(compact_sizes[0]))", "if (true)"),
+    "words past a simdgroup": (compacted, "word < words; word += 32", "word < 32; word += 32"),
+    "rows of the result packed": (compacted, "* uint(compact_sizes[1])", "* uint(compact_sizes[0])"),
 }
 
 
@@ -204,6 +240,6 @@ def test_mutant_is_caught(name):
     assert not right
 
 
-@pytest.mark.parametrize("run", [encoded, encoded_wide, encoded_q8, decoded, rotated, attended])
+@pytest.mark.parametrize("run", [encoded, encoded_wide, encoded_q8, decoded, rotated, scored, compacted, attended])
 def test_unchanged_kernel_passes(run):
     assert all(run(order=order) for order in ORDERS)

@@ -1,0 +1,82 @@
+// What eviction expects packed keys to be worth: <w, K> + sum over f of weight_f |K_f|, for each query head.
+//
+// One simdgroup takes one key: its codes are decoded once and rotated back in registers, then held against the virtual
+// query w and the weights of every query head of its KV head. |K_f| is the length of a pair of dims that RoPE turns.
+//
+//   packed_rows [B, H, capacity, 2 W]: 16-bit words, see packing.h; any strides but the last
+//   key_flips: of the rotation, see rotation.h
+//   virtual_queries [H, G, KEY_DIM], pair_weights [H, G, F]: float
+//   rope_pairs [2, F]: the dims of each pair
+//   score_sizes [8]: S, the tokens, and F
+//   key_scores [B, H, G, S]: float
+//
+// Grid (32 SIMDGROUPS, ceil(S / SIMDGROUPS), B H), threadgroup (32 SIMDGROUPS, 1, 1).
+#include "rotation.h"
+#include "softmax.h"
+#include "units.h"
+
+//// body
+
+using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE)>;
+constexpr int N = (KEY_DIM + 31) / 32, PAIRS = (KEY_DIM / 2 + 31) / 32;
+threadgroup float key_values[SIMDGROUPS * KEY_DIM];
+
+uint lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
+int token = int(threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup);
+int tokens = score_sizes[0], pairs = score_sizes[1];
+uint heads = packed_rows_shape[1], group = virtual_queries_shape[1];
+uint batch = threadgroup_position_in_grid.z / heads, head = threadgroup_position_in_grid.z % heads;
+if (token < tokens) {
+  auto key = key_values + simdgroup * KEY_DIM;
+  auto words = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
+  float gain = KEYS::gain(words);
+  for (int unit = int(lane); unit < int(KEYS::COUNT); unit += 32) {
+    float values[KEYS::VALUES];
+    KEYS::load(words, unit, values);
+    TQ_UNROLL for (int i = 0; i < int(KEYS::VALUES); i++) key[KEYS::dim(unit, i)] = tq_mul(values[i], gain);
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  float x[N];
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    int dim = 32 * j + int(lane);
+    x[j] = 0.0f;
+    if (dim < KEY_DIM) x[j] = key[dim];
+  }
+  if (KEY_ROTATED) {
+    tq_hadamard<KEY_DIM, KEY_ORDER>(x, key_flips + (N + KEY_ORDER), lane);
+    tq_flip_signs<KEY_DIM>(x, key_flips, lane);
+    float factor = tq_div(1.0f, tq_sqrt(static_cast<float>(KEY_DIM)));
+    TQ_UNROLL for (int j = 0; j < N; j++) {
+      int dim = 32 * j + int(lane);
+      x[j] = tq_mul(x[j], factor);
+      if (dim < KEY_DIM) key[dim] = x[j];
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  float length[PAIRS];
+  TQ_UNROLL for (int k = 0; k < PAIRS; k++) {
+    int pair = 32 * k + int(lane);
+    length[k] = 0.0f;
+    if (pair < pairs) {
+      float a = key[rope_pairs[pair]], b = key[rope_pairs[pairs + pair]];
+      length[k] = tq_sqrt(tq_fma(a, a, tq_mul(b, b)));
+    }
+  }
+  uint row = head * group, out = (batch * heads + head) * group;
+  for (uint g = 0; g < group; g++) {
+    auto query = virtual_queries + (row + g) * uint(KEY_DIM);
+    auto weight = pair_weights + (row + g) * uint(pairs);
+    float sum = 0.0f;
+    TQ_UNROLL for (int j = 0; j < N; j++) {
+      int dim = 32 * j + int(lane);
+      if (dim < KEY_DIM) sum = tq_fma(query[dim], x[j], sum);
+    }
+    TQ_UNROLL for (int k = 0; k < PAIRS; k++) {
+      int pair = 32 * k + int(lane);
+      if (pair < pairs) sum = tq_fma(weight[pair], length[k], sum);
+    }
+    sum = tq_simd_sum(sum);
+    if (lane == 0) key_scores[(out + g) * uint(tokens) + uint(token)] = sum;
+  }
+}
