@@ -170,14 +170,14 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
         )
     sweep.check_settings(settings, base.window, read, args.warmup, args.step)
     prefix = max(_numbers(args.prefixes, "--prefixes", least=0))
-    # Settings and scenes are in the keys of the records: a file can take up more of them later.
-    names = ("chunks", "length", "warmup", "step", "max_tokens")
+    # Settings, texts and scenes are in the keys of the records: a file can take up more of them later.
+    names = ("warmup", "step", "max_tokens")
     results = _results(args, [Arm("base", replace(base, prefix=prefix, evict=None))], names, resume=True)
     model, tokenizer = _load(args)
     shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
     if reads:
         chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
-        passes = sweep.text_passes(settings, results.rows.get)
+        passes = sweep.text_passes(settings, results.rows.get, args.chunks, args.length)
         with progress("text", passes * args.chunks * (args.length - 1)) as advance:
             sweep.sweep_text(model, chunks, settings, base, report=results.add, advance=advance, **shared)
     if asks:

@@ -106,7 +106,8 @@ def sweep_text(
     Raises:
         ConfigError: a setting that cannot be met, or one that evicts nothing.
     """
-    for group in _groups(settings, known):
+    size = len(chunks), len(chunks[0])
+    for group in _groups(settings, known, *size):
         arms = [Arm(setting.name, setting.config(base, warmup)) for setting in group]
         baseline, *scores = read_side_by_side(model, chunks, arms, step, advance)
         for setting, found in zip(group, scores, strict=True):
@@ -124,17 +125,17 @@ def sweep_text(
                 found.rounds,
                 found.kept,
             )
-            report(text_key(setting), _record(setting, cell))
+            report(text_key(setting, *size), _record(setting, cell))
 
 
-def text_passes(settings: Sequence[Setting], known: Known) -> int:
+def text_passes(settings: Sequence[Setting], known: Known, chunks: int, length: int) -> int:
     """How often `sweep_text` will read the chunks."""
-    return sum(1 + len(group) for group in _groups(settings, known))
+    return sum(1 + len(group) for group in _groups(settings, known, chunks, length))
 
 
-def _groups(settings: Sequence[Setting], known: Known) -> list[list[Setting]]:
+def _groups(settings: Sequence[Setting], known: Known, chunks: int, length: int) -> list[list[Setting]]:
     """Settings whose text cell is missing, those that are read side by side together."""
-    left = [setting for setting in settings if known(text_key(setting)) is None]
+    left = [setting for setting in settings if known(text_key(setting, chunks, length)) is None]
     return [left[start : start + _SIDE_BY_SIDE] for start in range(0, len(left), _SIDE_BY_SIDE)]
 
 
@@ -257,9 +258,9 @@ def _nothing_evicted(setting: Setting, length: int, warmup: int) -> ConfigError:
     )
 
 
-def text_key(setting: Setting) -> str:
+def text_key(setting: Setting, chunks: int, length: int) -> str:
     """The key of a text cell in results."""
-    return f"{setting.name} | text"
+    return f"{setting.name} | text {chunks} x {length}"
 
 
 def needle_key(setting: Setting | None, kind: str, length: int, depth: float, seed: int, index: int) -> str:

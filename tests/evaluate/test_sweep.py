@@ -168,8 +168,8 @@ def test_counts_of_the_progress_bar(tiny, needle):
     settings = [Setting("random", 50, trigger=16, prefix=0)]
     ask(tiny, needle[1], settings, records, kinds=list(KINDS), depths=[0, 1])
     assert len(records) == 2 * questions(list(KINDS), 2)
-    assert text_passes(settings * 7, {}.get) == 9
-    assert text_passes(settings, lambda key: {}) == 0
+    assert text_passes(settings * 7, {}.get, 3, 512) == 9
+    assert text_passes(settings, lambda key: {}, 3, 512) == 0
 
 
 def test_the_command_writes_one_record_a_cell_and_takes_up_more(tmp_path, capsys):
