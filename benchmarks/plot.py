@@ -1,4 +1,4 @@
-"""Plot a JSON report of `mlx_tq.bench` beside it, as SVG: how each arm compares with fp16, by context and type."""
+"""Plot JSON reports of `mlx_tq.bench` and `mlx_tq.evaluate sweep` beside them, as SVG."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from plot_sweep import plot_sweep
 
 # Our profiles in blues, mlx-lm's arms in greys.
 COLOURS = {
@@ -59,7 +60,9 @@ def main() -> None:
     """Plot each report named on the command line."""
     for name in sys.argv[1:]:
         path = Path(name)
-        plot_decode_attention(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
+        report = json.loads(path.read_text(encoding="utf-8"))
+        plot = plot_sweep if report.get("command") == "sweep" else plot_decode_attention
+        plot(report, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

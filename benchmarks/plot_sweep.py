@@ -1,0 +1,81 @@
+"""Plot a JSON of `mlx_tq.evaluate sweep`: what each policy costs and keeps, by the share of tokens that stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+from mlx_tq.evaluate.needle import VOID
+from mlx_tq.evaluate.sweep_table import survival
+
+# TriAttention in blues, the opposite sign in red, controls in greys.
+COLOURS = {
+    "v3": "#08519c",
+    "v3:nope=off": "#6baed6",
+    "v3:evict=highest": "#cb181d",
+    "v3:evict=highest:nope=off": "#fb6a4a",
+    "v2": "#9ecae1",
+    "v1": "#3182bd",
+    "random": "#3a3a3a",
+    "recency": "#8a8a8a",
+    "streaming": "#a6a6a6",
+    "knorm": "#bdbdbd",
+}
+
+Record = dict[str, Any]
+
+
+def _text(records: list[Record], field: str) -> float | None:
+    found = [record[field] for record in records if field in record]
+    return mean(found) if found else None
+
+
+def _alive(records: list[Record]) -> float | None:
+    found = [survival(record) for record in records if "kind" in record]
+    return 100 * mean(found) if found else None
+
+
+def _passed(records: list[Record]) -> float | None:
+    found = [record["verdict"] == "PASS" for record in records if record.get("verdict", VOID) != VOID]
+    return 100 * mean(found) if found else None
+
+
+PANELS: dict[str, Callable[[list[Record]], float | None]] = {
+    "change of perplexity, %": lambda records: _text(records, "delta"),
+    "KL divergence, nats": lambda records: _text(records, "kld"),
+    "needle tokens alive, %": _alive,
+    "needles found, %": _passed,
+}
+
+
+def plot_sweep(report: dict[str, Any], path: Path) -> None:
+    """Four panels, a line for each policy and granularity."""
+    records = [record for record in report["results"].values() if "variant" in record]
+    lines = list(dict.fromkeys((record["variant"], record["granularity"]) for record in records))
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(3.4 * len(PANELS), 3.4))
+    for axis, (title, measure) in zip(axes, PANELS.items(), strict=True):
+        for variant, granularity in lines:
+            own = [record for record in records if (record["variant"], record["granularity"]) == (variant, granularity)]
+            points = []
+            for retention in sorted({record["retention"] for record in own}):
+                found = measure([record for record in own if record["retention"] == retention])
+                if found is not None:
+                    points.append((retention, found))
+            if points:
+                label = variant if granularity == 1 else f"{variant}, blocks of {granularity}"
+                style = "-" if granularity == 1 else ":"
+                axis.plot(*zip(*points, strict=True), style, marker="o", ms=3, label=label, color=COLOURS.get(variant))
+        axis.set(title=title, xlabel="tokens that stay, %")
+        axis.title.set_fontsize(9)
+        axis.invert_xaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    names = dict(pair for axis in axes for pair in zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(names.values(), names.keys(), ncols=6, loc="lower center", frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
