@@ -3,10 +3,11 @@
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mlx_tq.codec.formats import format_names
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, profile
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, RescueConfig, profile
 from mlx_tq.errors import ConfigError
 from mlx_tq.evict.policy import get_policy, policy_names
 from mlx_tq.kernels import impl
@@ -55,6 +56,13 @@ IMPL = Option(
     str,
     f"what computes on a compressed cache: {', '.join(impl.IMPLS)} (default: auto, a GPU's kernels)",
 )
+RESCUE_OPTIONS = (
+    Option("--rescue", "service", str, "brings evicted text back: off, auto (a service on this machine), or a URL"),
+    Option("--rescue-tokens", "max_tokens", int, "brought back in a turn at most (default: an eighth of the context)"),
+    Option("--rescue-timeout", "timeout", float, "seconds that a turn waits for the service at most (default: 1)"),
+)
+# Tokens that leave together where their text is to be found again.
+_BLOCKS = 64
 _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -130,6 +138,32 @@ def evict_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.en
     config = EvictConfig(policy=policy, **{field: value for field, value in chosen.items() if value is not None})
     get_policy(config)
     return config
+
+
+def add_rescue_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of rescue."""
+    group = parser.add_argument_group("rescue", "a service's token comes from RESCUE_TOKEN")
+    for option in RESCUE_OPTIONS:
+        group.add_argument(option.flag, type=option.kind, default=None, metavar=option.field.upper(), help=option.help)
+
+
+def rescue_from_args(args: argparse.Namespace, default: str, environ: Mapping[str, str] = os.environ) -> RescueConfig:
+    """The rescue that flags and environment describe; `default` is the service where they name none.
+
+    Raises:
+        ConfigError: a value that cannot be met.
+    """
+    chosen = {option.field: option_value(args, option, environ) for option in RESCUE_OPTIONS}
+    given = {field: value for field, value in chosen.items() if value is not None}
+    return RescueConfig(**{"service": default, **given})
+
+
+def with_blocks(config: KVConfig, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> KVConfig:
+    """`config` with tokens that leave in blocks, which can be read again, unless a granularity was chosen."""
+    granularity = next(option for option in EVICT_OPTIONS if option.field == "granularity")
+    if config.evict is None or option_value(args, granularity, environ) is not None:
+        return config
+    return replace(config, evict=replace(config.evict, granularity=_BLOCKS))
 
 
 def names_cache(args: argparse.Namespace) -> bool:

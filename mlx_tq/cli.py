@@ -15,6 +15,7 @@ from mlx_tq.errors import ConfigError, MlxTqError
 COMMANDS = {
     "generate": "generate text on a compressed KV cache",
     "server": "serve OpenAI's API on compressed KV caches",
+    "chat": "a conversation in the terminal, with what left the cache brought back",
     "cache_prompt": "read a prompt once and save its cache",
     "evaluate": "measure quality: perplexity, divergence, needles, formats",
     "calibrate": "gather a model's query statistics for eviction into a file",

@@ -30,6 +30,7 @@ _COMMAND = (sys.executable, "-m", "rescue_svc.cli", "serve")
 # Settings of a private service that are ours to choose; the environment may say the rest, such as RESCUE_EMBEDDER.
 _OURS = ("RESCUE_DATA_DIR", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 _START_S, _STOP_S, _PROBE_S = 60.0, 5.0, 0.5
+_QUERY_S = "0.4"  # a question's vector may take so long; then words alone answer, still within a turn's patience
 _LOG = "service.log"
 
 
@@ -172,7 +173,8 @@ class PrivateService:
         return self._process.pid if self._process else None
 
     def _start(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in _OURS}
+        environment = {"RESCUE_QUERY_TIMEOUT_S": _QUERY_S}
+        environment |= {name: value for name, value in os.environ.items() if name not in _OURS}
         environment |= {
             "RESCUE_DATA_DIR": str(self._folder / "data"),
             "RESCUE_PORT": "0",

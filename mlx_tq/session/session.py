@@ -84,7 +84,7 @@ class Session:
         self._keep = session_id is not None
         self._busy = self._stopping = False
         self._warned: set[str] = set()
-        self._plan = None if config.is_off else plan_caches(model, config)
+        self.plan = None if config.is_off else plan_caches(model, config)
         self._client: RescueClient | None = None
         if self.rescue.service != OFF:
             self._client = RescueClient(open_service(self.rescue.service))
@@ -101,7 +101,7 @@ class Session:
             self._evicting.subscribe(self._memory.note)
 
     def _fresh_caches(self) -> list[Any]:
-        return make_prompt_cache(self.model) if self._plan is None else build_caches(self._plan)
+        return make_prompt_cache(self.model) if self.plan is None else build_caches(self.plan)
 
     # A turn.
 
@@ -273,7 +273,7 @@ class Session:
     @property
     def stats(self) -> SessionStats:
         """What the conversation takes."""
-        cache = cache_stats(self.cache, self._plan)
+        cache = cache_stats(self.cache, self.plan)
         tokens = len(self._memory.ids)
         return SessionStats(
             turns=len(self.turns),
@@ -316,7 +316,7 @@ class Session:
         saved = load_session(path, fingerprint(self.model))
         plan = None if saved.config.is_off else plan_caches(self.model, saved.config)
         self._forget()
-        self.turns, self.config, self._plan, self._keep = [], saved.config, plan, True
+        self.turns, self.config, self.plan, self._keep = [], saved.config, plan, True
         self._begin(saved.session_id, saved.caches)
         self._memory.ids, self._memory.copies = saved.ids, saved.copies
         self._memory.rewrite(self._live())
