@@ -1,0 +1,133 @@
+"""`mlx_tq.chat` with lines from a pipe and in a terminal: real processes, real signals."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_tq import cli
+from mlx_tq.chat.screen import memory_bar
+from mlx_tq.session import SessionStats
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 240  # seconds after which a process is taken for stuck
+COMMAND = [sys.executable, "-m", "mlx_tq", "chat"]
+
+
+def environment():
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_TQ_", "RESCUE_"))}
+    return {**env, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+
+
+def talk(*lines, words=(), cwd=None):
+    done = subprocess.run(
+        [*COMMAND, *words],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=cwd,
+        timeout=LIMIT,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_conversation_from_a_pipe(tmp_path):
+    """Answers on stdout, all else on stderr; a message of several lines; saved, forgotten, loaded."""
+    code, out, err = talk(
+        "The access code is 417295.",
+        '"""',
+        "Two lines.",
+        "What is the access code?",
+        '"""',
+        "/save chat.safetensors",
+        "/reset",
+        "/load chat.safetensors",
+        "What is the access code?",
+        "/save",
+        "/nope",
+        "/load nowhere.safetensors",
+        "/stats",
+        cwd=tmp_path,
+    )
+    assert code == 0
+    answers, _, stats = out.partition("conversation")
+    assert [line.rstrip() for line in answers.splitlines()[1:3]] == ["417295", "417295"]
+    assert "of 4,096" in stats
+    assert "saved to chat.safetensors" in err
+    assert "the conversation is forgotten" in err
+    assert "/save needs a file" in err
+    assert "/nope is no command; valid are /stats" in err
+    assert "there is no cache file nowhere.safetensors" in err
+    assert "Traceback" not in err
+    assert " live  0 evicted  0 rescued" in err
+
+
+def read_until(terminal, mark, said=""):
+    """What a terminal shows up to `mark`; fails when it ends or takes too long."""
+    deadline = time.monotonic() + LIMIT
+    while mark not in said:
+        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
+        assert ready, f"no {mark!r} in {said!r}"
+        said += os.read(terminal, 65536).decode(errors="replace")
+    return said
+
+
+def test_ctrl_c_stops_a_turn_and_keeps_the_session():
+    """A terminal of its own, so that Ctrl-C is a key."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--max-tokens", "-1", "--temp", "1"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(),
+        preexec_fn=lambda: (os.setsid(), signal.signal(signal.SIGINT, signal.default_int_handler)),
+    )
+    os.close(theirs)
+
+    def press_ctrl_c():
+        process.send_signal(signal.SIGINT)
+
+    read_until(ours, "> ")
+    os.write(ours, b"The access code is 417295.\n")
+    read_until(ours, " rescued")
+    os.write(ours, ("The history of the city. " * 120 + "\n").encode())
+    time.sleep(0.5)
+    press_ctrl_c()
+    said = read_until(ours, "interrupted")
+    said = read_until(ours, " rescued", said)
+    os.write(ours, b"What is the access code?\n")
+    said = read_until(ours, " rescued", read_until(ours, "417295"))
+    read_until(ours, "> ", said.rpartition("rescued")[2])
+    press_ctrl_c()
+    read_until(ours, "once more leaves")
+    press_ctrl_c()
+    assert process.wait(LIMIT) == 130
+    os.close(ours)
+
+
+def test_the_bar():
+    stats = SessionStats(3, 3000, 1000, 2000, 96, 4000, 812_000, 9_300_000, None)
+    text = memory_bar(stats).plain
+    assert text == f"{'█' * 10}{'▒' * 20}{'·' * 10} 1,000 live  2,000 evicted  96 rescued  812.0 kB, fp16 9.3 MB"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--rescue", "5054"), "it must be off, auto or a URL"),
+        (("--rescue-timeout", "0", "--rescue", "auto"), "timeout is 0.0"),
+        (("--max-tokens", "0"), "--max-tokens is 0"),
+        (("--kv-budget", "100"), "add --kv-evict"),
+    ],
+)
+def test_what_cannot_be_met(words, says, capsys):
+    assert cli.main(["chat", *words]) == 2
+    assert says in capsys.readouterr().err
