@@ -1,13 +1,14 @@
 """How much the format of keys changes what is evicted, against fp16 keys: Spearman of scores, Jaccard of the sets.
 
-python benchmarks/evict/bench_formats.py [--length 2048] [--share 0.1] [--json FILE]
+python benchmarks/evict/bench_formats.py [--length 2048] [--shares 0.1,0.25] [--json FILE]
 
-The embedded model reads WikiText-2 into a cache of each key format and nothing is evicted; then the body is scored and
-the worst share of it selected. Queries are calibrated in the same run, so that what a format does to the model counts.
+The embedded model reads WikiText-2 into a cache of fp16 keys, which calibrates itself and evicts nothing. Then its keys
+are packed in each format, and the same tokens scored and the worst share of them selected.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,39 @@ import numpy as np
 
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import build_caches
+from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import format_names
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, plan_caches
 from mlx_tq.environment import environment
-from mlx_tq.evict.policy import Body
+from mlx_tq.evict.policy import Body, PackedLayer
 from mlx_tq.evict.selection import Span, select
 from mlx_tq.haystack import load_text
 from mlx_tq.models import load
 
-EVICT = EvictConfig(budget="100%")
+PREFIX, WINDOW, STEP = 32, 64, 512
+CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(budget="100%"))
 
 
-def scores_of(model: Any, ids: list[int], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and positions of the body after reading `ids` with keys of a format."""
-    config = KVConfig(key=key, value="tq4", prefix=32, window=64, evict=EVICT)
-    caches = build_caches(plan_caches(model, config))
+def read(model: Any, ids: list[int]) -> list[EvictingKVCache]:
+    """The caches after reading `ids`."""
+    caches = build_caches(plan_caches(model, CONFIG))
     with attention(model):
-        for start in range(0, len(ids), 512):
-            mx.eval(model(mx.array([ids[start : start + 512]]), cache=caches))
-    layers = [cache for cache in caches if isinstance(cache, EvictingKVCache)]
-    first = layers[0]
-    body = Body([layer.packed_layer() for layer in layers], first.body_positions, first.offset, 0)
-    return first.coordinator.policy.score(body), first.body_positions
+        for start in range(0, len(ids), STEP):
+            mx.eval(model(mx.array([ids[start : start + STEP]]), cache=caches))
+    return [cache for cache in caches if isinstance(cache, EvictingKVCache)]
+
+
+def packed_as(key: str, number: int, layer: PackedLayer, tokens: int) -> PackedLayer:
+    """The same keys in another format."""
+    rows = layer.rows[:, :, :tokens]
+    keys, values = (codec.decode(part(rows)) for codec, part in (
+        (layer.layout.key, layer.layout.keys), (layer.layout.value, layer.layout.values)
+    ))  # fmt: skip
+    spec = CacheSpec.for_layer(CONFIG, number, key, "fp16")
+    layout = spec.layout(keys.shape[-1], values.shape[-1], mx.bfloat16).fit(keys[:, :, :PREFIX], values[:, :, :PREFIX])
+    pair = (x.astype(mx.bfloat16) for x in (keys, values))
+    return replace(layer, rows=layout.encode(*pair).rows, layout=layout)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -51,24 +62,33 @@ def main() -> None:
     """Measure every format."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--shares", default="0.1,0.25")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model, tokenizer = load()
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))[: args.length]
-    reference, positions = scores_of(model, ids, "fp16")
-    count = round(args.share * len(positions))
-    span = Span(32, args.length - 64)
-    wanted = set(select(reference, positions, count, span, EVICT).tolist())
-    rows = []
+    caches = read(model, ids)
+    first, positions = caches[0], caches[0].body_positions
+    layers = [cache.packed_layer() for cache in caches]
+    span = Span(PREFIX, args.length - WINDOW)
+
+    def scored(layers: list[PackedLayer]) -> np.ndarray:
+        return first.coordinator.policy.score(Body(layers, positions, first.offset, 0))
+
+    def evicted(scores: np.ndarray, share: float) -> set[int]:
+        return set(select(scores, positions, round(share * len(positions)), span, CONFIG.evict).tolist())
+
+    reference, rows = scored(layers), []
     for key in format_names():
-        scores, _ = scores_of(model, ids, key)
-        found = set(select(scores, positions, count, span, EVICT).tolist())
-        jaccard = len(found & wanted) / len(found | wanted)
-        rows.append({"key": key, "spearman": spearman(scores, reference), "jaccard": jaccard})
-        print(rows[-1], flush=True)
+        scores = scored([packed_as(key, n, layer, len(positions)) for n, layer in enumerate(layers)])
+        row: dict[str, Any] = {"key": key, "spearman": spearman(scores, reference)}
+        for share in map(float, args.shares.split(",")):
+            found, wanted = evicted(scores, share), evicted(reference, share)
+            row[f"jaccard_{share:g}"] = len(found & wanted) / len(found | wanted)
+        rows.append(row)
+        print(row, flush=True)
     if args.json:
-        command = f"python benchmarks/evict/bench_formats.py --length {args.length} --share {args.share}"
+        command = f"python benchmarks/evict/bench_formats.py --length {args.length} --shares {args.shares}"
         args.json.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
 
 
