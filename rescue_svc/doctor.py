@@ -63,7 +63,7 @@ def _embedder(settings: Settings) -> str:
         return name
     folder = find_model(settings.model_path)
     verify_weights(folder)
-    return f"minilm in {folder}, weights verified, sentence-transformers {_version('sentence-transformers')}"
+    return f"minilm in {folder}, weights verified, torch {_version('torch')}"
 
 
 def _store(settings: Settings) -> str:

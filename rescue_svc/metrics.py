@@ -18,7 +18,7 @@ class Metrics:
         )
         self.retrieve_seconds = Histogram(
             "rescue_retrieve_seconds",
-            "Time of a retrieval by stage.",
+            "Time of a retrieval by stage; embed is what is left to wait when the words were searched.",
             ["stage"],
             buckets=BUCKETS_S,
             registry=self.registry,

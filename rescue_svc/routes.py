@@ -39,8 +39,8 @@ public = APIRouter(route_class=PublicRoute, responses=ALWAYS)
 private = APIRouter(route_class=PrivateRoute, responses=ALWAYS | error_responses(401))
 
 
-def the_service(request: Request) -> RescueService:
-    """Return the service of the app that is asked."""
+async def the_service(request: Request) -> RescueService:
+    """Return the service of the app that is asked. Async: FastAPI runs what is not on another thread."""
     service: RescueService = request.app.state.service
     return service
 

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -71,17 +70,13 @@ class EmbedWorker:
         """Process id of the child, if there is one."""
         return self._process.pid if self._process else None
 
-    def question(self, text: str, timeout_s: float) -> Vectors:
-        """Return the vector [D] of a question at once or not at all; raises EmbedderUnavailableError."""
+    def question(self, text: str) -> "Future[Vectors]":
+        """Ask for the vector [1, D] of a question, or raise EmbedderUnavailableError when none can come at once."""
         if self.state != "ready":
             if self.state == "idle":
                 self._put(QUESTION, [text])  # wakes the child for the next question; nobody waits for this one
             raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
-        try:
-            vector: Vectors = self._put(QUESTION, [text]).answer.result(timeout_s)[0]
-            return vector
-        except FutureTimeout:
-            raise EmbedderUnavailableError(f"the embedder took longer than {timeout_s} s") from None
+        return self._put(QUESTION, [text]).answer
 
     def bulk(self, texts: list[str]) -> Vectors:
         """Return the vectors [N, D] of texts, however long it takes; raises EmbedderUnavailableError."""

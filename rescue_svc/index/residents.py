@@ -2,9 +2,10 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from rescue_svc.index import snapshot
-from rescue_svc.index.engines import ENGINES, Engine, EngineName, Hits
+from rescue_svc.index.engines import ENGINES, Engine, EngineName
 from rescue_svc.store import Store, Vectors
 
 BYTES_PER_FLOAT = 4
@@ -17,6 +18,16 @@ class Resident:
         self.lock = threading.Lock()
         self.engine = engine
         self.last = last
+
+    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return the cosines of up to `limit` spans, best first."""
+        with self.lock:
+            return dict(self.engine.search(query, limit, excluded))
+
+    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        """Return the cosine of each of these spans that has a vector."""
+        with self.lock:
+            return self.engine.similarities(query, list(spans))
 
 
 class Residents:
@@ -32,21 +43,9 @@ class Residents:
         self._loading = threading.Lock()
         self._residents: OrderedDict[int, Resident] = OrderedDict()
 
-    def search(self, session: int, query: Vectors, limit: int, excluded: set[int]) -> Hits:
-        """Return up to `limit` (span, cosine) of a session, best first."""
-        resident = self._current(session)
-        with resident.lock:
-            return resident.engine.search(query, limit, excluded)
-
-    def similarities(self, session: int, query: Vectors, spans: list[int]) -> dict[int, float]:
-        """Return the cosine of each of these spans that has a vector."""
-        resident = self._current(session)
-        with resident.lock:
-            return resident.engine.similarities(query, spans)
-
     def resume(self, session: int) -> int:
         """Bring a session's index to memory; return how many vectors it holds."""
-        return len(self._current(session).engine)
+        return len(self.current(session).engine)
 
     def hibernate(self, session: int) -> int:
         """Save a session's index and let its memory go; return how many vectors it held."""
@@ -79,7 +78,8 @@ class Residents:
         for session in list(self._residents):
             self.hibernate(session)
 
-    def _current(self, session: int) -> Resident:
+    def current(self, session: int) -> Resident:
+        """Return a session's index with every vector that the store has by now."""
         with self._lock:
             resident = self._residents.get(session)
             if resident:

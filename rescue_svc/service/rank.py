@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rescue_svc.store import Span
 
 
-@dataclass(frozen=True)
-class Scored:
+class Scored(NamedTuple):
     """A span id with its scores; `dense` is a cosine, `bm25` is over the best hit, each None where there is none."""
 
     id: int

@@ -1,6 +1,7 @@
 """The service without HTTP: what each call does, by store, index and embedder."""
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from rescue_svc.schemas import EmbedderInfo, RetrieveRequest
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Found, fuse, join_neighbours, merge_ranges
 from rescue_svc.settings import Settings
-from rescue_svc.store import NewSpan, Session, Span, Store, Vectors
+from rescue_svc.store import READERS, NewSpan, Session, Span, Store, Vectors
 
 # How deep each ranking is read before they are fused.
 CANDIDATES = 100
@@ -48,6 +49,7 @@ class RescueService:
         name, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
         self.store = Store(settings.data_dir, settings.caps())
         remove_orphans(settings.data_dir, {session.id for session in self.store.sessions()})
+        self._words = ThreadPoolExecutor(READERS, "words")  # more threads would wait for a connection
         self.embedder: EmbedWorker | None = None
         if name is not None:
             self.embedder = EmbedWorker(
@@ -64,6 +66,7 @@ class RescueService:
             self.embedder.close()
             self._indexer.close()
             self._residents.save_all()
+        self._words.shutdown()
         self.store.close()
 
     def write(self, session: str, spans: list[NewSpan]) -> tuple[int, int]:
@@ -80,35 +83,52 @@ class RescueService:
         if session is None:
             return Retrieved([], 0, "bm25", None)
         began = time.perf_counter()
-        vector, degraded = self._question_vector(ask) if ask.hybrid_alpha > 0 else (None, None)
-        embedded = time.perf_counter()
+        asked, degraded = self._ask_embedder(ask.query) if ask.hybrid_alpha > 0 else (None, None)
         excluded = self.store.covered(session, merge_ranges(ask.exclude_ranges)) if ask.exclude_ranges else set()
+        # SQLite searches on another thread while the embedder works, and then FAISS: both leave Python free.
+        # Dense alone asks for the words too: they find the spans whose vector is not made yet.
+        words = self._words.submit(self.store.bm25, session, ask.query, CANDIDATES, excluded)
+        waits = time.perf_counter()
+        vector, degraded = self._wait_for(asked) if asked else (None, degraded)
+        waited = time.perf_counter() - waits
+        by_meaning = self._by_meaning(session, vector, excluded, words) if vector is not None else {}
         alpha = ask.hybrid_alpha if vector is not None else 0.0
         mode: Mode = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
-        # Dense alone still reads BM25: it is what finds a span whose vector is not made yet.
-        by_words = self.store.bm25(session, ask.query, CANDIDATES, excluded)
-        by_meaning: dict[int, float] = {}
-        if vector is not None:
-            by_meaning = dict(self._residents.search(session.id, vector, CANDIDATES, excluded))
-            rest = [span for span in by_words if span not in by_meaning]
-            by_meaning |= self._residents.similarities(session.id, vector, rest)
-        ranked = fuse(by_meaning, by_words, alpha)
+        ranked = fuse(by_meaning, words.result(), alpha)
         best = [s for s in ranked if s.similarity >= ask.score_floor][: ask.top_k]
         spans = {span.id: span for span in self.store.spans(session, [s.id for s in best])}
         best = [s for s in best if s.id in spans]  # a DELETE may have come between
         chunks = join_neighbours([spans[s.id] for s in best], best)
-        self.metrics.retrieve_seconds.labels("embed").observe(embedded - began)
-        self.metrics.retrieve_seconds.labels("search").observe(time.perf_counter() - embedded)
+        self.metrics.retrieve_seconds.labels("embed").observe(waited)
+        self.metrics.retrieve_seconds.labels("search").observe(time.perf_counter() - began - waited)
         self.metrics.retrievals.labels(mode, "hit" if chunks else "miss").inc()
         return Retrieved(chunks, session.spans, mode, degraded)
 
-    def _question_vector(self, ask: RetrieveRequest) -> tuple[Vectors | None, str | None]:
+    def _ask_embedder(self, query: str) -> tuple[Future[Vectors] | None, str | None]:
+        """Return the vector to come, or why there is none."""
         if self.embedder is None:
             return None, self._no_embedder
         try:
-            return self.embedder.question(ask.query, self.settings.query_timeout_s), None
+            return self.embedder.question(query), None
         except EmbedderUnavailableError as error:
             return None, str(error)
+
+    def _wait_for(self, asked: Future[Vectors]) -> tuple[Vectors | None, str | None]:
+        """Return the vector [D], or why there is none."""
+        try:
+            return asked.result(self.settings.query_timeout_s)[0], None
+        except TimeoutError:
+            return None, f"the embedder took longer than {self.settings.query_timeout_s} s"
+        except EmbedderUnavailableError as error:
+            return None, str(error)
+
+    def _by_meaning(
+        self, session: Session, vector: Vectors, excluded: set[int], words: Future[dict[int, float]]
+    ) -> dict[int, float]:
+        """Return the cosines of the nearest spans, and of those that the words found."""
+        index = self._residents.current(session.id)
+        nearest = index.search(vector, CANDIDATES, excluded)
+        return nearest | index.similarities(vector, words.result().keys() - nearest.keys())
 
     def dump(self, name: str) -> list[Span]:
         """Return all spans of a session in the order of writing; none for a session that was never written."""

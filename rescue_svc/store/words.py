@@ -67,18 +67,12 @@ def search(
     if not terms:
         return {}
     name = table_name(session)
+    # SQLite keeps the best of a LIMIT in a heap; FTS5's own ORDER BY rank sorts every hit.
     rows = connection.execute(
-        f"SELECT rowid, rank FROM {name} WHERE {name} MATCH ? ORDER BY rank",  # noqa: S608
-        (" OR ".join(terms),),
-    )
-    hits: dict[int, float] = {}
-    for span, rank in rows:
-        if span not in excluded:
-            hits[span] = -rank
-            if len(hits) == limit:
-                break
-    rows.close()
-    return hits
+        f"SELECT rowid, bm25({name}) AS score FROM {name} WHERE {name} MATCH ? ORDER BY score, rowid LIMIT ?",  # noqa: S608
+        (" OR ".join(terms), limit + len(excluded)),
+    ).fetchall()
+    return dict([(span, -score) for span, score in rows if span not in excluded][:limit])
 
 
 def _rarest_terms(connection: sqlite3.Connection, session: int, query: str, budget: int) -> list[str]:

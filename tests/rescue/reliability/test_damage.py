@@ -50,7 +50,9 @@ def answers(store: Store, residents: Residents) -> dict[str, object]:
     for session in sorted(store.sessions(), key=lambda s: s.name):
         texts = {span.id: (span.text, span.start, span.stop, span.layer, span.score) for span in store.spans(session)}
         by_words = {texts[i]: round(score, 9) for i, score in store.bm25(session, QUESTION, 100, set()).items()}
-        by_meaning = {texts[i]: round(s, 5) for i, s in residents.search(session.id, vector, 100, set())}
+        by_meaning = {
+            texts[i]: round(s, 5) for i, s in residents.current(session.id).search(vector, 100, set()).items()
+        }
         learned[session.name] = (sorted(texts.values()), by_words, by_meaning)
     return learned
 
