@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
 
 from rescue_svc import __version__
 from rescue_svc.errors import InvalidRequestError
@@ -68,9 +69,10 @@ def write(body: WriteRequest, service: Service, session_id: SessionInQuery = Non
 
 
 @private.post("/evict/retrieve", responses=error_responses(400, 422))
-def retrieve(body: RetrieveRequest, service: Service, session_id: SessionInQuery = None) -> RetrieveAnswer:
+async def retrieve(body: RetrieveRequest, service: Service, session_id: SessionInQuery = None) -> RetrieveAnswer:
     """Find the spans that a question needs. Without an embedder BM25 answers alone, and `degraded` says so."""
-    found = service.retrieve(one_session(session_id, body.session_id), body)
+    # Of a sync function FastAPI would also check the answer on another thread.
+    found = await run_in_threadpool(service.retrieve, one_session(session_id, body.session_id), body)
     chunks = [
         FoundChunk(
             text=stretch.span.text,

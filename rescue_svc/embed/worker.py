@@ -73,8 +73,8 @@ class EmbedWorker:
     def question(self, text: str) -> "Future[Vectors]":
         """Ask for the vector [1, D] of a question, or raise EmbedderUnavailableError when none can come at once."""
         if self.state != "ready":
-            if self.state == "idle":
-                self._put(QUESTION, [text])  # wakes the child for the next question; nobody waits for this one
+            if self.state in ("idle", "unavailable") and self._jobs.empty():
+                self._put(QUESTION, [text])  # starts the child for the next question; nobody waits for this one
             raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
         return self._put(QUESTION, [text]).answer
 
@@ -169,18 +169,11 @@ class EmbedWorker:
     def _start(self) -> None:
         if not self._failures:  # else the reason of the last failure stands until a start succeeds
             self.state, self.reason = "starting", "the embedder is loading"
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=child.serve, args=(theirs, self.name, self._model_path), name="rescue-embedder", daemon=True
-        )
-        self._process.start()
-        theirs.close()  # so that the pipe ends when the child does
-        self.starts += 1
         try:
+            self._spawn()
             answer = self._receive(LOAD_TIMEOUT_S)
         except (EOFError, OSError, TimeoutError):
-            answer = child.FAILED + b"the embedder process ended while it was loading"
+            answer = child.FAILED + b"the embedder process could not start, or ended while it was loading"
         if answer != child.READY:
             reason = answer[1:].decode()
             self._failures += 1
@@ -192,6 +185,17 @@ class EmbedWorker:
         self._failures = 0
         self._last_use = time.monotonic()
         self.state, self.reason = "ready", None
+
+    def _spawn(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        with theirs:  # closed here, the pipe ends when the child does
+            process = context.Process(
+                target=child.serve, args=(theirs, self.name, self._model_path), name="rescue-embedder", daemon=True
+            )
+            process.start()
+        self._process = process
+        self.starts += 1
 
     def _try_to_start(self) -> None:
         with contextlib.suppress(EmbedderUnavailableError):  # the state says so, and the next text tries again

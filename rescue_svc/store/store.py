@@ -45,6 +45,7 @@ class Store:
         self._lock = files.DirectoryLock(directory)
         self._writing = threading.Lock()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+        self._common_words: dict[int, dict[str, int]] = {}
         try:
             with files.sqlite_errors():
                 self._open(directory / files.DATABASE)
@@ -215,7 +216,8 @@ class Store:
         with self._read() as connection:
             if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
                 return {}
-            return words.search(connection, session.id, session.spans, query, limit, excluded)
+            common = self._common_words.setdefault(session.id, {})
+            return words.search(connection, session.id, session.spans, query, limit, excluded, common)
 
     def forget(self, name: str) -> Session:
         """Remove a session so that no byte of its text is left; return what it was. Raises SessionNotFoundError."""
@@ -228,6 +230,7 @@ class Store:
             connection.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
         with self._writing, files.sqlite_errors():
             self._purge_log()
+        self._common_words.pop(session.id, None)
         return session
 
     def _purge_log(self) -> None:

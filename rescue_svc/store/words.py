@@ -57,13 +57,20 @@ def is_whole(connection: sqlite3.Connection, session: int) -> bool:
 
 
 def search(
-    connection: sqlite3.Connection, session: int, spans: int, query: str, limit: int, excluded: set[int]
+    connection: sqlite3.Connection,
+    session: int,
+    spans: int,
+    query: str,
+    limit: int,
+    excluded: set[int],
+    common: dict[str, int],
 ) -> dict[int, float]:
     """Return up to `limit` span ids with their BM25 score (higher is better), best first.
 
-    `spans` is the size of the session; `excluded` ids are passed over. FTS5 fixes k1 = 1.2 and b = 0.75.
+    `spans` is the size of the session; `excluded` ids are passed over. `common` remembers, from call to call, words
+    that stand in at least so many spans: a session only grows. FTS5 fixes k1 = 1.2 and b = 0.75.
     """
-    terms = _rarest_terms(connection, session, query, max(MIN_POSTINGS, spans // POSTINGS_SHARE))
+    terms = _rarest_terms(connection, session, query, max(MIN_POSTINGS, spans // POSTINGS_SHARE), common)
     if not terms:
         return {}
     name = table_name(session)
@@ -75,16 +82,25 @@ def search(
     return dict([(span, -score) for span, score in rows if span not in excluded][:limit])
 
 
-def _rarest_terms(connection: sqlite3.Connection, session: int, query: str, budget: int) -> list[str]:
+def _rarest_terms(
+    connection: sqlite3.Connection, session: int, query: str, budget: int, common: dict[str, int]
+) -> list[str]:
     """Return the query's words as quoted FTS5 strings, the commonest left out once the budget of postings is spent."""
     name = table_name(session)
     words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_TERMS]
     # The count stops at the budget, so a word that stands everywhere costs no more than one that just fits.
     count = f"SELECT count(*) FROM (SELECT 1 FROM {name} WHERE {name} MATCH ? LIMIT {budget:d})"  # noqa: S608
-    counted = sorted((connection.execute(count, (f'"{word}"',)).fetchone()[0], f'"{word}"') for word in words)
+    counted = []
+    for word in words:
+        postings = min(common.get(word, 0), budget)
+        if postings < budget:
+            postings = connection.execute(count, (f'"{word}"',)).fetchone()[0]
+            if postings == budget:
+                common[word] = budget
+        counted.append((postings, f'"{word}"'))
     terms: list[str] = []
     spent = 0
-    for postings, term in counted:
+    for postings, term in sorted(counted):
         if not postings:
             continue
         spent += postings

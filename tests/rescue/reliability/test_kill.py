@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from rescue_svc.settings import Caps
 from rescue_svc.store import NewSpan, Store
@@ -205,6 +206,25 @@ def test_an_embedder_that_hangs_is_replaced(serve):
     assert "longer than 0.2 s" in answer["degraded"]
     wait_for(lambda: server.retrieve("s", "code")["mode"] == "hybrid")
     assert embedder_process(server).pid != hung.pid
+
+
+@pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="needs prlimit, which is Linux's")
+def test_an_embedder_that_cannot_start_is_tried_again(serve):
+    """No file is left to open for a pipe; once there is, the next question brings it back."""
+    server = serve()
+    server.write("s", ("the code is 481729", 0, 5))
+    server.wait_until_embedded()
+    server.retrieve("s", "code")
+    service = psutil.Process(server.process.pid)
+    usual = service.rlimit(psutil.RLIMIT_NOFILE)
+    service.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
+    embedder_process(server).kill()
+    wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")
+    answer = server.retrieve("s", "code")
+    assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", "the code is 481729")
+    assert "could not start" in answer["degraded"]
+    service.rlimit(psutil.RLIMIT_NOFILE, usual)
+    wait_for(lambda: server.retrieve("s", "code")["mode"] == "hybrid")
 
 
 def test_the_embedder_ends_with_the_service(serve):
