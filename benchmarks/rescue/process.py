@@ -29,6 +29,7 @@ class Service:
             stderr=self.log,
         )
         self.url = self._url()
+        self.address = self.url.removeprefix("http://")
         self.client = httpx.Client(base_url=self.url, timeout=120)
         self.client.get("/healthz")
         self.start_s = time.perf_counter() - began
