@@ -6,15 +6,16 @@ Writes benchmarks/results/rescue_load.json. Every fifth call writes, the others 
 """
 
 import argparse
-import asyncio
+import json
 import random
 import shutil
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-
-import httpx
+from typing import NamedTuple
 
 from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import percentiles, service
@@ -22,34 +23,48 @@ from benchmarks.rescue.results import save
 
 CLIENTS = 32
 WRITE_EVERY = 5
+NO_ANSWER = 0
 
 
-async def client(http: httpx.AsyncClient, number: int, deadline: float, calls: list[tuple[str, int, float]]) -> None:
-    """Call until the deadline; note what was called, the status (0: no answer) and the seconds."""
+class Call(NamedTuple):
+    """One call: its path, the status of the answer, and the time until it was read."""
+
+    path: str
+    status: int
+    seconds: float
+
+
+def client(address: str, number: int, deadline: float) -> list[Call]:
+    """Call until the deadline; return every call."""
     rng = random.Random(number)
-    session, position = f"client-{number}", 0
+    session, position, calls = f"client-{number}", 0, []
+    connection = HTTPConnection(address, timeout=30)
     while time.perf_counter() < deadline:
         writes = position % WRITE_EVERY == 0
         path = "/evict/write" if writes else "/evict/retrieve"
         chunk = {"text": text(rng), "token_range": [position * 10, position * 10 + 9]}
-        what = {"chunks": [chunk]} if writes else {"query": text(rng, 8)}
+        body = json.dumps({"session_id": session, **({"chunks": [chunk]} if writes else {"query": text(rng, 8)})})
         began = time.perf_counter()
         try:
-            status = (await http.post(path, json={"session_id": session, **what})).status_code
-        except httpx.TransportError:
-            status = 0
-        calls.append((path, status, time.perf_counter() - began))
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            status = answer.status
+        except (OSError, HTTPException):
+            status = NO_ANSWER
+            connection.close()
+        calls.append(Call(path, status, time.perf_counter() - began))
         position += 1
-
-
-async def load(url: str, seconds: float) -> list[tuple[str, int, float]]:
-    """Run all clients and return every call."""
-    calls: list[tuple[str, int, float]] = []
-    limits = httpx.Limits(max_connections=CLIENTS)
-    async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as http:
-        deadline = time.perf_counter() + seconds
-        await asyncio.gather(*(client(http, number, deadline, calls) for number in range(CLIENTS)))
+    connection.close()
     return calls
+
+
+def load(address: str, seconds: float) -> list[Call]:
+    """Run all clients and return every call."""
+    deadline = time.perf_counter() + seconds
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        done = [pool.submit(client, address, number, deadline) for number in range(CLIENTS)]
+        return [call for calls in done for call in calls.result()]
 
 
 def main() -> None:
@@ -62,22 +77,22 @@ def main() -> None:
     try:
         with service(folder / "data", arguments.embedder) as running:
             running.wait_until_hybrid()
-            asyncio.run(load(running.url, arguments.seconds / 4))
+            load(running.address, arguments.seconds / 4)
             before = running.rss_mb()
-            calls = asyncio.run(load(running.url, arguments.seconds))
+            calls = load(running.address, arguments.seconds)
             after = running.rss_mb()
             spans = running.client.get("/readyz").json()["spans"]
     finally:
         shutil.rmtree(folder)
-    statuses = Counter(status for _, status, _ in calls)
+    statuses = Counter(call.status for call in calls)
     results = {
         "clients": CLIENTS,
         "seconds": arguments.seconds,
         "calls_a_second": round(len(calls) / arguments.seconds),
         "statuses": {str(status): count for status, count in sorted(statuses.items())},
         "errors_other_than_429_503": sum(n for s, n in statuses.items() if s not in (200, 201, 429, 503)),
-        "write": percentiles([s for path, _, s in calls if path == "/evict/write"]),
-        "retrieve": percentiles([s for path, _, s in calls if path == "/evict/retrieve"]),
+        "write": percentiles([call.seconds for call in calls if call.path == "/evict/write"]),
+        "retrieve": percentiles([call.seconds for call in calls if call.path == "/evict/retrieve"]),
         "rss_before_mb": round(before, 1),
         "rss_after_minus_before_mb": round(after - before, 1),
         "spans_at_the_end": spans,
