@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mlx_tq.evaluate.sweep_table import sweep_lines
+
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
@@ -109,6 +111,8 @@ def main() -> None:
         ),
     )
     needles("needle")
+    for name in ("sweep", "sweep_hybrid"):
+        table(name, *sweep_lines(rows(name)))
 
 
 if __name__ == "__main__":

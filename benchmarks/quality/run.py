@@ -1,7 +1,7 @@
 """Measure what docs/quality.md reports: one `mlx_tq.evaluate` command after another, each with its JSON.
 
 python benchmarks/quality/run.py [NAME ...] runs those that have no results yet; remove a file of ../results to repeat
-it. Needle and format runs resume where they stopped.
+it. Needle, format and sweep runs resume where they stopped.
 """
 
 import subprocess
@@ -32,6 +32,9 @@ RUNS = {
     "divergence": f"divergence --profiles {PROFILES},{OTHERS}",
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
     "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
+    "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
+    "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "
+    "--max-tokens 24",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
 }
 
@@ -41,7 +44,7 @@ def main(names: list[str]) -> int:
     for name in names or RUNS:
         target = RESULTS / f"quality_{name}.json"
         words = RUNS[name].split()
-        if target.exists() and words[0] not in ("needle", "formats"):
+        if target.exists() and words[0] not in ("needle", "formats", "sweep"):
             continue
         print(f"$ python -m mlx_tq evaluate {RUNS[name]}", flush=True)
         code = subprocess.run([sys.executable, "-m", "mlx_tq", "evaluate", *words, "--json", str(target)]).returncode
