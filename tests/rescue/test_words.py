@@ -1,0 +1,45 @@
+"""The search by words leaves out the commonest where they cost too much; what it remembers changes nothing."""
+
+import random
+
+from rescue_svc.settings import Caps
+from rescue_svc.store import NewSpan, Store, words
+
+CAPS = Caps(10**6, 10**6, 10)
+# Each word is in about half as many spans as the one before.
+VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
+
+
+def a_text(rng):
+    return " ".join(word for place, word in enumerate(VOCABULARY) if rng.random() < 0.5**place) or "nothing"
+
+
+def test_what_is_remembered_changes_no_answer(tmp_path, monkeypatch):
+    """A session grows past several budgets; each answer is the one of a search that remembers nothing."""
+    monkeypatch.setattr(words, "MIN_POSTINGS", 4)
+    store, rng = Store(tmp_path, CAPS), random.Random(1)
+    remembered = 0
+    for first in range(0, 900, 10):
+        store.write("s", [NewSpan(n, n + 1, -1, 0.0, a_text(rng)) for n in range(first, first + 10)])
+        session = store.session("s")
+        question = " ".join(rng.sample(VOCABULARY, 4))
+        excluded = set(rng.sample(range(1, first + 10), 5))
+        with store._read() as connection:
+            afresh = words.search(connection, session.id, session.spans, question, 8, excluded, {})
+        assert store.bm25(session, question, 8, excluded) == afresh
+        assert not excluded & set(afresh)
+        remembered += len(store._common_words[session.id])
+    assert remembered > 90  # there was something to remember
+    store.forget("s")
+    assert store._common_words == {}
+    store.close()
+
+
+def test_the_commonest_word_is_left_out_beyond_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr(words, "MIN_POSTINGS", 4)
+    store = Store(tmp_path, CAPS)
+    store.write("s", [NewSpan(n, n + 1, -1, 0.0, "the cache" if n else "the zebra") for n in range(20)])
+    session = store.session("s")
+    assert list(store.bm25(session, "the zebra", 8, set())) == [1]
+    assert len(store.bm25(session, "the", 8, set())) == 8  # alone it is all there is to go by
+    store.close()
