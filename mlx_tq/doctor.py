@@ -14,6 +14,9 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
 from mlx_tq.config import KVConfig
 from mlx_tq.environment import environment
+from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.kernels import impl, selftest
+from mlx_tq.kernels.selftest import KernelCheck
 from mlx_tq.ui import results, table
 
 _DIM = 128
@@ -71,12 +74,34 @@ def check_attention() -> Check:
     return Check("attention", f"difference {difference:.1e}", "at most 1e-5", difference <= 1e-5)
 
 
+def check_kernels() -> list[Check]:
+    """Each kernel's worst case against its twin.
+
+    Raises:
+        KernelUnavailableError: there is no GPU, kernels were not chosen, or its compiler refuses one.
+    """
+    if impl.current() == "ops":
+        raise KernelUnavailableError(
+            f"--kernels needs a GPU; what computes here is {impl.describe()}. Run it on a Mac or with mlx for CUDA."
+        )
+    worst: dict[str, KernelCheck] = {}
+    for check in selftest.check_kernels(impl.current()):
+        known = worst.get(check.kernel)
+        if known is None or check.difference - check.allowed > known.difference - known.allowed:
+            worst[check.kernel] = check
+    return [
+        Check(f"kernel {c.kernel}", f"{c.difference:.1e} ({c.case})", f"at most {c.allowed:.1e}", c.passed)
+        for c in worst.values()
+    ]
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Only --json."""
     parser = argparse.ArgumentParser(
         prog="mlx_tq.doctor", description="Show versions and backend, and test every codec."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--kernels", action="store_true", help="run every GPU kernel against mlx's own operations")
     add_impl_argument(parser)
     return parser
 
@@ -86,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
     checks = [check_quantizer(bits) for bits in (1, 2, 3, 4)]
     checks += [check_format(name) for name in format_names()]
     checks.append(check_attention())
+    if args.kernels:
+        checks += check_kernels()
     about = environment()
     if args.json:
         sys.stdout.write(json.dumps({"environment": about, "checks": [asdict(check) for check in checks]}) + "\n")

@@ -1,0 +1,96 @@
+"""Every kernel against its twin in mlx's operations, on small random arrays, for people who have a GPU."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels import impl
+from mlx_tq.kernels.attend import attend
+from mlx_tq.kernels.compact import compact
+from mlx_tq.kernels.dequantize import dequantize
+from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.score import score
+from mlx_tq.kernels.wht import wht
+
+FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
+DIMS = (64, 80, 128, 256)
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+_TOKENS, _HEADS, _GROUP = 97, 2, 4
+# Of the largest value: what twins in fp32 may differ by, beside a rounding to the result's type.
+_ROUNDINGS = 2e-5
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """One kernel in one case: the largest difference from its twin, and what is allowed, of the largest value."""
+
+    kernel: str
+    case: str
+    difference: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        """It is within what is allowed."""
+        return self.difference <= self.allowed
+
+
+def check_kernels(where: str) -> Iterator[KernelCheck]:
+    """Run all kernels on `where`, "metal" or "cuda".
+
+    Raises:
+        KernelUnavailableError: there is no such GPU, or its compiler refuses a kernel.
+
+    """
+    for number, key in enumerate(FORMATS):
+        for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
+            value = FORMATS[(number + DIMS.index(dim)) % len(FORMATS)]
+            yield from _check_case(where, key, value, dim, dtype)
+
+
+def _check_case(where: str, key: str, value: str, dim: int, dtype: mx.Dtype) -> Iterator[KernelCheck]:
+    case = f"{key}/{value}, D = {dim}, {str(dtype).removeprefix('mlx.core.')}"
+    layout = RowLayout(
+        *(get_format(name).codec(dim, CodecOptions(seed=i), dtype) for i, name in enumerate((key, value)))
+    )
+    shape = (2, _HEADS, _TOKENS, dim)
+    keys, values = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(2))
+    queries = mx.random.normal((2, _HEADS * _GROUP, 2, dim), key=mx.random.key(2)).astype(dtype)
+    with impl.using("ops"):
+        rows = encode(keys, values, layout).rows
+    full = keys[:, :, :9], values[:, :, :9]
+    virtual = mx.random.normal((_HEADS, _GROUP, dim), key=mx.random.key(3))
+    pairs = mx.arange(dim, dtype=mx.int32).reshape(2, -1)
+    calls: dict[str, Callable[[], list[mx.array]]] = {
+        "encode": lambda: list(encode(keys, values, layout)),
+        "dequantize": lambda: list(dequantize(rows, layout, dtype)),
+        "attend": lambda: [
+            attend(queries, rows, _TOKENS, layout, *full, prefix=4, scale=dim**-0.5, mask="causal"),
+        ],
+        "score": lambda: [score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs)],
+        "compact": lambda: [compact(rows, mx.arange(0, _TOKENS, 3, dtype=mx.int32), 64)[:, :, :33]],
+    }
+    if layout.key.rotation is not None:
+        rotation = layout.key.rotation
+        calls["wht"] = lambda: [wht(keys, rotation), wht(keys, rotation, inverse=True)]
+    for name, call in calls.items():
+        with impl.using(where):
+            found = call()
+            mx.eval(found)
+        with impl.using("ops"):
+            expected = call()
+        exact = found[0].dtype in (mx.uint32, mx.int32)
+        allowed = 0.0 if exact else _ROUNDINGS + 2 * float(mx.finfo(found[0].dtype).eps)
+        difference = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+        yield KernelCheck(name, case, difference, allowed)
+
+
+def _difference(a: mx.array, b: mx.array) -> float:
+    """The largest difference, of the largest value; of integers, the share that differs."""
+    if a.dtype in (mx.uint32, mx.int32):
+        return (a != b).astype(mx.float32).mean().item()  # type: ignore[return-value]
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return (mx.abs(a - b).max() / mx.abs(b).max()).item()  # type: ignore[return-value]

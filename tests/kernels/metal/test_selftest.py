@@ -1,0 +1,42 @@
+"""`mlx_tq.doctor --kernels`: passes where kernels are right, fails where one is wrong, refused without a GPU."""
+
+import pytest
+from simulated import simulated
+
+from mlx_tq import cli, doctor
+from mlx_tq.kernels import build, selftest
+
+KERNELS = {"encode", "dequantize", "attend", "score", "compact", "wht"}
+
+
+def few(monkeypatch):
+    monkeypatch.setattr(selftest, "FORMATS", ("q8", "tq4"))
+    monkeypatch.setattr(selftest, "DIMS", (64,))
+
+
+def test_every_kernel_is_run(monkeypatch):
+    few(monkeypatch)
+    with simulated():
+        checks = doctor.check_kernels()
+    assert {check.name for check in checks} == {f"kernel {name}" for name in KERNELS}
+    assert all(check.passed for check in checks), checks
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kernel"),
+    [
+        ("kept_rows[row] *", "row *", "compact"),
+        ("tq_fma(a, a, tq_mul(b, b))", "tq_mul(a, a)", "score"),
+    ],
+)
+def test_a_wrong_kernel_fails(monkeypatch, old, new, kernel):
+    few(monkeypatch)
+    with simulated(edit=lambda text: text.replace(old, new)):
+        failed = [check.name for check in doctor.check_kernels() if not check.passed]
+    assert failed == [f"kernel {kernel}"]
+
+
+def test_refused_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(build, "backend", lambda: None)
+    assert cli.main(["doctor", "--kernels"]) == 1
+    assert "--kernels needs a GPU; what computes here is mlx's own operations (no GPU)" in capsys.readouterr().err
