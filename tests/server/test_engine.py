@@ -1,14 +1,18 @@
 """The engine in this process, where its caches and every call of attention can be seen."""
 
 import asyncio
+import math
+from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 from contract.spies import watch
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cache import BatchCompressedKVCache
-from mlx_tq.config import PROFILES, profile
+from mlx_tq.config import PROFILES, EvictConfig, profile
 from mlx_tq.dispatch import plan_caches
+from mlx_tq.models import load
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine, EngineLimits
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
@@ -180,6 +184,41 @@ def test_stopping_ends_every_job(loaded):
         assert isinstance(events[-1].error, UnavailableError)
     engine.join(30)
     assert not engine.is_healthy
+
+
+def test_a_model_whose_logits_are_nan(folder):
+    model, tokenizer = load(folder)
+    model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
+    (events,) = serve(make_engine((model, tokenizer)), [make_job(20)])
+    with pytest.raises(ModelFailedError, match="logits are NaN"):
+        raise events[-1].error
+
+
+def test_with_eviction(loaded, monkeypatch):
+    """Rows lose tokens in a batch; a prompt that shares a beginning which lost some is read anew."""
+    config = replace(CONFIG, evict=EvictConfig(policy="knorm", budget=80, trigger=32, warmup=32))
+    engine = make_engine(loaded, config)
+    kept = []
+    keep = engine._keep
+
+    def look(tokens, caches, kind):
+        kept.append((len(tokens), caches[0].offset, caches[0].size()))
+        keep(tokens, caches, kind)
+
+    monkeypatch.setattr(engine, "_keep", look)
+    first = make_job(200)
+    other = Prompt([*first.prompt.ids[:60], *range(300, 340)], [[*first.prompt.ids[:60], *range(300, 340)]], ["user"])
+
+    async def again():
+        job = Job(other, 4, GREEDY, [])
+        engine.submit(job)
+        return await outcome(job)
+
+    _, later = serve(engine, [first, make_job(180, seed=9)], then=again)
+    assert later[0] == Started(cached=0)
+    assert later[-1].finish
+    assert all(length == offset for length, offset, _ in kept)
+    assert max(length for length, _, _ in kept) > 200 > 150 > max(stored for _, _, stored in kept)
 
 
 @pytest.mark.parametrize("name", ["off", "safe", "balanced", "small"])
