@@ -168,7 +168,11 @@ class Engine:
                     admitted.append(job)
             self._metrics.waiting.set(len(self._waiting))
         for job in admitted:
-            self._admit(job)
+            try:
+                self._admit(job)
+            except Exception as error:
+                log.exception("a request could not join the batch")
+                self._outbox.append((job, Failed(ModelFailedError(f"the request could not be begun: {error}"))))
         return True
 
     def _fits(self, admitted: list[Job]) -> bool:
@@ -226,7 +230,7 @@ class Engine:
             read, generated = self._batch.next()
             self._after_reading(read)
             self._after_generating(generated)
-        except (MlxTqError, ValueError, RuntimeError) as error:
+        except Exception as error:
             # What a batch holds after a failed step is unknown: its answers end, the server goes on.
             log.exception("a step of the batch failed")
             failed = Failed(ModelFailedError(f"the model failed: {error}"))

@@ -153,8 +153,13 @@ def test_the_queue_is_bounded(loaded):
 
 
 def test_a_failure_ends_its_batch_and_nothing_else(loaded):
+    calls = []
+
     def broken(logprobs):
-        raise RuntimeError("the sampler is broken")
+        calls.append(logprobs.shape)
+        if len(calls) > 2:
+            raise RuntimeError("the sampler is broken")
+        return GREEDY(logprobs)
 
     engine = make_engine(loaded)
 
@@ -163,7 +168,8 @@ def test_a_failure_ends_its_batch_and_nothing_else(loaded):
         engine.submit(job)
         return await outcome(job)
 
-    (one, two), later = serve(engine, [make_job(20), make_job(20, sampler=broken)], then=again)
+    jobs = [make_job(20, max_tokens=60), make_job(20, max_tokens=60, sampler=broken)]
+    (one, two), later = serve(engine, jobs, then=again)
     assert all(isinstance(events[-1].error, ModelFailedError) for events in (one, two))
     assert later[-1].finish
 
