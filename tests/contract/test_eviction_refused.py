@@ -1,6 +1,7 @@
 """What eviction cannot do: models by name, positions that end, files that do not fit, trims past a round."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from zoo import build
 
@@ -92,6 +93,36 @@ def test_a_trim_past_an_eviction():
             assert cache.trim(5) == 5
         assert [cache.positions.tolist() for cache in caches] == before
         assert mx.array_equal(model(mx.array([TOKENS[:5]]), cache=caches), logits)
+
+
+def test_a_trim_back_to_an_eviction():
+    """As far as it may go, what is left is what was there: nothing packed comes back from the slack."""
+    model = build("llama")
+    with attention(model):
+        caches = make_prompt_cache(model, config("q8", "tq4"))
+        run(model, caches, [70, 33, 40, 1])
+    for cache in caches:
+        keys, positions = cache.keys_and_values()[0].materialize(), cache.positions
+        assert np.any(np.diff(positions[positions < cache._floor][-33:]) > 1)  # gaps where the slack would be
+        cache.trim(cache.offset - cache._floor)
+        left = positions[positions < cache._floor]
+        assert np.array_equal(cache.positions, left)
+        assert mx.array_equal(cache.keys_and_values()[0].materialize(), keys[:, :, : len(left)])
+
+
+def test_no_round_in_the_middle_of_a_pass():
+    """A model that asks each layer for its mask does so after earlier layers saw their keys."""
+    model = build("llama")
+    with attention(model):
+        first, second = make_prompt_cache(model, config())
+        run(model, [first, second], [70, 9])
+        more = mx.zeros((1, 2, 60, 64))
+        first.append(more, more)
+        second.make_mask(60)
+        assert first.eviction.rounds == 0
+        second.append(more, more)
+        second.make_mask(1)
+        assert first.eviction.rounds == 1
 
 
 def test_a_layer_that_is_gone():
