@@ -26,8 +26,8 @@ PROFILE = Option(
     "--kv-profile", "profile", str, f"how the KV cache is stored: {', '.join(PROFILES)} (default: {DEFAULT_PROFILE})"
 )
 OPTIONS = (
-    Option("--kv-key", "key", str, f"format of keys: {', '.join(format_names())}"),
-    Option("--kv-value", "value", str, "format of values: the same"),
+    Option("--kv-key", "key", str, f"format of keys: {', '.join(format_names())}; or one for each layer, joined by +"),
+    Option("--kv-value", "value", str, "format of values: the same but for spectral"),
     Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type"),
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more"),

@@ -11,6 +11,8 @@ from mlx_tq.errors import ConfigError
 
 # Tokens leave the tail for the body in blocks of this many logical positions.
 BLOCK = 32
+# Between the key formats of layers.
+SCHEDULE = "+"
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _CHOICES = {
     "mode": ("v1", "v2", "v3"),
@@ -124,7 +126,7 @@ class KVConfig:
     """How the KV cache of a model is stored.
 
     Attributes:
-        key: format of keys in the body (see `codec.format_names`).
+        key: format of keys in the body (see `codec.format_names`), or one for each layer, joined by "+".
         value: format of values in the body.
         prefix: first tokens kept in the model's type (sinks, system prompt).
         window: last tokens kept in the model's type. 32 to 63 more stay beside them, so that a trim of up to 32 tokens
@@ -157,8 +159,12 @@ class KVConfig:
     evict: EvictConfig | None = None
 
     def __post_init__(self) -> None:
-        for side in ("key", "value"):
-            object.__setattr__(self, side, get_format(getattr(self, side)).name)  # an alias and its format are one
+        # An alias and its format are one.
+        object.__setattr__(self, "key", SCHEDULE.join(get_format(name).name for name in self.key.split(SCHEDULE)))
+        value = get_format(self.value)
+        object.__setattr__(self, "value", value.name)
+        if value.keys_only:
+            raise ConfigError(f"value is {value.name!r}, which is for keys only: {value.keys_only}. Use tq4 or tq3.")
         CodecOptions(scale=self.key_scale)
         CodecOptions(scale=self.value_scale)
         if self.rotation not in ROTATIONS:
@@ -187,6 +193,20 @@ class KVConfig:
         """The inverse of `dataclasses.asdict`."""
         evict = fields.get("evict")
         return cls(**{**fields, "evict": None if evict is None else EvictConfig(**evict)})
+
+    def key_of(self, layer: int, layers: int) -> str:
+        """The format of the keys of one of `layers` layers.
+
+        Raises:
+            ConfigError: the schedule has another length.
+        """
+        names = self.key.split(SCHEDULE)
+        if len(names) not in (1, layers):
+            raise ConfigError(
+                f"key names {len(names)} formats, and the model has {layers} layers to store. Give one for each of "
+                "them, or a single one."
+            )
+        return names[layer % len(names)]
 
     @property
     def is_off(self) -> bool:

@@ -56,13 +56,17 @@ def memory_report(
     full_token = vectors * 2 * head_dim * mx.float16.size
     if config.is_off:
         return MemoryReport(body=0, prefix=0, window=seq_len * full_token, fp16=seq_len * full_token)
-    spec = CacheSpec.for_layer(config, 0, config.key, config.value)
-    layout = spec.layout(head_dim, head_dim, mx.float16)
+    specs = [
+        CacheSpec.for_layer(config, layer, config.key_of(layer, num_layers), config.value)
+        for layer in range(num_layers)
+    ]
+    row = sum(spec.layout(head_dim, head_dim, mx.float16).nbytes for spec in specs)
+    spec = specs[0]
     prefix = min(config.prefix, seq_len)
     body = spec.packed_until(seq_len) - config.prefix
     kept = max(config.prefix, spec.packed_until(seq_len) - BLOCK)
     return MemoryReport(
-        body=body * vectors * layout.nbytes,
+        body=body * num_kv_heads * row,
         prefix=prefix * full_token,
         window=max(0, seq_len - kept) * full_token,
         fp16=seq_len * full_token,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.compressed import HEALTH, STEP, CompressedKVCache
@@ -123,14 +124,16 @@ def make_plan(facts: ModelFacts, config: KVConfig, calibration: Calibration | No
     count = len(facts.slots)
     layers = []
     for number, slot in enumerate(facts.slots):
-        key, value, note = config.key, config.value, ""
+        chosen = key = config.key_of(number, count)
+        value, note = config.value, ""
         if min(number, count - 1 - number) < config.boundary:
             key, value, note = _promote(key), _promote(value), "boundary layer"
         elif config.outlier and slot.key_norm > config.outlier * typical:
             key, note = _promote(key), f"key norm {slot.key_norm:.1f} is {slot.key_norm / typical:.1f}x the median"
-        if (key, value) == (config.key, config.value):
+        if (key, value) == (chosen, config.value):
             note = ""
-        spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared)
+        pairs = _rope_pairs(facts, slot) if get_format(key).keys_only else None
+        spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, pairs=pairs)
         try:
             spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
         except ConfigError as error:
@@ -138,6 +141,17 @@ def make_plan(facts: ModelFacts, config: KVConfig, calibration: Calibration | No
         layers.append(LayerPlan(slot, spec, note))
     plan = Plan(facts.model_type, config, facts.classes, layers, facts.native_caches)
     return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
+
+
+def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ...]:
+    """The two dims of each pair that the RoPE of a layer turns: half or interleaved, all dims or some."""
+    if slot.rope is None:
+        raise UnsupportedModelError(
+            f"keys of {facts.model_type} cannot be stored by their RoPE pairs: in layer {slot.index}, {slot.no_rope}. "
+            "Use q8 or tq4."
+        )
+    first, second = np.array(learn_rope(slot.rope, slot.key_dim).pairs).tolist()
+    return tuple(zip(first, second, strict=True))
 
 
 def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibration: Calibration | None) -> Plan:

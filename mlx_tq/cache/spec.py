@@ -31,8 +31,26 @@ class CacheSpec:
     shared: bool = False
 
     @classmethod
-    def for_layer(cls, config: KVConfig, layer: int, key: str, value: str, *, shared: bool = False) -> "CacheSpec":
-        """The storage of layer number `layer`; its seed is `config.seed + 1000 layer`, and one more for values."""
+    def for_layer(
+        cls,
+        config: KVConfig,
+        layer: int,
+        key: str,
+        value: str,
+        *,
+        shared: bool = False,
+        pairs: tuple[tuple[int, int], ...] | None = None,
+    ) -> "CacheSpec":
+        """The storage of layer number `layer`; its seed is `config.seed + 1000 layer`, and one more for values.
+
+        Args:
+            config: of the model.
+            layer: its number.
+            key: format of its keys.
+            value: format of its values.
+            shared: see above.
+            pairs: the dims that its RoPE turns together, for spectral keys.
+        """
         seed = config.seed + 1000 * layer
         common = {"rotation": config.rotation, "wide_scale": config.wide_scale}
         return cls(
@@ -40,7 +58,7 @@ class CacheSpec:
             value=value,
             prefix=config.prefix,
             window=max(config.window, 1),  # the newest token stays unpacked: attention needs one such
-            key_options=CodecOptions(seed=seed, scale=config.key_scale, **common),  # type: ignore[arg-type]
+            key_options=CodecOptions(seed=seed, scale=config.key_scale, pairs=pairs, **common),  # type: ignore[arg-type]
             value_options=CodecOptions(seed=seed + 1, scale=config.value_scale, **common),  # type: ignore[arg-type]
             shared=shared,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_tq.args import config_from_args
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate import divergence, drift, formats, needle, perplexity, sweep, tables
+from mlx_tq.evaluate import divergence, drift, formats, needle, perplexity, spectrum, sweep, tables
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, region_changes
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.report import Results, progress
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         "needle": _needle,
         "drift": _drift,
         "sweep": _sweep,
+        "spectrum": _spectrum,
     }[args.measurement]
     return measure(args, text)
 
@@ -99,7 +100,7 @@ def _divergence(args: argparse.Namespace, text: str) -> int:
 
 
 def _formats(args: argparse.Namespace, text: str) -> int:
-    pairs = formats.pairs(args.keys, args.values, **region_changes(args))
+    pairs = formats.pairs(args.keys, args.values, args.pairs, **region_changes(args))
     results = _results(args, pairs, ("chunks", "length", "step"), resume=True)
     model, tokenizer = _load(args)
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
@@ -110,6 +111,17 @@ def _formats(args: argparse.Namespace, text: str) -> int:
             results.add(row.name, asdict(row))
     rows = [formats.FormatRow(**results.rows[pair.name]) for pair in pairs]
     tables.show_formats(results, sorted(rows, key=lambda row: (row.nbytes, row.name)))
+    return 0
+
+
+def _spectrum(args: argparse.Namespace, text: str) -> int:
+    results = _results(args, [], ("length",))
+    model, tokenizer = _load(args)
+    (ids,) = cut_chunks(tokenizer, text, 1, args.length)
+    rows = spectrum.measure_spectrum(model, ids)
+    for row in rows:
+        results.add(str(row.layer), asdict(row))
+    tables.show_spectrum(results, rows)
     return 0
 
 

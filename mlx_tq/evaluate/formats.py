@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.compressed import CompressedKVCache
-from mlx_tq.codec.formats import format_names
+from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm, parse_arm
@@ -55,14 +55,33 @@ class FormatRow:
     packed: float
 
 
-def pairs(keys: str | None, values: str | None, **changes: Any) -> list[Arm]:
-    """All pairs of the named formats (default: all), written as in `parse_arm`; `changes` are other fields.
+def sensible_pairs() -> list[str]:
+    """Each format on both sides, under keys of q8, and over values of tq4."""
+    names = format_names()
+    found = [pair for name in names for pair in ((name, name), ("q8", name), (name, "tq4"))]
+    usable = [(key, value) for key, value in found if not get_format(value).keys_only]
+    return [f"{key}/{value}" for key, value in sorted(set(usable), key=lambda pair: [*map(names.index, pair)])]
+
+
+def pairs(keys: str | None, values: str | None, listed: str | None = None, **changes: Any) -> list[Arm]:
+    """Pairs of formats, written as in `parse_arm`: those listed, or all of the named keys and values.
+
+    Args:
+        keys: formats separated by commas, tq4 where only `values` are given.
+        values: the same.
+        listed: pairs separated by commas. Without any of the three: `sensible_pairs`.
+        changes: other fields of the configuration.
 
     Raises:
-        ConfigError: an unknown format or scale rule.
+        ConfigError: an unknown format or scale rule, or both ways of choosing.
     """
-    chosen = [names.split(",") if names else format_names() for names in (keys, values)]
-    return [parse_arm(f"{key}/{value}", **changes) for key, value in product(*chosen)]
+    if listed and (keys or values):
+        raise ConfigError("--pairs and --keys or --values both choose formats. Drop one of them.")
+    if keys or values:
+        names = [f"{key}/{value}" for key, value in product(*((side or "tq4").split(",") for side in (keys, values)))]
+    else:
+        names = listed.split(",") if listed else sensible_pairs()
+    return [parse_arm(name, **changes) for name in names]
 
 
 def measure_formats(

@@ -39,8 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
         made.add_argument("--length", type=int, default=2048, help="tokens of each (default: 2048)")
         made.add_argument("--step", type=int, default=512, help="tokens read at a time (default: 512)")
         if name == "formats":
-            made.add_argument("--keys", help="formats of keys, as tq4 or tq4:raw, separated by commas (default: all)")
-            made.add_argument("--values", help="formats of values (default: all)")
+            made.add_argument("--keys", help="formats of keys, as tq4 or tq4:raw, separated by commas")
+            made.add_argument("--values", help="formats of values; with --keys, all pairs")
+            made.add_argument("--pairs", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
 
     made = add("needle", "find a fact planted in a long text", needle.DEFAULT_ARMS)
     made.add_argument("--lengths", default="1000,2000", help="tokens of the prompts (default: 1000,2000)")
@@ -51,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     made.add_argument("--step", type=int, default=512, help="tokens read at a time (default: 512)")
     made.add_argument("--max-tokens", type=int, default=64, help="of an answer (default: 64)")
     made.add_argument("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
+
+    made = add("spectrum", "what the strongest RoPE pairs of keys hold, and spectral schedules from it", None)
+    made.add_argument("--length", type=int, default=1024, help="tokens of the text (default: 1024)")
 
     made = add("drift", "what the number of tokens read at a time changes", "balanced")
     made.add_argument("--length", type=int, default=2048, help="tokens of the text (default: 2048)")

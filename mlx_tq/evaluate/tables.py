@@ -2,12 +2,14 @@
 
 from itertools import groupby
 
+from mlx_tq.codec.formats.spectral import COUNTS
 from mlx_tq.evaluate.divergence import Divergence
 from mlx_tq.evaluate.drift import DriftRow
 from mlx_tq.evaluate.formats import FormatRow
 from mlx_tq.evaluate.needle import VOID, Cell
 from mlx_tq.evaluate.perplexity import Perplexity
 from mlx_tq.evaluate.report import Results
+from mlx_tq.evaluate.spectrum import PROFILES, SpectrumRow, schedules
 
 
 def show_perplexity(results: Results, rows: list[Perplexity]) -> None:
@@ -67,6 +69,14 @@ def show_formats(results: Results, rows: list[FormatRow]) -> None:
     ]
     columns = ("K/V", "B/token", "ratio", "K err", "V err", "cos", "KLD", "+-", "top-1 %", "PPL", "change %", "+-")
     results.show(f"Pairs of formats; {100 * rows[0].packed:.0f} % of the attended tokens were packed", columns, lines)
+
+
+def show_spectrum(results: Results, rows: list[SpectrumRow]) -> None:
+    """Shares by layer, and the schedules."""
+    lines = [(str(row.layer), *(f"{100 * share:.1f}" for share in row.shares.values())) for row in rows]
+    note = "\n".join(f"{name} ({PROFILES[name]:.0%}): --kv-key {chosen}" for name, chosen in schedules(rows).items())
+    columns = ("layer", *(f"{count} pairs %" for count in COUNTS))
+    results.show("Energy of keys in their strongest RoPE pairs", columns, lines, note)
 
 
 def show_needles(results: Results, cells: list[Cell]) -> None:

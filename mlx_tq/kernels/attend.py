@@ -132,19 +132,12 @@ def _columns(mask: Mask, prefix: int, start: int, stop: int) -> mx.array | None:
 
 
 def _attend_block(q: mx.array, block: mx.array, layout: RowLayout, mask: mx.array | None, length: int) -> Partial:
-    scores = _scores(q, block, layout)
+    scores = layout.key.scores(q, layout.keys(block))
     if mask is not None:
         scores = apply_mask(scores, mask, length)
     codes, scale = layout.values(block)
     gain = None if scale is None else layout.value.gain(scale)
     return partial(scores, layout.value.planes(codes), gain)
-
-
-def _scores(q: mx.array, block: mx.array, layout: RowLayout) -> mx.array:
-    """Rotated queries [B, H, N, Dk] against packed rows [B, H, S, W]: fp32 [B, H, N, S]."""
-    codes, scale = layout.keys(block)
-    scores = reduce(mx.add, (q[..., dims] @ column for dims, column in layout.key.columns(codes)))
-    return scores if scale is None else scores * layout.key.gain(scale)[..., None, :]
 
 
 def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:

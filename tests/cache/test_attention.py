@@ -22,7 +22,14 @@ from mlx_tq.cache.view import FEW
 LENGTH = 200
 SCALE = DIM**-0.5
 FORMATS = [("fp16", "fp16"), ("q8", "q8"), ("q8", "tq4"), ("tq4", "tq4"), ("tq3", "tq2"), ("fp16", "tq4")]
-OTHERS = [("q8_0", "tq3_0"), ("fp8", "tq4"), ("tq3_0", "q8_0"), ("q8", "fp8"), ("tq35", "tq25")]
+OTHERS = [
+    ("q8_0", "tq3_0"),
+    ("fp8", "tq4"),
+    ("tq3_0", "q8_0"),
+    ("q8", "fp8"),
+    ("tq35", "tq25"),
+    ("spectral16_int8", "q8"),
+]
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
 
 

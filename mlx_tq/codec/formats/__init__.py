@@ -31,7 +31,7 @@ def _registry() -> dict[str, Format]:
         importlib.import_module(f"{__name__}.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
-    formats = [subclass() for subclass in _named_subclasses(Format)]  # type: ignore[type-abstract]
+    formats = [fmt for subclass in _named_subclasses(Format) for fmt in subclass.variants()]  # type: ignore[type-abstract]
     return {fmt.name: fmt for fmt in sorted(formats, key=lambda fmt: (-fmt.bits, fmt.name))}
 
 

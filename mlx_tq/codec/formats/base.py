@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -26,14 +27,18 @@ class CodecOptions:
             is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c, "unbiased" is
             <y, y> / <y, c>, with which the inner product of the decoded vector and the original is ||x||^2.
         wide_scale: store scales as fp32 instead of fp16.
+        pairs: the two dims of each pair that RoPE turns, for spectral keys; None is (f, f + D / 2).
     """
 
     seed: int = 42
     rotation: str = "wht"
     scale: str = "raw"
     wide_scale: bool = False
+    pairs: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.pairs is not None:  # a file has lists
+            object.__setattr__(self, "pairs", tuple((first, second) for first, second in self.pairs))
         if self.scale not in SCALE_RULES:
             raise ConfigError(f"scale rule {self.scale!r} is unknown; valid are {', '.join(SCALE_RULES)}.")
 
@@ -98,6 +103,11 @@ class Codec(ABC):
         """What multiplies a vector's planes: stored scale [...] -> fp32 [...]."""
         return scale.astype(mx.float32)
 
+    def scores(self, queries: mx.array, encoded: Encoded) -> mx.array:
+        """Inner products of rotated queries fp32 [B, H, N, D] with vectors [B, H, S]: fp32 [B, H, N, S]."""
+        found = reduce(mx.add, (queries[..., dims] @ column for dims, column in self.columns(encoded.codes)))
+        return found if encoded.scale is None else found * self.gain(encoded.scale)[..., None, :]
+
     @property
     def learned(self) -> mx.array | None:
         """What `fit` found, for a cache to keep; None where there is nothing to find."""
@@ -147,11 +157,17 @@ class Format(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[float]  # of one code, without the scale
+    keys_only: ClassVar[str] = ""  # why values cannot be stored so
     error: ClassVar[float]  # expected squared error of a Gaussian vector over its squared norm, at head_dim 128
 
     @abstractmethod
     def bytes_per_vector(self, head_dim: int) -> int:
         """Payload of one vector in bytes, scale included, padding not; fp16 counts 16-bit models."""
+
+    @classmethod
+    def variants(cls) -> "list[Format]":
+        """The formats that this class makes: one, unless it has parameters."""
+        return [cls()]
 
     def check(self, head_dim: int) -> None:
         """Raise ConfigError where vectors of `head_dim` cannot be stored."""
