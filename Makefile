@@ -9,7 +9,7 @@ comma := ,
 
 .PHONY: demo rescue test test-full check format bench browser minilm clean
 
-demo: $(VENV)/core
+demo: $(VENV)/rescue
 	$(BIN)/python -m mlx_tq demo
 
 rescue: $(VENV)/rescue
@@ -64,5 +64,5 @@ $(VENV)/bench: pyproject.toml | $(VENV)/bin/python
 	touch $@ $(VENV)/core
 
 $(VENV)/rescue: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))server]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(if $(extra),$(extra)$(comma))rescue]'
 	touch $@

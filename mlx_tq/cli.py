@@ -21,7 +21,7 @@ COMMANDS = {
     "calibrate": "gather a model's query statistics for eviction into a file",
     "bench": "measure speed against mlx-lm",
     "doctor": "show versions and backend, and test every codec",
-    "demo": "answer a question about a long text, at fp16 and compressed",
+    "demo": "a fact that outgrows its cache, evicted and brought back",
 }
 USAGE_ERROR = 2
 INTERRUPTED = 130

@@ -1,101 +1,112 @@
-"""`mlx_tq demo`: a fact in a long text, asked for with the cache at fp16 and compressed."""
+"""`mlx_tq demo`: a fact in a conversation that outgrows its cache, asked for with and without what mlx_tq does."""
 
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlx_lm.generate import stream_generate
-
-from mlx_tq.args import add_impl_argument
-from mlx_tq.config import PROFILES
-from mlx_tq.dispatch import attention
-from mlx_tq.haystack import Case, Verdict, build_case, load_text, verdict
+from mlx_tq.chat.screen import memory_bar
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, profile
+from mlx_tq.haystack import QUESTION, Case, Verdict, build_case, load_text, verdict
 from mlx_tq.models import load
-from mlx_tq.prompt_cache import make_caches
-from mlx_tq.stats import cache_stats
-from mlx_tq.ui import console, human_bytes, prefill_progress, results, table
+from mlx_tq.rescue import AUTO, OFF
+from mlx_tq.session import Session
+from mlx_tq.ui import console, human_bytes, results, table
 
-_STEP = 512  # tokens read at a time: all but the last step of the text is packed when the question comes
+_PREFIX, _WINDOW = 32, 128
 _ANSWER_TOKENS = 24
+_START_S = 60.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one profile answered, and at what cost.
+    """What one way to keep the conversation answered, and at what cost.
 
     Attributes:
-        profile: name.
+        name: of the way.
         answer: what the model said.
         found: the answer holds the fact, to the letter.
-        nbytes: of the cache.
-        prompt_tps, generation_tps: tokens a second.
+        live, evicted: tokens when the question came.
+        brought_back: tokens that rescue quoted.
+        nbytes, fp16_nbytes: of the cache then, and of all tokens at fp16.
     """
 
-    profile: str
+    name: str
     answer: str
     found: bool
+    live: int
+    evicted: int
+    brought_back: int
     nbytes: int
-    prompt_tps: float
-    generation_tps: float
+    fp16_nbytes: int
 
 
-def ask(model: Any, tokenizer: Any, case: Case, profile: str) -> Outcome:
-    """Read the case's prompt into a cache of `profile` and answer."""
-    made = make_caches(model, PROFILES[profile])
-    answer = ""
-    response: Any = None
-    with attention(model), prefill_progress(show=True) as progress:
-        for response in stream_generate(
-            model,
-            tokenizer,
-            case.ids,
-            max_tokens=_ANSWER_TOKENS,
-            prompt_cache=made.caches,
-            prefill_step_size=_STEP,
-            prompt_progress_callback=progress,
-        ):
-            answer += response.text
+def ways(budget: str) -> dict[str, tuple[KVConfig, str]]:
+    """Configuration and rescue of each."""
+    packed = profile(DEFAULT_PROFILE, prefix=_PREFIX, window=_WINDOW)
+    evicting = replace(packed, evict=EvictConfig(budget=budget, warmup=256, granularity=64, trigger=64))
+    return {
+        "fp16": (PROFILES["off"], OFF),
+        "compressed": (packed, OFF),
+        "+ evicted": (evicting, OFF),
+        "+ rescued": (evicting, AUTO),
+    }
+
+
+def converse(model: Any, tokenizer: Any, case: Case, name: str, config: KVConfig, rescue: str) -> Outcome:
+    """Say the text, then ask for the fact."""
+    with Session(model, tokenizer, config, rescue=rescue, warn=lambda _: None) as session:
+        if session.client is not None:
+            session.client.ready(_START_S)
+        "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
+        stats = session.stats
+        answer = "".join(session.respond(QUESTION, max_tokens=_ANSWER_TOKENS)).strip()
+        rehydration = session.turns[-1].rehydration
+        console.print(f"{name:12} {answer!r}", markup=False)
+        console.print(memory_bar(session.stats), soft_wrap=True)
     return Outcome(
-        profile=profile,
-        answer=answer.strip(),
+        name=name,
+        answer=answer,
         found=verdict(answer, case.answer) is Verdict.PASS,
-        nbytes=cache_stats(made.caches, made.plan).nbytes,
-        prompt_tps=response.prompt_tps,
-        generation_tps=response.generation_tps,
+        live=stats.live,
+        evicted=stats.evicted,
+        brought_back=len(rehydration.ids),
+        nbytes=stats.nbytes,
+        fp16_nbytes=stats.fp16_nbytes,
     )
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Length, place and seed of the fact."""
-    parser = argparse.ArgumentParser(prog="mlx_tq demo", description="Answer a question about a long text.")
+    """Length, place and seed of the fact, and the budget."""
+    parser = argparse.ArgumentParser(prog="mlx_tq demo", description="A conversation that outgrows its cache.")
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
-    parser.add_argument("--tokens", type=int, default=2000, help="length of the prompt (default: 2000)")
-    parser.add_argument("--depth", type=float, default=0.3, help="where the fact stands, 0 to 1 (default: 0.3)")
+    parser.add_argument("--tokens", type=int, default=1000, help="length of the text (default: 1000)")
+    parser.add_argument("--depth", type=float, default=0.0, help="where the fact stands, 0 to 1 (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the fact and the text around it")
+    parser.add_argument("--budget", default="50%", help="what may stay: tokens, a share, or bytes (default: 50%%)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    add_impl_argument(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask with each profile; returns 1 if a compressed cache lost what fp16 found."""
+    """Keep the conversation in each way; returns 1 if rescue did not bring back what fp16 found."""
     model, tokenizer = load(args.model)
-    case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed)
-    fact = tokenizer.decode(case.ids[case.needle[0] : case.needle[1]]).strip()
-    console.print(f"{len(case.ids):,} tokens of WikiText-2; at token {case.needle[0]:,} stands: {fact}")
-    outcomes = []
-    for profile in ("off", "balanced", "small"):
-        outcomes.append(ask(model, tokenizer, case, profile))
-        console.print(f"{profile:9} answers: {outcomes[-1].answer}")
+    room = {"prefix": _PREFIX, "window": _WINDOW + 64}
+    case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
+    console.print(
+        f"A text of {case.question:,} tokens; at token {case.needle[0]:,} stands the code word {case.answer}."
+    )
+    console.print("Then the question: What is the secret code word mentioned earlier?\n")
+    outcomes = [converse(model, tokenizer, case, name, *way) for name, way in ways(args.budget).items()]
     if args.json:
         sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": [asdict(o) for o in outcomes]}) + "\n")
     else:
-        shown = table("", "profile", "answer", "found", "KV cache", "of fp16", "prompt tok/s", "answer tok/s")
+        results.print()
+        shown = table("", "KV cache", "answer", "found", "live", "evicted", "brought back", "bytes", "of fp16")
         for o in outcomes:
-            share = f"{o.nbytes / outcomes[0].nbytes:.0%}"
-            speeds = (f"{o.prompt_tps:.0f}", f"{o.generation_tps:.0f}")
-            shown.add_row(o.profile, o.answer, "yes" if o.found else "no", human_bytes(o.nbytes), share, *speeds)
+            counts = (f"{o.live:,}", f"{o.evicted:,}", f"{o.brought_back:,}")
+            sizes = (human_bytes(o.nbytes), f"{o.nbytes / o.fp16_nbytes:.0%}")
+            shown.add_row(o.name, o.answer, "yes" if o.found else "no", *counts, *sizes)
         results.print(shown)
-    return 0 if all(o.found for o in outcomes) or not outcomes[0].found else 1
+    return 0 if outcomes[-1].found or not outcomes[0].found else 1

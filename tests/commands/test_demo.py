@@ -5,13 +5,16 @@ import json
 from mlx_tq import cli
 
 
-def test_every_profile_finds_the_fact(capsys):
-    assert cli.main(["demo", "--tokens", "700", "--depth", "0.5", "--json"]) == 0
+def test_the_fact_is_evicted_and_comes_back(capsys, monkeypatch):
+    monkeypatch.setenv("RESCUE_EMBEDDER", "none")
+    assert cli.main(["demo", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    outcomes = {outcome["profile"]: outcome for outcome in report["outcomes"]}
-    assert list(outcomes) == ["off", "balanced", "small"]
-    assert all(outcome["answer"] == report["expected"] for outcome in outcomes.values())
-    assert outcomes["small"]["nbytes"] < outcomes["balanced"]["nbytes"] < outcomes["off"]["nbytes"]
+    fp16, compressed, evicted, rescued = report["outcomes"]
+    assert fp16["answer"] == compressed["answer"] == rescued["answer"] == report["expected"]
+    assert not evicted["found"]
+    assert evicted["evicted"] == rescued["evicted"] > 0
+    assert rescued["brought_back"] > 0 == evicted["brought_back"]
+    assert evicted["nbytes"] < compressed["nbytes"] < fp16["nbytes"]
 
 
 def test_too_short_for_a_packed_fact(capsys):

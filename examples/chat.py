@@ -1,0 +1,21 @@
+"""A conversation from Python: what leaves the cache comes back when a turn needs it.
+
+pip install 'mlx-tq[rescue]'
+python examples/chat.py [MODEL]
+"""
+
+import sys
+
+import mlx_tq
+
+model, tokenizer = mlx_tq.load(sys.argv[1] if len(sys.argv) > 1 else None)
+config = mlx_tq.KVConfig(evict=mlx_tq.EvictConfig(budget="50%", granularity=64))
+
+with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
+    for words in ("The access code is 417295.", "What is the access code?"):
+        print(f"> {words}")
+        for piece in session.respond(words):
+            print(piece, end="", flush=True)
+        print()
+    stats = session.stats
+    print(f"{stats.live} tokens in the cache, {stats.evicted} evicted, {stats.nbytes / 1e6:.1f} MB")

@@ -1,0 +1,22 @@
+"""A question about a document that is longer than the cache may be.
+
+pip install 'mlx-tq[rescue]'
+python examples/long_document.py FILE "QUESTION" [MODEL]
+"""
+
+import sys
+from pathlib import Path
+
+import mlx_tq
+
+document, question, *rest = sys.argv[1:]
+model, tokenizer = mlx_tq.load(rest[0] if rest else None)
+# Half of the tokens stay; the rest leave in blocks that can be read again. 256 tokens calibrate what is worth keeping.
+config = mlx_tq.KVConfig(prefix=32, evict=mlx_tq.EvictConfig(budget="50%", granularity=64, warmup=256))
+
+with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
+    # The document is a turn of its own: what is evicted while it is read can be found when the question comes.
+    "".join(session.respond(Path(document).read_text(encoding="utf-8"), max_tokens=8))
+    print("".join(session.respond(question)))
+    for start, stop in session.turns[-1].rehydration.ranges:
+        print(f"brought back: tokens {start} to {stop}")
