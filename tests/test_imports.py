@@ -29,7 +29,8 @@ LAYERS = (
     ("args", "prompts"),
     ("ui",),
     ("limits", "prompt_cache"),
-    ("generate", "cache_prompt", "chat", "server", "evaluate", "calibrate", "bench", "doctor", "demo"),
+    ("generate", "cache_prompt", "chat", "server", "evaluate", "calibrate", "bench", "doctor"),
+    ("demo",),
     ("cli",),
     ("__main__",),
 )
