@@ -127,6 +127,14 @@ class Engine:
     # The thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            # A join returns before a thread's own storage is freed. mlx keeps streams there, and a program that ends
+            # meanwhile is aborted.
+            mx.clear_streams()
+
+    def _serve(self) -> None:
         with attention(self._model, self._config):
             self._batch = self._new_batch()
             try:
