@@ -1,10 +1,16 @@
 """What tests of several folders share: the embedded model, loaded once, and a shell without settings of mlx_tq."""
 
 import os
+import signal
 
 import pytest
 
 from mlx_tq.models import load
+
+
+def pytest_configure():
+    """Ctrl-C works also where the tests run in the background of a shell that ignores it, which children inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

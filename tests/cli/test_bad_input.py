@@ -13,7 +13,7 @@ OFF = ("--kv-profile", "off")
 
 # Words after `mlx_tq generate`, and what the line must say.
 TABLE = {
-    "key format": ((*HI, "--kv-key", "tq9"), "format 'tq9' is unknown; valid are fp16, q8, tq4, tq3, tq2"),
+    "key format": ((*HI, "--kv-key", "tq9"), "format 'tq9' is unknown; valid are fp16, fp8, q8, q8_0, "),
     "value format": ((*HI, "--kv-value", "Q8"), "format 'Q8' is unknown; valid are"),
     "profile": ((*HI, "--kv-profile", "tiny"), "profile 'tiny' is unknown; valid are off, safe, balanced, small"),
     "window": ((*HI, "--kv-window", -1), "window is -1; it must be 0 or more"),

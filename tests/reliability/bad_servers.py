@@ -148,6 +148,8 @@ class BadServer:
 
     def __exit__(self, *_):
         self._closing.set()
+        with suppress(OSError):  # a close alone does not wake who waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
