@@ -119,7 +119,7 @@ def test_a_setting_that_evicted_nothing_is_an_error(tiny, needle):
 
 
 def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(needle):
-    """The older half of each segment goes. The sinks stay in both arms, so that the needle alone makes the difference."""
+    """The older half of each segment goes. The sinks stay in both arms, so that the needle alone differs."""
     settings = [Setting("recency", 50, trigger=32, prefix=32)]
     records = Records()
     ask(*needle, settings, records, depths=[0, 1], max_tokens=24)
