@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -52,11 +53,12 @@ def kept(server, session):
     return {start // 2 for start, _ in dump["token_ranges"]}
 
 
-def test_kill_while_writing(serve, scale):
+def writing_and_killed(serve, folder, rounds):
+    """One data directory, killed `rounds` times while two writers write; returns the spans acknowledged."""
     writers = []
-    for round_number in range(100 * scale):
+    for round_number in range(rounds):
         every_tenth = round_number % 10 == 0
-        server = serve(embedder="hashing" if every_tenth else "none")
+        server = serve(folder, embedder="hashing" if every_tenth else "none")
         for writer in writers[-2:]:
             found = kept(server, writer.session)
             assert writer.acknowledged <= found <= writer.sent
@@ -76,12 +78,20 @@ def test_kill_while_writing(serve, scale):
         for writer in pair:
             writer.join()
         writers += pair
-    server = serve()
-    assert sum(len(writer.acknowledged) for writer in writers) > 200 * scale
+    server = serve(folder)
     for writer in writers:
         found = kept(server, writer.session)
         assert writer.acknowledged <= found <= writer.sent
     server.stop()
+    return sum(len(writer.acknowledged) for writer in writers)
+
+
+def test_kill_while_writing(serve, tmp_path, scale):
+    """100 kills, of four services on four folders side by side: a start is most of a round."""
+    folders = [tmp_path / f"data-{number}" for number in range(4)]
+    with ThreadPoolExecutor(len(folders)) as lanes:
+        acknowledged = list(lanes.map(lambda folder: writing_and_killed(serve, folder, 25 * scale), folders))
+    assert sum(acknowledged) > 200 * scale
 
 
 def test_kill_while_saving_an_index(serve, scale):
