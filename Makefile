@@ -6,6 +6,8 @@ BIN     := $(VENV)/bin
 
 extra = $(if $(filter metal,$(BACKEND)),,$(BACKEND))
 comma := ,
+# One test process a core; a file's tests stay together, for what they share, and files in their order.
+workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 .PHONY: demo rescue test test-full check format bench browser minilm clean
 
@@ -16,10 +18,10 @@ rescue: $(VENV)/rescue
 	$(BIN)/mlx-tq-rescue serve
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest $(workers) -m "not full"
 
 test-full: $(VENV)/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(workers)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .
