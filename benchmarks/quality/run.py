@@ -23,7 +23,7 @@ def _scales(pair: str) -> str:
 # The profiles, and the rules that they do not use.
 PROFILES = "off,safe,balanced,small"
 OTHERS = "q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls"
-MATCHED = "fp16,q8,tq4:matched,tq3:matched,tq2:matched"
+FORMATS = "fp16,q8,tq4,tq3,tq2"
 
 RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
@@ -31,11 +31,11 @@ RUNS = {
     "perplexity": f"perplexity --profiles {PROFILES},{OTHERS}",
     "divergence": f"divergence --profiles {PROFILES},{OTHERS}",
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
-    "formats": f"formats --keys {MATCHED} --values {MATCHED} --length 1024 --step 256 {SMALL}",
+    "formats": f"formats --keys {FORMATS} --values {FORMATS} --length 1024 --step 256 {SMALL}",
     "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
     "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "
     "--max-tokens 24",
-    "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles q8/tq4:matched,tq4:matched/tq4:matched",
+    "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles balanced,small",
 }
 
 

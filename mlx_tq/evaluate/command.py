@@ -5,10 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_tq.args import config_from_args
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate import divergence, drift, formats, needle, perplexity, spectrum, sweep, tables
-from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, region_changes
+from mlx_tq.evaluate import divergence, drift, formats, layers, needle, perplexity, spectrum, sweep, tables
+from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, parse_arm, region_changes
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.report import Results, progress
 from mlx_tq.evaluate.scenes import questions
@@ -32,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         "needle": _needle,
         "drift": _drift,
         "sweep": _sweep,
+        "layers": _layers,
         "spectrum": _spectrum,
     }[args.measurement]
     return measure(args, text)
@@ -112,6 +115,35 @@ def _formats(args: argparse.Namespace, text: str) -> int:
     rows = [formats.FormatRow(**results.rows[pair.name]) for pair in pairs]
     tables.show_formats(results, sorted(rows, key=lambda row: (row.nbytes, row.name)))
     return 0
+
+
+def _layers(args: argparse.Namespace, text: str) -> int:
+    arms = arms_from_args(args)
+    results = _results(args, arms, ("length", "step", "against", "impl"))
+    model, tokenizer = _load(args)
+    (ids,) = cut_chunks(tokenizer, text, 1, args.length)
+    found = []
+    with progress("layers", 2 * len(arms) * args.length) as advance:
+        for arm in arms:
+            reference = _reference(args, model, arm)
+            found.append(layers.measure_layers(layers.Side(model, arm), reference, ids, args.step, advance))
+    for rows, predictions in found:
+        for row in rows:
+            results.add(f"{row.name} {row.layer}", asdict(row))
+        results.add(predictions.name, asdict(predictions))
+    tables.show_layers(results, args.against, found)
+    return 0
+
+
+def _reference(args: argparse.Namespace, model: Any, arm: Arm) -> layers.Side:
+    """What --against names."""
+    if args.against == "ops":
+        return layers.Side(model, arm, "ops")
+    if args.against == "float32":
+        wide, _ = _load(args)
+        wide.set_dtype(mx.float32)
+        return layers.Side(wide, arm)
+    return layers.Side(model, parse_arm(args.against, **region_changes(args)))
 
 
 def _spectrum(args: argparse.Namespace, text: str) -> int:

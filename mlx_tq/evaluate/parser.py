@@ -53,6 +53,17 @@ def build_parser() -> argparse.ArgumentParser:
     made.add_argument("--max-tokens", type=int, default=64, help="of an answer (default: 64)")
     made.add_argument("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
 
+    made = add("layers", "layer by layer against a reference: codes, hidden states, predictions", "balanced")
+    made.add_argument(
+        "--against",
+        default="off",
+        metavar="WHAT",
+        help="off (fp16), a profile or a pair; ops (the same on mlx's operations), or float32 (the same model in it) "
+        "(default: off)",
+    )
+    made.add_argument("--length", type=int, default=512, help="tokens of the text (default: 512)")
+    made.add_argument("--step", type=int, default=128, help="tokens read at a time (default: 128)")
+
     made = add("spectrum", "what the strongest RoPE pairs of keys hold, and spectral schedules from it", None)
     made.add_argument("--length", type=int, default=1024, help="tokens of the text (default: 1024)")
 

@@ -6,6 +6,7 @@ from mlx_tq.codec.formats.spectral import COUNTS
 from mlx_tq.evaluate.divergence import Divergence
 from mlx_tq.evaluate.drift import DriftRow
 from mlx_tq.evaluate.formats import FormatRow
+from mlx_tq.evaluate.layers import LayerRow, Predictions
 from mlx_tq.evaluate.needle import VOID, Cell
 from mlx_tq.evaluate.perplexity import Perplexity
 from mlx_tq.evaluate.report import Results
@@ -116,3 +117,26 @@ def show_drift(results: Results, rows: list[DriftRow]) -> None:
     ]
     columns = ("cache", "first layer", "later layers %", "KLD", "logits", "top-1 %")
     results.show("Against reading the text at once: packed tokens with other codes, and predictions", columns, lines)
+
+
+def show_layers(results: Results, against: str, found: list[tuple[list[LayerRow], Predictions]]) -> None:
+    """Codes and hidden states by layer, then the predictions of each arm."""
+    lines = [
+        (
+            f"{row.name}, layer {row.layer}",
+            f"{row.cosine:.6f}",
+            f"{row.least:.6f}",
+            "-" if row.keys is None else f"{row.keys:.2f}",
+            "-" if row.values is None else f"{row.values:.2f}",
+            "-" if row.first is None else str(row.first),
+        )
+        for rows, _ in found
+        for row in rows
+    ]
+    note = "\n".join(
+        f"{each.name}: the same next token after {each.top1:.2f} % of {each.tokens} tokens, another first after "
+        f"{'none' if each.first is None else f'position {each.first}'}; KLD {each.kld:.6f}"
+        for _, each in found
+    )
+    columns = ("cache", "cosine", "least", "equal key codes %", "value codes %", "first other code")
+    results.show(f"Layers against {against}: hidden states, codes of packed tokens", columns, lines, note)

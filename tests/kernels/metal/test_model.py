@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from statistics import mean
 from unittest import mock
 
 import mlx.core as mx
@@ -14,7 +15,10 @@ from mlx_tq.cache import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, make_prompt_cache
+from mlx_tq.evaluate.arms import parse_arm
+from mlx_tq.evaluate.layers import Side, measure_layers
 from mlx_tq.kernels import build, impl
+from mlx_tq.models import load
 
 PROMPT, ANSWER = 120, 6
 DIM, HEAVY = 128, 16 << 20
@@ -67,6 +71,24 @@ def test_eviction_scores_and_compacts_with_kernels(embedded):
     assert found == expected
     assert calls["score"] >= layers
     assert calls["compact"] >= layers
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_layers_agree_with_mlx_operations(embedded, dtype):
+    """Code for code and layer for layer: bf16 rounds what each path makes of the same sums, fp32 hides nothing."""
+    model, tokenizer = embedded
+    if dtype == "float32":
+        model, _ = load()
+        model.set_dtype(mx.float32)
+    arm = parse_arm("tq4/tq4", prefix=8, window=8)
+    with simulated() as counters:
+        rows, _ = measure_layers(Side(model, arm), Side(model, arm, "ops"), tokenizer.encode(TEXT)[:88], step=8)
+    assert len(counters) > 2 * len(rows)
+    assert len(rows) == len(model.layers)
+    assert min(row.least for row in rows) >= 0.9999
+    assert (rows[0].keys, rows[0].values) == (100, 100)  # the same inputs
+    shares = [share for row in rows for share in (row.keys, row.values)]
+    assert mean(shares) >= (99.3 if dtype == "bfloat16" else 99.99)
 
 
 @pytest.fixture(params=["ops", "kernels"])

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+from mlx_tq.cli import main
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import OFF, parse_arm
+from mlx_tq.evaluate.layers import Side, measure_layers
+from mlx_tq.haystack import load_text
+
+REGIONS = {"prefix": 8, "window": 16}
+
+
+@pytest.fixture(scope="module")
+def ids(needle):
+    return needle[1].encode(load_text()[:2000], add_special_tokens=False)[:160]
+
+
+def compare(model, name, reference, ids, step=64):
+    sides = [Side(model, OFF if each == "off" else parse_arm(each, **REGIONS)) for each in (name, reference)]
+    return measure_layers(*sides, ids, step)
+
+
+def test_a_cache_against_itself(tiny, ids):
+    rows, predictions = compare(tiny, "tq4/tq3", "tq4/tq3", ids)
+    assert [row.layer for row in rows] == [0, 1]
+    assert [(row.keys, row.values, row.first) for row in rows] == [(100, 100, None)] * 2
+    assert [(row.cosine, row.least) for row in rows] == [(pytest.approx(1, abs=1e-12),) * 2] * 2
+    assert (predictions.first, predictions.top1, predictions.kld, predictions.tokens) == (None, 100, 0, 160)
+
+
+def test_the_first_layer_stores_what_fp16_would_and_later_ones_drift(tiny, ids):
+    rows, predictions = compare(tiny, "tq2/tq2", "off", ids)
+    first, second = rows
+    assert (first.keys, first.values, first.first) == (100, 100, None)
+    assert 0 < second.keys < 100
+    assert 0 < second.values < 100
+    assert second.first >= 64  # the first step meets nothing packed
+    assert 1 > first.cosine > second.cosine > second.least > 0.9
+    assert predictions.kld > 0
+    assert predictions.first is None or predictions.first >= 64
+
+
+def test_codes_of_another_format_are_not_compared(tiny, ids):
+    rows, _ = compare(tiny, "tq4/tq4", "q8/tq4", ids)
+    assert [row.keys for row in rows] == [None, None]
+    assert rows[0].values == 100 > rows[1].values
+
+
+def test_the_layers_are_the_models_own_again(tiny, ids):
+    before = list(tiny.layers)
+    with pytest.raises(ConfigError, match="never read a packed one"):
+        measure_layers(*[Side(tiny, parse_arm("tq4/tq4", prefix=400))] * 2, ids, 64)
+    compare(tiny, "tq4/tq4", "off", ids[:100])
+    assert all(a is b for a, b in zip(tiny.layers, before, strict=True))
+
+
+def test_the_command_compares_with_float32_and_writes_rows(tmp_path, capsys):
+    words = ["--profiles", "tq4/tq4", "--length", "80", "--step", "40", "--kv-prefix", "8", "--kv-window", "8"]
+    target = tmp_path / "layers.json"
+    assert main(["evaluate", "layers", *words, "--against", "float32", "--json", str(target)]) == 0
+    found = json.loads(target.read_text())
+    assert list(found["results"]) == [*(f"tq4/tq4 {layer}" for layer in range(6)), "tq4/tq4"]
+    # The same model, rounded: codes near a boundary differ from the first layer on, and few others.
+    assert 95 < found["results"]["tq4/tq4 0"]["keys"] < 100
+    assert found["results"]["tq4/tq4 0"]["first"] >= 8
+    assert found["results"]["tq4/tq4"]["tokens"] == 80
+    assert "Layers against float32" in capsys.readouterr().out
+
+
+def test_eviction_is_refused(capsys):
+    assert main(["evaluate", "layers", "--kv-evict", "knorm"]) == 2
+    assert "Drop --kv-evict" in capsys.readouterr().err
