@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+from contextlib import ExitStack
 
 import pytest
 
@@ -17,6 +19,19 @@ def pytest_configure():
 def embedded():
     """The model inside the package and its tokenizer."""
     return load()
+
+
+@pytest.fixture
+def popen():
+    """`subprocess.Popen`, whose processes end with the test, also with one that failed."""
+    with ExitStack() as stack:
+
+        def start(*args, **options):
+            process = stack.enter_context(subprocess.Popen(*args, **options))
+            stack.callback(process.kill)
+            return process
+
+        yield start
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """Commands of mlx_tq and of mlx-lm inside the test's process."""
 
 import io
+import signal
+import subprocess
 import sys
 from importlib import import_module
 
@@ -8,7 +10,7 @@ import pytest
 
 from mlx_tq.cli import main
 
-from .tools import Result
+from .tools import Result, command, environment
 
 
 @pytest.fixture
@@ -22,6 +24,22 @@ def cli(capsys, monkeypatch):
         except SystemExit as exit_:  # argparse
             code = exit_.code
         return Result(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def start(popen):
+    """Start `mlx_tq WORDS`; Ctrl-C reaches it even where this process ignores it, as background jobs do."""
+
+    def call(*words, **options):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
+        return popen(
+            command(*words),
+            env=environment(),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            **pipes,
+        )
 
     return call
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_tq.cli import main
 
-from .tools import LIMIT, PACKED, facts, start
+from .tools import LIMIT, PACKED, facts
 
 # Goes on until the model's positions end.
 STORY = ("--ignore-chat-template", "-p", "The history of the city", "-m", 3000, "--temp", "1", "--seed", "5")
@@ -32,7 +32,7 @@ def read_until(stream, mark):
     return said.decode(errors="replace")
 
 
-def test_in_generation_the_text_is_kept():
+def test_in_generation_the_text_is_kept(start):
     process = start("generate", *STORY, *PACKED)
     said = read_until(process.stdout, b" ")
     process.send_signal(signal.SIGINT)
@@ -49,7 +49,7 @@ def test_in_generation_the_text_is_kept():
     assert "peak memory: " in err
 
 
-def test_json_is_whole():
+def test_json_is_whole(start):
     terminal, other_end = os.openpty()
     process = start("generate", *STORY, *PACKED, "--json", stderr=other_end)
     os.close(other_end)
@@ -67,7 +67,7 @@ def test_json_is_whole():
 
 
 @pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
-def test_in_prefill(json_flag):
+def test_in_prefill(start, json_flag):
     """The progress bar of a terminal says that the prompt is being read; Ctrl-C then ends it, with statistics."""
     text, question = facts(180)
     terminal, other_end = os.openpty()
@@ -89,7 +89,7 @@ def test_in_prefill(json_flag):
         assert "interrupted before the first token" in said
 
 
-def test_while_caching_a_prompt(tmp_path):
+def test_while_caching_a_prompt(start, tmp_path):
     """Nothing half written."""
     text, _ = facts(180)
     file = tmp_path / "cache.safetensors"
@@ -113,7 +113,7 @@ def test_while_waiting_for_standard_input(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--version",), ("generate", "--help"), ("generate", "-p", "hi")])
-def test_nobody_reads(words):
+def test_nobody_reads(start, words):
     """`mlx_tq ... | true` is no reason for a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -126,7 +126,7 @@ def test_nobody_reads(words):
     assert process.returncode in (0, 1)  # argparse does not mind that nobody reads its help
 
 
-def test_reader_leaves():
+def test_reader_leaves(start):
     """`mlx_tq.generate ... | head -c 10`."""
     process = start("generate", *STORY)
     read_until(process.stdout, b" ")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,17 +75,6 @@ def run(*words, stdin="", env=None, cwd=None):
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)
-
-
-def start(*words, **options):
-    """`mlx_tq WORDS`, running; Ctrl-C reaches it even where this process ignores it, as background jobs do."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
-    return subprocess.Popen(
-        command(*words),
-        env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **pipes,
-    )
 
 
 def copy_model(folder, weights=None, **config):

@@ -61,7 +61,7 @@ def test_a_killed_one_is_started_again_with_what_it_had():
     assert not ours()
 
 
-def test_it_ends_with_a_process_that_is_killed():
+def test_it_ends_with_a_process_that_is_killed(popen):
     code = f"""
 import sys, time
 from mlx_tq.rescue import RescueClient, open_service
@@ -70,7 +70,7 @@ client.ready({START_S})
 print(client._service._private.pid, flush=True)
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    process = popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     child = psutil.Process(int(process.stdout.readline()))
     assert child.is_running()
     process.send_signal(signal.SIGKILL)

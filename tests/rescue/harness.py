@@ -28,7 +28,12 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rescue_svc.cli", "serve"], env=environment, stderr=log
             )
-        self.url = self._wait_for_url()
+        try:
+            self.url = self._wait_for_url()
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
         token = settings.get("token")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60)
@@ -57,9 +62,13 @@ class Server:
 
     def stop(self) -> None:
         """End it cleanly."""
-        self.process.terminate()
-        self.process.wait(STOP_S)
         self.client.close()
+        with self.process:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_S)
+            finally:
+                self.process.kill()
 
     def write(self, session: str, *chunks: tuple[str, int, int]) -> httpx.Response:
         body = {

@@ -66,11 +66,14 @@ class Server:
 
     def stop(self, sig=signal.SIGTERM):
         """End it; returns the exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(sig)
         self.http.close()
         self.openai.close()
-        return self.process.wait(STOP_S)
+        with self.process:
+            try:
+                self.process.send_signal(sig)
+                return self.process.wait(STOP_S)
+            finally:
+                self.process.kill()
 
 
 @contextmanager

@@ -160,14 +160,14 @@ def test_kill_at_every_statement_of_every_migration(tmp_path):
         assert kill_at > 3  # it did die on the way
 
 
-def test_kill_while_backing_up(serve, tmp_path, scale):
+def test_kill_while_backing_up(serve, popen, tmp_path, scale):
     server = serve(embedder="none")
     text = "a long text " * 600
     for first in range(0, 2048, 256):
         server.write("s", *((f"{n} {text}", n, n + 1) for n in range(first, first + 256)))
     for round_number in range(5 * scale):
         folder = tmp_path / f"backup-{round_number}"
-        process = subprocess.Popen(
+        process = popen(
             [sys.executable, "-m", "rescue_svc.cli", "backup", str(folder), "--data-dir", str(server.data_dir)]
         )
         wait_for(lambda folder=folder: list(tmp_path.glob(f"{folder.name}.partial-*/*")))
