@@ -5,6 +5,8 @@ import json
 import math
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,7 +21,7 @@ from mlx_tq.images import embed_images
 from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.models import load_with_config
 from mlx_tq.probe import position_limit
-from mlx_tq.prompt_cache import PromptCache, chosen_config, open_prompt_cache, saved_model
+from mlx_tq.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
 from mlx_tq.prompts import encode, read_prompt, render, template_config
 from mlx_tq.stats import GenerationStats, cache_stats, tokens_seen
 from mlx_tq.ui import plan_dict, prefill_progress, show_plan, show_stats, warn
@@ -159,8 +161,10 @@ def _add_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Nam
         )
     if len(caches) != len(model.layers):
         raise ConfigError("mlx-lm cannot draft for a model whose layers share caches. Drop --draft-model.")
-    fresh = argparse.Namespace(**{**vars(args), "prompt_cache_file": None})
-    return draft, [*caches, *open_prompt_cache(draft, fresh).caches]
+    config = chosen_config(args)
+    if config.evict is not None:  # the draft's own queries calibrate its cache
+        config = replace(config, evict=replace(config.evict, stats=None))
+    return draft, [*caches, *make_caches(draft, config, args.max_kv_size).caches]
 
 
 def _generate(
@@ -172,16 +176,21 @@ def _generate(
     args: argparse.Namespace,
     options: dict[str, Any],
 ) -> Answer:
-    caches = opened.caches
+    caches, models = opened.caches, [model]
     if args.draft_model is not None:
-        options["draft_model"], caches = _add_draft(model, tokenizer, caches, args)
+        draft, caches = _add_draft(model, tokenizer, caches, args)
+        options["draft_model"] = draft
+        models.append(draft)
         options["num_draft_tokens"] = args.num_draft_tokens
     stream = not args.json
     text, ttft, finish = "", 0.0, "interrupted"
     last: Any = None
     started = time.perf_counter()
     try:
-        with attention(model), prefill_progress(show=args.verbose) as progress:
+        with ExitStack() as stack:
+            for each in models:
+                stack.enter_context(attention(each))
+            progress = stack.enter_context(prefill_progress(show=args.verbose))
             for response in stream_generate(
                 model,
                 tokenizer,

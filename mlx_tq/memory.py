@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_tq.cache.coordinator import EvictionPlan
+from mlx_tq.cache.factory import LayerPlan, Plan, budget_in_tokens
+from mlx_tq.cache.facts import SlotFacts
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import BLOCK, DEFAULT_PROFILE, PROFILES, KVConfig
@@ -15,9 +18,9 @@ class MemoryReport:
     """Bytes of stored tokens; a cache's `nbytes` adds the spare capacity of its buffers.
 
     Attributes:
-        body: packed tokens.
+        body: packed tokens; with eviction the most that stay between two forward passes.
         prefix, window: tokens in the model's type; the window includes the block in progress and the slack for trims.
-        fp16: all tokens in a 16-bit type.
+        fp16: all tokens in a 16-bit type, those too that would have been evicted.
     """
 
     body: int
@@ -46,7 +49,7 @@ def memory_report(
     """Bytes of `seq_len` tokens of a 16-bit model whose layers all have plain KV caches.
 
     Raises:
-        ConfigError: a size below 1, or a head_dim that a format cannot take.
+        ConfigError: a size below 1, a head_dim that a format cannot take, or a budget that cannot be met.
     """
     for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
         if size < 1:
@@ -61,13 +64,23 @@ def memory_report(
         for layer in range(num_layers)
     ]
     row = sum(spec.layout(head_dim, head_dim, mx.float16).nbytes for spec in specs)
-    spec = specs[0]
-    prefix = min(config.prefix, seq_len)
-    body = spec.packed_until(seq_len) - config.prefix
-    kept = max(config.prefix, spec.packed_until(seq_len) - BLOCK)
+    spec, live = specs[0], _live(seq_len, specs, num_kv_heads, head_dim, config)
+    prefix = min(config.prefix, live)
+    body = spec.packed_until(live) - config.prefix
+    kept = max(config.prefix, spec.packed_until(live) - BLOCK)
     return MemoryReport(
         body=body * num_kv_heads * row,
         prefix=prefix * full_token,
-        window=max(0, seq_len - kept) * full_token,
+        window=max(0, live - kept) * full_token,
         fp16=seq_len * full_token,
     )
+
+
+def _live(seq_len: int, specs: list[CacheSpec], heads: int, dim: int, config: KVConfig) -> int:
+    """Of `seq_len` tokens, how many are stored at most between two forward passes."""
+    if config.evict is None:
+        return seq_len
+    slots = [SlotFacts(layer, None, heads, dim, dim, "float16", 1.0, shared=False) for layer in range(len(specs))]
+    layers = [LayerPlan(slot, spec, "") for slot, spec in zip(slots, specs, strict=True)]
+    plan = Plan("", config, [], layers, list)
+    return EvictionPlan(config.evict, budget_in_tokens(plan, config.evict), len(layers)).most(seq_len, config.window)

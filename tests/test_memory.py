@@ -1,5 +1,7 @@
 """`memory_report` against the bytes of caches that were really filled."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 import mlx_tq
 from mlx_tq.cache import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.memory import memory_report
 
@@ -74,6 +76,26 @@ def test_bytes_per_token_at_128(config, per_token):
     assert (reports[1].total - reports[0].total) / (16384 - 4096) == per_token
     assert (reports[1].fp16 - reports[0].fp16) / (16384 - 4096) == 512
     assert memory_report(2**24, 1, 1, 128, config).ratio == pytest.approx(512 / per_token, rel=1e-3)
+
+
+@pytest.mark.parametrize("budget", [1000, "25%", "1MB"])
+def test_eviction_bounds_the_report(budget):
+    """A full cache of as many tokens as stay; of a budget in bytes, no more bytes at any length."""
+    evict = EvictConfig(policy="knorm", budget=budget, trigger=64)
+    config = replace(PROFILES["balanced"], evict=evict)
+    for tokens in (300, 5000, 100_000):
+        report = memory_report(tokens, 3, 2, 64, config)
+        kept = {1000: 1000, "25%": max(tokens // 4, 129)}.get(budget)
+        if kept is None:
+            assert report.total <= 1_000_000
+        else:
+            full = memory_report(min(tokens, kept + 64), 3, 2, 64, PROFILES["balanced"])
+            assert (report.body, report.prefix, report.window) == (full.body, full.prefix, full.window)
+        assert report.fp16 == tokens * 3 * 2 * 2 * 64 * 2
+    if budget == "1MB":
+        assert report.total > 600_000  # and the budget is used
+        with pytest.raises(ConfigError, match="a budget of 1,000 bytes is below"):
+            memory_report(5000, 3, 2, 64, replace(config, evict=EvictConfig(budget="1KB")))
 
 
 def test_off_is_fp16():

@@ -172,7 +172,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
             for layer, rope, queries in zip(plan.layers, ropes, found, strict=True)
         ]
         plan = replace(plan, layers=layers)
-    budget = _in_tokens(plan, config)
+    budget = budget_in_tokens(plan, config)
     return replace(plan, eviction=EvictionPlan(config, budget, len(plan.layers), facts.positions, source))
 
 
@@ -193,8 +193,12 @@ def _learn_ropes(facts: ModelFacts) -> list[Rope]:
     return [learned[id(slot.rope)] for slot in facts.slots]
 
 
-def _in_tokens(plan: Plan, config: EvictConfig) -> Budget:
-    """The budget with bytes turned into the tokens that they hold, counting what gathers before a round."""
+def budget_in_tokens(plan: Plan, config: EvictConfig) -> Budget:
+    """The budget with bytes turned into the tokens that they hold, counting what gathers before a round.
+
+    Raises:
+        ConfigError: the bytes do not hold prefix, window and one round.
+    """
     budget = parse_budget(config.budget)
     if budget.nbytes is None:
         return budget

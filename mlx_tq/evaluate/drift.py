@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.dispatch import attention
+from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.passes import Advance, check_positions_of, kl_divergence, log_probabilities, steps
 
@@ -46,8 +47,13 @@ def measure_drift(
     """Read `ids` in steps of each size and compare with reading them at once. The arm `off` is the control.
 
     Raises:
-        ConfigError: more tokens than the model has positions.
+        ConfigError: more tokens than the model has positions, or an arm that evicts.
     """
+    if arm.config.evict is not None:
+        raise ConfigError(
+            f"{arm.name} evicts; drift compares the packed rows of the same tokens. Drop --kv-evict, or measure "
+            "perplexity with several --step."
+        )
     check_positions_of(model, len(ids))
     make = arm.caches(model)
     whole, whole_rows = _read(model, ids, make(), len(ids), advance)

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
+from mlx_tq.evaluate.passes import check_evicted
 from mlx_tq.haystack import build_case, verdict
 from mlx_tq.probe import position_limit
 
@@ -85,7 +86,8 @@ def measure_needles(
         report: told each cell.
 
     Raises:
-        ConfigError: arms that disagree, lengths beyond the model's positions, or a text too short.
+        ConfigError: arms that disagree, one that evicts nothing though it should, lengths beyond the model's positions,
+            or a text too short.
     """
     compressed = [arm for arm in arms if not arm.config.is_off]
     regions = {(arm.config.prefix, arm.config.window) for arm in compressed or [OFF]}
@@ -113,6 +115,7 @@ def measure_needles(
                     caches = make()
                     read_text(model, case.ids[: case.question], caches, step)
                     found = ask(model, tokenizer, case.ids[case.question :], caches, case.needle, max_tokens)
+                    check_evicted(arm.name, caches)
                 outcome = VOID if void else verdict(found.text, case.answer).value
                 whereabouts = (case.needle, found.live, found.packed)
                 cell = Cell(arm.name, tokens, depth, seed, *whereabouts, outcome, case.answer, found.text)

@@ -5,7 +5,7 @@ import pytest
 
 from mlx_tq.args import EVICT, EVICT_OPTIONS
 
-from .tools import facts
+from .tools import facts, zoo_model
 
 HI = ("-p", "hi", "-m", 2, "--verbose", "F")
 TRI = ("--kv-evict", "triattention")
@@ -89,9 +89,46 @@ def test_calibrate_and_use(cli, tmp_path):
 
 
 def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
-    words = ("evaluate", "perplexity", "--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
-    result = cli(*words, "--kv-prefix", 16, "--kv-window", 32, *TRI)
+    reading = ("evaluate", "perplexity", "--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
+    result = cli(*reading, "--kv-prefix", 16, "--kv-window", 32, *TRI)
     assert result.code == 2
     assert "balanced evicted nothing in 399 tokens, with a budget of 90%, a warm-up of 1,024" in result.err
-    evicts = cli(*words, "--kv-prefix", 16, "--kv-window", 32, *TRI, "--kv-warmup", 100, "--kv-budget", 80)
+    words = ("evaluate", "needle", "--lengths", 500, "--depths", "start", "--seeds", 1, "--max-tokens", 24)
+    result = cli(*words, "--profiles", "balanced", "--kv-prefix", 16, "--kv-window", 32, *TRI)
+    assert result.code == 2
+    assert "balanced evicted nothing in" in result.err
+    result = cli("evaluate", "drift", "--profiles", "balanced", *TRI)
+    assert (result.code, "balanced evicts; drift compares" in result.err) == (2, True)
+    evicts = cli(*reading, "--kv-prefix", 16, "--kv-window", 32, *TRI, "--kv-warmup", 100, "--kv-budget", 80)
     assert evicts.code == 0
+
+
+def test_a_draft_model_evicts_too(cli, tmp_path):
+    """With statistics of its own, also where --kv-stats gives the model's."""
+    path = tmp_path / "stats.safetensors"
+    assert cli("calibrate", "--tokens", 64, "-o", path).code == 0
+    words = ("generate", "--ignore-chat-template", "-p", facts(12)[0], "-m", 8, *TRI, "--json", "--kv-stats", path)
+    words = (*words, "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60, "--kv-warmup", 64)
+    draft = zoo_model(tmp_path / "draft", "qwen3")
+    answer = cli(*words, "--prefill-step-size", 64, "--draft-model", draft, "--num-draft-tokens", 3).json
+    assert answer["stats"]["cache"]["rounds"] > 0
+    assert answer["stats"]["generation_tokens"] > 0
+
+
+def test_where_positions_end(cli, tmp_path):
+    """Evicted tokens keep theirs: a warning from 90 % on, and a prompt that would not fit is an error."""
+    model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=200)
+    words = ("generate", "--model", model, "--ignore-chat-template", *TRI, "--kv-prefix", 4, "--kv-window", 24)
+    words = (*words, "--kv-warmup", 32, "--kv-budget", 60, "--prefill-step-size", 32)
+    few, many = "The city of " * 20, "The city of " * 100
+    warning = "of the model's 200 positions. Evicted tokens keep theirs"
+    count = cli(*words, "-p", few, "-m", 1, "--json").json["stats"]["prompt_tokens"]
+    for tokens, warned in ((180 - count, False), (181 - count, True)):
+        result = cli(*words, "-p", few, "-m", tokens)
+        assert (result.code, warning in result.err) == (0, warned)
+    full = cli(*words, "-p", few, "-m", -1, "--json").json["stats"]
+    assert full["prompt_tokens"] + full["generation_tokens"] == 200
+    assert full["cache"]["evicted"] > 0
+    refused = cli(*words, "-p", many)
+    assert (refused.code, refused.out) == (2, "")
+    assert "tokens; the model allows 200 with its answer. Shorten the prompt" in refused.err

@@ -3,11 +3,15 @@
 from importlib import import_module
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm import stream_generate
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models.cache import KVCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
-from zoo import ARCHITECTURES
+from zoo import ARCHITECTURES, build
 
+from contract import test_eviction
 from mlx_tq.cache import CompressedKVCache
 from mlx_tq.config import KVConfig
 from mlx_tq.dispatch import attention, make_prompt_cache
@@ -73,3 +77,42 @@ def test_both_models_on_compressed_caches_of_ones_own(needle, prompts, guesser, 
     for one, other in zip(own, caches, strict=True):
         assert other.body_tokens > 0
         assert abs(one.offset - other.offset) <= 1  # plain decoding runs one token ahead
+
+
+@pytest.mark.parametrize(("guesses", "seed"), [(1, 1), (4, 1), (4, 0)], ids=["1 wrong", "4 wrong", "4 right"])
+def test_drafts_on_caches_that_evict(guesses, seed):
+    """Each token is that of full attention in which what had left by then is invisible; what left stays away."""
+    model, draft = build("llama"), build("llama", seed=seed)
+    prompt, config = test_eviction.TOKENS[:150], test_eviction.config()
+    rounds = []
+    with attention(model), attention(draft):
+        caches, guessing = make_prompt_cache(model, config), make_prompt_cache(draft, config)
+        caches[0].subscribe(lambda positions: rounds.append((caches[0].offset, positions)))
+        steps = speculative_generate_step(
+            mx.array(prompt),
+            model,
+            draft,
+            num_draft_tokens=guesses,
+            max_tokens=TOKENS,
+            prompt_cache=[*caches, *guessing],
+            prefill_step_size=64,
+        )
+        found = list(steps)
+    said = [token for token, _, _ in found]
+    assert guessing[0].eviction.rounds > 2
+    assert len({at for at, _ in rounds if at > len(prompt)}) > 2  # while it generates
+    assert (sum(drafted for _, _, drafted in found) > TOKENS / 2) == (seed == 0)
+    ids = [*prompt, *said[:-1]]
+    visible = np.tri(len(ids), dtype=bool)
+    causal = _greedy(model, ids, visible)[len(prompt) - 1 :]
+    for at, positions in rounds:
+        visible[at:, positions] = False
+    masked = _greedy(model, ids, visible)[len(prompt) - 1 :]
+    assert masked == said
+    assert causal != said  # eviction is felt, or nothing was tested
+
+
+def _greedy(model, ids, visible):
+    """The next token after each of `ids`, each of which sees those that its row says."""
+    kind = type("MaskedCache", (KVCache,), {"make_mask": lambda self, *_, **__: mx.array(visible)})
+    return model(mx.array([ids]), cache=[kind() for _ in model.layers])[0].argmax(axis=-1).tolist()
