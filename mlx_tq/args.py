@@ -27,6 +27,7 @@ PROFILE = Option(
 )
 OPTIONS = (
     Option("--kv-key", "key", str, f"format of keys: {', '.join(format_names())}; or one for each layer, joined by +"),
+    Option("--kv-recent", "recent", int, "packed tokens whose keys have the first format of --kv-key tq4~tq3 (512)"),
     Option("--kv-value", "value", str, "format of values: the same but for spectral"),
     Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type"),

@@ -13,6 +13,8 @@ from mlx_tq.errors import ConfigError
 BLOCK = 32
 # Between the key formats of layers.
 SCHEDULE = "+"
+# Between the key format of recent tokens and that of older ones.
+COLD = "~"
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _CHOICES = {
     "mode": ("v1", "v2", "v3"),
@@ -126,7 +128,8 @@ class KVConfig:
     """How the KV cache of a model is stored.
 
     Attributes:
-        key: format of keys in the body (see `codec.format_names`), or one for each layer, joined by "+".
+        key: format of keys in the body (see `codec.format_names`), or two, RECENT~COLD, of which older tokens have the
+            second; or such for each layer, joined by "+".
         value: format of values in the body.
         prefix: first tokens kept in the model's type (sinks, system prompt).
         window: last tokens kept in the model's type. 32 to 63 more stay beside them, so that a trim of up to 32 tokens
@@ -139,6 +142,7 @@ class KVConfig:
         rotation: "wht" or "haar".
         seed: of the rotations.
         wide_scale: store scales as fp32 instead of fp16.
+        recent: packed tokens whose keys have the first of two formats, a multiple of 32.
         evict: which tokens leave the cache, or None to keep all.
 
     Raises:
@@ -156,11 +160,12 @@ class KVConfig:
     rotation: str = "wht"
     seed: int = 42
     wide_scale: bool = False
+    recent: int = 512
     evict: EvictConfig | None = None
 
     def __post_init__(self) -> None:
         # An alias and its format are one.
-        object.__setattr__(self, "key", SCHEDULE.join(get_format(name).name for name in self.key.split(SCHEDULE)))
+        object.__setattr__(self, "key", SCHEDULE.join(map(_key_name, self.key.split(SCHEDULE))))
         value = get_format(self.value)
         object.__setattr__(self, "value", value.name)
         if value.keys_only:
@@ -173,10 +178,16 @@ class KVConfig:
             value = getattr(self, name)
             if not value >= 0:  # also refuses NaN
                 raise ConfigError(f"{name} is {value}; it must be 0 or more.")
+        if self.recent < BLOCK or self.recent % BLOCK:
+            raise ConfigError(f"recent is {self.recent}; it must be a multiple of {BLOCK}, such as 512.")
         if self.evict is not None:
             self._check_eviction(self.evict)
 
     def _check_eviction(self, evict: EvictConfig) -> None:
+        if COLD in self.key:
+            raise ConfigError(
+                f"key is {self.key!r}; tokens of two key formats cannot be evicted. Use one, or no evict."
+            )
         tokens = parse_budget(evict.budget).tokens
         if tokens is not None and tokens <= self.prefix + self.window:
             raise ConfigError(
@@ -216,6 +227,14 @@ class KVConfig:
     def fingerprint(self) -> str:
         """16 hex digits that differ where two configurations store different bytes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _key_name(name: str) -> str:
+    """A key's format, or the two of RECENT~COLD, without aliases."""
+    parts = [get_format(part).name for part in name.split(COLD)]
+    if len(parts) > 2:
+        raise ConfigError(f"key {name!r} names {len(parts)} formats; write one, or RECENT{COLD}COLD, for each layer.")
+    return COLD.join(dict.fromkeys(parts))
 
 
 @dataclass(frozen=True)

@@ -63,13 +63,14 @@ def memory_report(
         CacheSpec.for_layer(config, layer, config.key_of(layer, num_layers), config.value)
         for layer in range(num_layers)
     ]
-    row = sum(spec.layout(head_dim, head_dim, mx.float16).nbytes for spec in specs)
-    spec, live = specs[0], _live(seq_len, specs, num_kv_heads, head_dim, config)
+    live = _live(seq_len, specs, num_kv_heads, head_dim, config)
+    packed = specs[0].packed_until(live)
     prefix = min(config.prefix, live)
-    body = spec.packed_until(live) - config.prefix
-    kept = max(config.prefix, spec.packed_until(live) - BLOCK)
+    layouts = [spec.layout(head_dim, head_dim, mx.float16) for spec in specs]
+    body = sum(spec.body_nbytes(packed, row, mx.float16) for spec, row in zip(specs, layouts, strict=True))
+    kept = max(config.prefix, packed - BLOCK)
     return MemoryReport(
-        body=body * num_kv_heads * row,
+        body=body * num_kv_heads,
         prefix=prefix * full_token,
         window=max(0, live - kept) * full_token,
         fp16=seq_len * full_token,

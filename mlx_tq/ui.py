@@ -54,12 +54,12 @@ def _layer_range(layers: list[LayerPlan]) -> str:
 def show_plan(plan: Plan, tokens: int) -> None:
     """Print how each group of layers is stored and the bytes at a context of `tokens`."""
     shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
-    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.key, layer.spec.value, layer.note)):
+    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
         layers = list(group)
         size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
         native = sum(layer.native_nbytes(tokens) for layer in layers)
         spec, note = layers[0].spec, layers[0].note
-        shown.add_row(_layer_range(layers), spec.key, spec.value, human_bytes(size), human_bytes(native), note)
+        shown.add_row(_layer_range(layers), spec.keys, spec.value, human_bytes(size), human_bytes(native), note)
     compressed = {layer.slot.index for layer in plan.layers}
     others = [name for index, name in enumerate(plan.classes) if index not in compressed]
     for name in sorted(set(others)):
@@ -74,7 +74,7 @@ def show_plan(plan: Plan, tokens: int) -> None:
     )
     if plan.eviction is not None:
         console.print(describe_eviction(plan.eviction), style="dim", soft_wrap=True)
-    decoded = sorted({f"{layer.spec.key}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
+    decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
     if decoded:
         console.print(
             f"no GPU kernels for {', '.join(decoded)}: attention decodes with mlx's operations",
@@ -155,7 +155,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             {
                 "index": layer.slot.index,
                 "part": layer.slot.part,
-                "key": layer.spec.key,
+                "key": layer.spec.keys,
                 "value": layer.spec.value,
                 "has_kernels": layer.has_kernels,
                 "note": layer.note,

@@ -21,6 +21,7 @@ CHANGES = {
     "rotation": "haar",
     "seed": 7,
     "wide_scale": True,
+    "recent": 64,
     "evict": EvictConfig(),
 }
 EVICT_CHANGES = {
@@ -57,6 +58,7 @@ EVICT_CHANGES = {
         ("boundary", -1, r"boundary is -1; it must be 0 or more\."),
         ("outlier", -0.5, r"outlier is -0\.5; it must be 0 or more\."),
         ("seed", -42, r"seed is -42; it must be 0 or more\."),
+        ("recent", 0, r"recent is 0; it must be a multiple of 32"),
     ],
 )
 def test_refused_values(field, value, message):

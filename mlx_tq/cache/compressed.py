@@ -126,7 +126,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             originals = self._originals(self._full, self._kept, self._packed(self.offset), self.offset)
             prefix = (x[:, :, : min(self.offset, self.spec.prefix)] for x in self._full)
             full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(prefix, originals, strict=True))
-        rows = None if self._rows is None else self._rows[:, :, : self.body_tokens]
+        rows = None if self._rows is None else self._rows[:, :, : self._row(self._packed(self.offset))]
         learned = (None, None) if self._fitted is None else self._fitted.learned
         return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(self.spec.to_dict())
 
@@ -147,6 +147,11 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def body_tokens(self) -> int:
         """Tokens that attention reads packed."""
         return self._row(self._packed(self.offset))
+
+    @property
+    def body_nbytes(self) -> int:
+        """Bytes of the packed tokens, without spare capacity."""
+        return 0 if self._rows is None else self._rows[:, :, : self._row(self._packed(self.offset))].nbytes
 
     @property
     def clamped(self) -> int:
@@ -272,7 +277,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         start, stop = self._row(packed), self._row(target)
         old = rows[:, :, :0] if self._rows is None else self._rows
         if self._rows is None or stop > old.shape[2]:
-            self._rows = _buffer([old], -(-stop // STEP) * STEP)
+            self._rows = buffer([old], -(-stop // STEP) * STEP)
         self._rows[:, :, start:stop] = rows
 
     def _fit(self, full: Pair) -> None:
@@ -307,15 +312,15 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         kept = min(max(self._kept - start, 0), packed)
         prefix, capacity = self.spec.prefix, self.spec.full_capacity
         keys, values = (
-            _buffer([x[:, :, : min(prefix, self.offset)], y[:, :, packed:length]], capacity)
+            buffer([x[:, :, : min(prefix, self.offset)], y[:, :, packed:length]], capacity)
             for x, y in zip(full, originals, strict=True)
         )
-        slack_keys, slack_values = (_buffer([x[:, :, kept:packed]], BLOCK) for x in originals)
+        slack_keys, slack_values = (buffer([x[:, :, kept:packed]], BLOCK) for x in originals)
         self._full, self._slack = (keys, values), (slack_keys, slack_values)
         return self._full
 
 
-def _buffer(parts: list[mx.array], capacity: int) -> mx.array:
+def buffer(parts: list[mx.array], capacity: int) -> mx.array:
     """Parts [B, H, n, D] side by side in a buffer of `capacity` tokens."""
     shape = parts[0].shape
     rest = capacity - sum(part.shape[2] for part in parts)

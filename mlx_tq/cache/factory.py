@@ -13,11 +13,12 @@ from mlx_tq.cache.compressed import HEALTH, STEP, CompressedKVCache
 from mlx_tq.cache.coordinator import Coordinator, EvictionPlan
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.facts import ModelFacts, SlotFacts
+from mlx_tq.cache.mixed import MixedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig, parse_budget
+from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.evict.calibration import Calibration
 from mlx_tq.evict.policy import get_policy
@@ -49,20 +50,21 @@ class LayerPlan:
 
     @property
     def has_kernels(self) -> bool:
-        """The GPU kernels have both formats at these sizes; else mlx's operations decode what attention reads."""
-        return can_run(self._layout)
+        """The GPU kernels have all formats at these sizes; else mlx's operations decode what attention reads."""
+        return not self.spec.cold and can_run(self._layout)
 
     def nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the arrays after `tokens` tokens, unused capacity included."""
         slot, spec = self.slot, self.spec
-        body = spec.packed_until(tokens) - spec.prefix
+        packed = spec.packed_until(tokens)
         full = (spec.full_capacity + BLOCK) * (slot.key_dim + slot.value_dim) * dtype_of(slot.dtype).size
+        body = spec.body_nbytes(packed, self._layout, dtype_of(slot.dtype), STEP)
         learned = self._layout.learned_bytes if body else 0
-        return batch * (slot.heads * (full + -(-body // STEP) * STEP * self.row_bytes + learned) + HEALTH)
+        return batch * (slot.heads * (full + body + learned) + HEALTH)
 
     @property
     def row_bytes(self) -> int:
-        """Of a packed token and KV head."""
+        """Of a packed token and KV head, a recent one."""
         return self._layout.nbytes
 
     @property
@@ -132,10 +134,13 @@ def make_plan(facts: ModelFacts, config: KVConfig, calibration: Calibration | No
             key, note = _promote(key), f"key norm {slot.key_norm:.1f} is {slot.key_norm / typical:.1f}x the median"
         if (key, value) == (chosen, config.value):
             note = ""
-        pairs = _rope_pairs(facts, slot) if get_format(key).keys_only else None
+        spectral = any(get_format(part).keys_only for part in key.split(COLD))
+        pairs = _rope_pairs(facts, slot) if spectral else None
         spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, pairs=pairs)
         try:
-            spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
+            layout = spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
+            if spec.cold:
+                spec.cold_layout(layout, dtype_of(slot.dtype))
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
         layers.append(LayerPlan(slot, spec, note))
@@ -217,7 +222,8 @@ def budget_in_tokens(plan: Plan, config: EvictConfig) -> Budget:
 
 
 def _promote(name: str) -> str:
-    return name if get_format(name).bits >= get_format(_PROMOTED).bits else _PROMOTED
+    least = min(get_format(part).bits for part in name.split(COLD))
+    return name if least >= get_format(_PROMOTED).bits else _PROMOTED
 
 
 def build_caches(plan: Plan) -> list[Any]:
@@ -226,11 +232,16 @@ def build_caches(plan: Plan) -> list[Any]:
     return _replace(plan, plan.native_caches(), lambda layer, _: make(layer))
 
 
+def make_cache(spec: CacheSpec) -> CompressedKVCache:
+    """An empty cache of one layer that keeps all tokens."""
+    return MixedKVCache(spec) if spec.cold else CompressedKVCache(spec)
+
+
 def _maker(plan: Plan) -> Callable[[LayerPlan], CompressedKVCache]:
     """Makes the caches of one sequence."""
     eviction = plan.eviction
     if eviction is None:
-        return lambda layer: CompressedKVCache(layer.spec)
+        return lambda layer: make_cache(layer.spec)
     coordinator = Coordinator(eviction)
     numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(plan.layers)}
 

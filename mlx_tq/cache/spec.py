@@ -6,9 +6,10 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
-from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.formats import Codec, CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.config import BLOCK, KVConfig
+from mlx_tq.config import BLOCK, COLD, KVConfig
+from mlx_tq.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class CacheSpec:
         prefix, window: tokens in the model's type at the start and at the end.
         key_options, value_options: of the codecs.
         shared: later layers read this cache with `keys_and_values`, so it holds on to what each step attended to.
+        cold: format of the keys of older tokens, or "" where they have no other.
+        recent: packed tokens that are not older.
     """
 
     key: str
@@ -29,6 +32,8 @@ class CacheSpec:
     key_options: CodecOptions
     value_options: CodecOptions
     shared: bool = False
+    cold: str = ""
+    recent: int = 0
 
     @classmethod
     def for_layer(
@@ -46,12 +51,13 @@ class CacheSpec:
         Args:
             config: of the model.
             layer: its number.
-            key: format of its keys.
+            key: format of its keys, or two as in `KVConfig`.
             value: format of its values.
             shared: see above.
             pairs: the dims that its RoPE turns together, for spectral keys.
         """
         seed = config.seed + 1000 * layer
+        key, _, cold = key.partition(COLD)
         common = {"rotation": config.rotation, "wide_scale": config.wide_scale}
         return cls(
             key=key,
@@ -61,6 +67,8 @@ class CacheSpec:
             key_options=CodecOptions(seed=seed, scale=config.key_scale, pairs=pairs, **common),  # type: ignore[arg-type]
             value_options=CodecOptions(seed=seed + 1, scale=config.value_scale, **common),  # type: ignore[arg-type]
             shared=shared,
+            cold=cold,
+            recent=config.recent if cold else 0,
         )
 
     @classmethod
@@ -73,9 +81,36 @@ class CacheSpec:
         """Plain numbers and strings."""
         return asdict(self)
 
+    @property
+    def keys(self) -> str:
+        """The key formats as `KVConfig` writes them."""
+        return f"{self.key}{COLD}{self.cold}" if self.cold else self.key
+
     def layout(self, key_dim: int, value_dim: int, dtype: mx.Dtype) -> RowLayout:
         """The row layout for a model's head dims and type; one object for each."""
         return _layout(self, key_dim, value_dim, dtype_name(dtype))
+
+    def cold_layout(self, layout: RowLayout, dtype: mx.Dtype) -> RowLayout:
+        """The layout of cold rows, beside that of the recent ones.
+
+        Raises:
+            ConfigError: a size that the format cannot take, or a format that learns from a cache's first tokens.
+        """
+        return RowLayout(_cold_codec(self, layout.key.head_dim, dtype_name(dtype)), layout.value)
+
+    def cold_until(self, packed: int) -> int:
+        """The position before which keys are cold when tokens before `packed` are packed."""
+        return max(self.prefix, packed - self.recent) if self.cold else self.prefix
+
+    def body_nbytes(self, packed: int, layout: RowLayout, dtype: mx.Dtype, step: int = 1) -> int:
+        """Bytes of a KV head's rows when tokens before `packed` are packed, in buffers of whole `step` rows.
+
+        The block that went cold last is there in both formats.
+        """
+        cold = self.cold_until(packed) - self.prefix
+        recent = packed - self.prefix - max(0, cold - BLOCK)
+        nbytes = -(-recent // step) * step * layout.nbytes
+        return nbytes + -(-cold // step) * step * self.cold_layout(layout, dtype).nbytes if cold else nbytes
 
     def packed_until(self, length: int) -> int:
         """The logical position before which tokens are packed once `length` have been seen: a multiple of BLOCK."""
@@ -92,3 +127,11 @@ def _layout(spec: CacheSpec, key_dim: int, value_dim: int, dtype: str) -> RowLay
     key = get_format(spec.key).codec(key_dim, spec.key_options, dtype_of(dtype))
     value = get_format(spec.value).codec(value_dim, spec.value_options, dtype_of(dtype))
     return RowLayout(key, value)
+
+
+@lru_cache(maxsize=4096)
+def _cold_codec(spec: CacheSpec, key_dim: int, dtype: str) -> Codec:
+    codec = get_format(spec.cold).codec(key_dim, spec.key_options, dtype_of(dtype))
+    if codec.learned_bytes:
+        raise ConfigError(f"{spec.cold} learns from keys as they first came; cold keys are decoded ones. Use tq3.")
+    return codec

@@ -71,12 +71,16 @@ class RowLayout:
     def encode(self, keys: mx.array, values: mx.array) -> Rows:
         """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]."""
         encoded = [self.key.encode(keys), self.value.encode(values)]
+        return Rows(self.join(*encoded), self._health(encoded, keys, values))
+
+    def join(self, key: Encoded, value: Encoded) -> mx.array:
+        """Rows uint32 [..., W] of keys and values that are encoded already."""
+        encoded = (key, value)
         parts = [e.codes for e in encoded]
         parts += [e.scale[..., None].view(mx.uint16) for e in encoded if e.scale is not None]
         if self._padding:
-            parts.append(mx.zeros((*keys.shape[:-1], 1), mx.uint16))
-        rows = mx.concatenate(parts, axis=-1).view(mx.uint32)
-        return Rows(rows, self._health(encoded, keys, values))
+            parts.append(mx.zeros((*key.codes.shape[:-1], 1), mx.uint16))
+        return mx.concatenate(parts, axis=-1).view(mx.uint32)
 
     def _health(self, encoded: list[Encoded], keys: mx.array, values: mx.array) -> mx.array:
         clamped, broken = [], []

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.compressed import CompressedKVCache
+from mlx_tq.cache.factory import make_cache
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
@@ -137,16 +137,15 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> _Storage
         return _Storage(full, full, 0.0, 0.0, 1.0)
     nbytes, rows = 0.0, []
     for planned, layer in zip(plan_caches(model, arm.config).layers, recorded, strict=True):
-        cache = CompressedKVCache(planned.spec)
+        cache = make_cache(planned.spec)
         past = layer.keys.shape[2] - QUERIES
         cache.append(layer.keys[:, :, :past], layer.values[:, :, :past])
-        stored = cache.state[2]
-        if stored is None:
+        if not cache.body_tokens:
             raise ConfigError(
                 f"{past} tokens with prefix {planned.spec.prefix} and window {planned.spec.window} pack none. Take a "
                 "longer --length, or a smaller --kv-prefix or --kv-window."
             )
-        nbytes += stored.nbytes / (stored.shape[0] * stored.shape[2])
+        nbytes += cache.body_nbytes / (layer.keys.shape[0] * cache.body_tokens)
         body = slice(planned.spec.prefix, planned.spec.prefix + cache.body_tokens)
         view = cache.append(layer.keys[:, :, past:], layer.values[:, :, past:])
         output = view.attend(layer.queries, layer.scale, layer.mask, layer.sinks)

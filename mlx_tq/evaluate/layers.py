@@ -194,17 +194,24 @@ def _compare(view: Regions, reference: Any, cache: CompressedKVCache) -> tuple[f
             equal = _stored_codes(view, side) == wanted
             shares[side] = 100 * float(equal.mean())
             positions += np.flatnonzero(~equal.all(axis=(0, 1, 3))).tolist()
-    return shares["key"], shares["value"], view.prefix + min(positions) if positions else None
+    return shares["key"], shares["value"], _start(view, cache) + min(positions) if positions else None
 
 
 def _wanted_codes(view: Regions, reference: Any, cache: CompressedKVCache, side: str) -> np.ndarray | None:
     """The reference's codes of the same tokens, or None where it stores another format."""
     if isinstance(reference, CompressedKVCache):
-        alike = getattr(cache.spec, side) == getattr(reference.spec, side)
-        return _stored_codes(_view(reference), side) if alike else None
+        other = _view(reference)
+        alike = getattr(cache.spec, side) == getattr(reference.spec, side) and other.body == view.body
+        return _stored_codes(other, side) if alike else None
     codec: Codec = getattr(view.layout, side)
     full: mx.array = getattr(reference, f"{side}s")
-    return _codes(codec, codec.encode(full[:, :, view.prefix : view.prefix + view.body]))
+    start = _start(view, cache)
+    return _codes(codec, codec.encode(full[:, :, start : start + view.body]))
+
+
+def _start(view: Regions, cache: CompressedKVCache) -> int:
+    """The position of the body's first token, behind the cold ones of a mixed cache."""
+    return cache.spec.prefix + cache.body_tokens - view.body
 
 
 def _stored_codes(view: Regions, side: str) -> np.ndarray:

@@ -20,6 +20,7 @@ TABLE = {
     "prefix": ((*HI, "--kv-prefix", -128), "prefix is -128; it must be 0 or more"),
     "boundary": ((*HI, "--kv-boundary", -2), "boundary is -2; it must be 0 or more"),
     "outlier": ((*HI, "--kv-outlier", "-0.5"), "outlier is -0.5; it must be 0 or more"),
+    "recent": ((*HI, "--kv-recent", 40), "recent is 40; it must be a multiple of 32"),
     "empty prompt": (("-p", ""), "the prompt is empty; give some text with -p"),
     "whitespace": (("-p", r" \n\t "), "the prompt is empty"),
     "two prompts": (("-p", "hi", "--prompt-file", "x"), "both --prompt and --prompt-file were given; give one"),
