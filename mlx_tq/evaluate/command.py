@@ -104,7 +104,7 @@ def _divergence(args: argparse.Namespace, text: str) -> int:
 
 def _formats(args: argparse.Namespace, text: str) -> int:
     pairs = formats.pairs(args.keys, args.values, args.pairs, **region_changes(args))
-    results = _results(args, pairs, ("chunks", "length", "step"), resume=True)
+    results = _results(args, pairs, ("chunks", "length", "step", "needle_length"), resume=True)
     model, tokenizer = _load(args)
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     left = [pair for pair in pairs if pair.name not in results.rows]
@@ -112,6 +112,13 @@ def _formats(args: argparse.Namespace, text: str) -> int:
     with progress("formats", passes * args.chunks * (args.length - 1)) as advance:
         for row in formats.measure_formats(model, chunks, left, args.step, advance):
             results.add(row.name, asdict(row))
+    unasked = [pair for pair in pairs if not pair.config.is_off and not results.rows[pair.name].get("asked")]
+    left = unasked if args.needles else []
+    options = {"length": args.needle_length, "seeds": args.needles, "step": args.step}
+    with progress("needles", len(left)) as advance:
+        for name, counts in formats.find_needles(model, tokenizer, text, left, **options):
+            results.add(name, {**results.rows[name], **counts})
+            advance(1)
     rows = [formats.FormatRow(**results.rows[pair.name]) for pair in pairs]
     tables.show_formats(results, sorted(rows, key=lambda row: (row.nbytes, row.name)))
     return 0

@@ -1,7 +1,7 @@
 """Every pair of key and value formats: bytes, error of what is stored, and what that does to predictions."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby, product
 from typing import Any
 
@@ -12,8 +12,9 @@ from mlx_tq.cache.factory import make_cache
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import Arm, parse_arm
+from mlx_tq.evaluate.arms import OFF, Arm, parse_arm
 from mlx_tq.evaluate.divergence import summarize_divergence
+from mlx_tq.evaluate.needle import VOID, measure_needles
 from mlx_tq.evaluate.passes import Advance, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.recording import Attended, record
@@ -38,6 +39,8 @@ class FormatRow:
         ppl: perplexity.
         delta: its change against the fp16 cache in percent, and the standard error of that.
         packed: share of the attended tokens that was packed, where predictions were compared.
+        found: of the needles asked for, how many were found.
+        asked: needles that the fp16 cache finds; 0 where none was asked for.
     """
 
     name: str
@@ -53,6 +56,8 @@ class FormatRow:
     delta: float
     delta_error: float
     packed: float
+    found: int = 0
+    asked: int = 0
 
 
 def sensible_pairs() -> list[str]:
@@ -117,6 +122,30 @@ def measure_formats(
                 delta_error=ppl.delta_error,
                 packed=ppl.packed,
             )
+
+
+def find_needles(
+    model: Any, tokenizer: Any, text: str, arms: Sequence[Arm], *, length: int, seeds: int, step: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """The name of each pair with how many needles it found, and of how many that the fp16 cache finds.
+
+    Args:
+        model: to ask.
+        tokenizer: of the model.
+        text: what surrounds the needles.
+        arms: to ask, which have the same prefix and window.
+        length: tokens of each prompt.
+        seeds: needles at each of three depths.
+        step: tokens read at a time.
+    """
+    known: dict[str, dict[str, Any]] = {}  # the fp16 cache answers once for all
+    for arm in arms:
+        cells = measure_needles(
+            model, tokenizer, text, [arm], lengths=[length], seeds=range(seeds), step=step, known=known.get
+        )
+        known |= {cell.key: asdict(cell) for cell in cells if cell.name == OFF.name}
+        verdicts = [cell.verdict for cell in cells if cell.name == arm.name and cell.verdict != VOID]
+        yield arm.name, {"found": verdicts.count("PASS"), "asked": len(verdicts)}
 
 
 @dataclass(frozen=True)

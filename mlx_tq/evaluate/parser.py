@@ -42,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
             made.add_argument("--keys", help="formats of keys, as tq4 or tq4:raw, separated by commas")
             made.add_argument("--values", help="formats of values; with --keys, all pairs")
             made.add_argument("--pairs", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
+            made.add_argument("--needles", type=int, default=0, help="to find at each of three depths (default: 0)")
+            made.add_argument("--needle-length", type=int, default=1000, help="tokens around them (default: 1000)")
 
     made = add("needle", "find a fact planted in a long text", needle.DEFAULT_ARMS)
     made.add_argument("--lengths", default="1000,2000", help="tokens of the prompts (default: 1000,2000)")

@@ -65,10 +65,25 @@ def show_formats(results: Results, rows: list[FormatRow]) -> None:
             f"{row.ppl:.2f}",
             f"{row.delta:+.2f}",
             f"{row.delta_error:.2f}",
+            f"{row.found}/{row.asked}" if row.asked else "-",
         )
         for row in rows
     ]
-    columns = ("K/V", "B/token", "ratio", "K err", "V err", "cos", "KLD", "+-", "top-1 %", "PPL", "change %", "+-")
+    columns = (
+        "K/V",
+        "B/token",
+        "ratio",
+        "K err",
+        "V err",
+        "cos",
+        "KLD",
+        "+-",
+        "top-1 %",
+        "PPL",
+        "change %",
+        "+-",
+        "needles",
+    )
     results.show(f"Pairs of formats; {100 * rows[0].packed:.0f} % of the attended tokens were packed", columns, lines)
 
 

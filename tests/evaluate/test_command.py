@@ -99,3 +99,17 @@ def test_formats_resume_and_refuse_other_settings(tmp_path, monkeypatch, capsys)
     target.write_text("{")
     assert main(words) == 2
     assert "no results to resume" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_formats_ask_for_needles_once(tmp_path, capsys):
+    target = tmp_path / "formats.json"
+    words = ["evaluate", "formats", "--pairs", "fp16/fp16,q8/q8", *READ, "--json", str(target)]
+    words += ["--needle-length", "260", "--needles", "1"]
+    assert main(words) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["3/3", "-"]
+    found = json.loads(target.read_text())
+    found["results"]["q8/q8"]["found"] = 1  # kept, not asked again
+    target.write_text(json.dumps(found))
+    assert main(words) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1/3", "-"]
