@@ -33,7 +33,7 @@ format: $(VENV)/dev
 	$(BIN)/ruff format .
 
 bench: $(VENV)/bench
-	$(BIN)/python -m mlx_tq bench --json benchmarks/results/decode_attention.json
+	$(BIN)/python -m mlx_tq bench --rounds 15 --json benchmarks/results/decode_attention.json
 	$(BIN)/python benchmarks/plot.py benchmarks/results/decode_attention.json
 
 # What a few tests of the rescue service need beyond Python packages; without it they skip and say so.

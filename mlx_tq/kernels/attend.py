@@ -7,6 +7,7 @@ rows are taken in blocks, so that memory stays bounded.
 
 from functools import partial as bound
 from functools import reduce
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -14,6 +15,7 @@ from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import check_can_run, codec_constants, flips, layout_constants, table
+from mlx_tq.kernels.lanes import Stream, lanes
 from mlx_tq.kernels.masks import (
     Mask,
     apply_mask,
@@ -113,14 +115,7 @@ def attend_ref(
 
     if body:
         turned = rotated(q, layout.key.rotation)
-        blocks = [(start, min(start + BLOCK_TOKENS, body)) for start in range(0, body, BLOCK_TOKENS)]
-        packed = reduce(
-            merge,
-            (
-                _attend_block(turned, rows[:, :, start:stop], layout, _columns(mask, prefix, start, stop), length)
-                for start, stop in blocks
-            ),
-        )
+        packed = reduce(merge, [_attend_run(*run, turned, rows, layout, mask, prefix, length) for run in lanes(body)])
         result = merge(result, packed._replace(o=rotated_back(packed.o, layout.value.rotation)))
     out = result.o / result.l
     return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
@@ -129,6 +124,29 @@ def attend_ref(
 def _columns(mask: Mask, prefix: int, start: int, stop: int) -> mx.array | None:
     """The part of a mask for positions [start, stop) of the body; causal queries see all of it."""
     return take_columns(mask, (prefix + start, prefix + stop)) if isinstance(mask, mx.array) else None
+
+
+def _attend_run(
+    stream: Stream,
+    start: int,
+    stop: int,
+    q: mx.array,
+    rows: mx.array,
+    layout: RowLayout,
+    mask: Mask,
+    prefix: int,
+    length: int,
+) -> Partial:
+    """A run of packed tokens, in blocks, on a stream."""
+    edges = [*range(start, stop, BLOCK_TOKENS), stop]
+    with mx.stream(stream):
+        return reduce(
+            merge,
+            (
+                _attend_block(q, rows[:, :, first:last], layout, _columns(mask, prefix, first, last), length)
+                for first, last in pairwise(edges)
+            ),
+        )
 
 
 def _attend_block(q: mx.array, block: mx.array, layout: RowLayout, mask: mx.array | None, length: int) -> Partial:
