@@ -110,6 +110,7 @@ def main() -> None:
             for r in rows("drift")
         ),
     )
+    needles("needle_default")
     needles("needle")
     for name in ("sweep", "sweep_hybrid"):
         table(name, *sweep_lines(rows(name)))

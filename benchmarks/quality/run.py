@@ -31,6 +31,7 @@ RUNS = {
     "perplexity": f"perplexity --profiles {PROFILES},{OTHERS}",
     "divergence": f"divergence --profiles {PROFILES},{OTHERS}",
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
+    "needle_default": "needle --lengths 2000 --seeds 5 --profiles off,balanced,small",
     "formats": f"formats --keys {FORMATS} --values {FORMATS} --length 1024 --step 256 {SMALL}",
     "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
     "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "
