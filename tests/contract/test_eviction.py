@@ -11,7 +11,7 @@ from zoo import build
 from contract.test_logits import difference
 from mlx_tq.cache import CompressedKVCache
 from mlx_tq.cache.factory import build_caches, compressed_caches
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, plan_caches
 
 # A bias on queries, a hybrid of linear attention with partial RoPE, sinks and YaRN, sliding layers, interleaved pairs,
@@ -252,3 +252,29 @@ def test_a_padded_batch_calibrates_each_row_on_its_own_tokens():
     for i, caches in enumerate(single):
         assert np.array_equal(batch[0].rows[i].positions, caches[0].positions)
         assert caches[0].eviction.rounds > 0
+
+
+@pytest.mark.parametrize("warmup", [64, 512], ids=["calibrated", "calibrating"])
+def test_tokens_between_rounds_wait_for_nothing(warmup):
+    """Also where a block is packed: a step only builds a graph. Its token needs 8 MB, which shows when it is computed."""
+    heavy = 8 << 20
+    model = build("llama")
+    evict = EvictConfig(budget=80, warmup=warmup, trigger=64)
+
+    def lazily():
+        return (mx.random.uniform(shape=(heavy // 4,)).max() > 2).astype(mx.int32).reshape(1, 1)
+
+    with attention(model):
+        caches = build_caches(plan_caches(model, config("q8", "tq4", evict=evict)))
+        run(model, caches, [70, 80, 1])
+        rounds, packed = caches[0].eviction.rounds, caches[0].body_tokens
+        assert rounds == (warmup == 64)
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        logits = [model(lazily(), cache=caches) for _ in range(BLOCK)]
+        assert caches[0].body_tokens == packed + BLOCK
+        assert caches[0].eviction.rounds == rounds
+        assert mx.get_peak_memory() - before < heavy
+        mx.eval(logits)
+        assert mx.get_peak_memory() - before >= heavy, "so one evaluation would have been seen"
