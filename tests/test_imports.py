@@ -22,7 +22,7 @@ LAYERS = (
     ("evict",),
     ("cache",),
     ("probe", "memory", "models", "haystack", "environment", "images"),
-    ("dispatch",),
+    ("dispatch", "questions"),
     ("rescue",),
     ("stats",),
     ("session",),

@@ -74,6 +74,15 @@ class Calibrator:
     def _gathers(self) -> bool:
         return not self._fixed and (self.stats is None or bool(self.config.ema or self.config.recalibrate))
 
+    @property
+    def so_far(self) -> tuple[int, QueryStats]:
+        """Tokens of the window that is open, at least one, and their statistics."""
+        return self._count, QueryStats(*(total / self._count for total in self._sums))
+
+    def begin_at(self, position: int) -> None:
+        """Count only from this position on."""
+        self._next = position
+
     def due(self, stop: int) -> bool:
         """Queries before position `stop` have something to tell."""
         return self.rope is None or (self._gathers and self._next < stop)
@@ -111,7 +120,7 @@ class Calibrator:
         self._sums = [a + b for a, b in zip(self._sums, parts, strict=True)] if self._sums else parts
 
     def _end_window(self) -> None:
-        found = QueryStats(*(total / self._count for total in self._sums))
+        _, found = self.so_far
         if self.stats is not None and self.config.ema:
             found = self.stats.map(found, self.config.ema)
         self.stats, self._sums, self._count = found, [], 0

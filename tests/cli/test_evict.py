@@ -4,6 +4,10 @@ import mlx.core as mx
 import pytest
 
 from mlx_tq.args import EVICT, EVICT_OPTIONS
+from mlx_tq.evict.calibration import load_calibration
+from mlx_tq.haystack import load_text
+from mlx_tq.models import fingerprint, load
+from mlx_tq.questions import scenes
 
 from .tools import facts, zoo_model
 
@@ -77,7 +81,7 @@ def test_what_comes_out(cli):
 def test_calibrate_and_use(cli, tmp_path):
     path, text = tmp_path / "stats.safetensors", tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
-    result = cli("calibrate", "--text", text, "--tokens", 300, "-o", path)
+    result = cli("calibrate", "--plain", "--text", text, "--tokens", 300, "-o", path)
     assert (result.code, result.out) == (0, "")
     assert "statistics of 300 tokens are in" in result.err
     words = (*TRI, *SMALL, "--kv-stats", path)
@@ -85,7 +89,23 @@ def test_calibrate_and_use(cli, tmp_path):
     assert answer["plan"]["eviction"]["calibration"] == str(path)
     assert answer["stats"]["cache"]["rounds"] > 0
     assert cli("calibrate", "--tokens", 0, "-o", path).code == 2
-    assert cli("calibrate", "--text", text, "--tokens", 9, "-o", "/nope/x.safetensors").code == 1
+    assert cli("calibrate", "--plain", "--text", text, "--tokens", 9, "-o", "/nope/x.safetensors").code == 1
+
+
+def test_calibrate_on_questions(cli, tmp_path):
+    """The centre of the first layer is the mean query of questions and answers, which depends on nothing else."""
+    folder, path = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512), tmp_path / "stats.safetensors"
+    result = cli("calibrate", "--model", folder, "--tokens", 700, "-o", path)
+    assert (result.code, result.out) == (0, "")
+    model, tokenizer = load(str(folder))
+    turns = [turn for scene in scenes(tokenizer, load_text(), 1, 448) for turn in scene.turns]
+    assert f"questions and answers of {sum(map(len, turns))} tokens" in result.err
+    layer, ids = model.layers[0], mx.array([token for turn in turns for token in turn])
+    queries = layer.self_attn.q_proj(layer.input_layernorm(model.model.embed_tokens(ids)))
+    centre = load_calibration(path, fingerprint(model)).layers[0].centre
+    assert mx.allclose(centre.reshape(-1), queries.mean(axis=0), atol=1e-5)
+    few = cli("calibrate", "--model", folder, "--tokens", 40, "-o", path)
+    assert (few.code, "has no room for needles" in few.err) == (2, True)
 
 
 def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
@@ -106,7 +126,7 @@ def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
 def test_a_draft_model_evicts_too(cli, tmp_path):
     """With statistics of its own, also where --kv-stats gives the model's."""
     path = tmp_path / "stats.safetensors"
-    assert cli("calibrate", "--tokens", 64, "-o", path).code == 0
+    assert cli("calibrate", "--plain", "--tokens", 64, "-o", path).code == 0
     words = ("generate", "--ignore-chat-template", "-p", facts(12)[0], "-m", 8, *TRI, "--json", "--kv-stats", path)
     words = (*words, "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60, "--kv-warmup", 64)
     draft = zoo_model(tmp_path / "draft", "qwen3")

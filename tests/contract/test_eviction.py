@@ -256,7 +256,7 @@ def test_a_padded_batch_calibrates_each_row_on_its_own_tokens():
 
 @pytest.mark.parametrize("warmup", [64, 512], ids=["calibrated", "calibrating"])
 def test_tokens_between_rounds_wait_for_nothing(warmup):
-    """Also where a block is packed: a step only builds a graph. Its token needs 8 MB, which shows when it is computed."""
+    """Also where a block is packed, a step only builds a graph; its token needs 8 MB, which would show."""
     heavy = 8 << 20
     model = build("llama")
     evict = EvictConfig(budget=80, warmup=warmup, trigger=64)

@@ -1,0 +1,189 @@
+"""How much of a needle could any policy keep? TriAttention's score and its variants beside oracles.
+
+python benchmarks/evict/bench_oracle.py [--seeds 8] [--length 800] [--json FILE]
+
+A text with four access codes is read once; nothing is evicted meanwhile. Then, for each way to score tokens and each
+retention, copies of the caches lose in one round what the score says, and the four questions are asked with their right
+answers appended: an answer is found where every one of its tokens is the most likely one. What differs between lines is
+the score alone. Keys and values are fp16.
+
+Oracles know what nobody knows beforehand: the attention of the very questions and answers.
+"""
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from scores import Queries, as_maximum, as_paper, attention_of, by_head, by_policy, record, recorded, statistics
+
+from mlx_tq.cache.evicting import EvictingKVCache
+from mlx_tq.cache.factory import compressed_caches
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.dispatch import attention, make_prompt_cache
+from mlx_tq.environment import environment
+from mlx_tq.evaluate.asking import read_text
+from mlx_tq.evaluate.scenes import plant
+from mlx_tq.evict.queries import SKIP
+from mlx_tq.evict.selection import Span, select
+from mlx_tq.haystack import load_text
+from mlx_tq.models import load
+
+PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
+RETENTIONS = (90, 75, 50, 25)
+CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(budget="100%"))
+
+
+def answered(model: Any, caches: list[Any], ids: list[int], answer: int) -> tuple[bool, float]:
+    """Whether the last `answer` of `ids` are each the most likely token, and their mean log-likelihood."""
+    logits = model(mx.array(ids[:-1])[None], cache=caches)[0, -answer:].astype(mx.float32)
+    wanted = mx.array(ids[-answer:])
+    logs = mx.take_along_axis(logits - mx.logsumexp(logits, axis=-1, keepdims=True), wanted[:, None], axis=-1)
+    return bool(mx.all(logits.argmax(axis=-1) == wanted).item()), float(logs.mean())
+
+
+class Scene:
+    """A text with facts in it, read once."""
+
+    def __init__(self, model: Any, tokenizer: Any, kind: str, length: int, seed: int) -> None:
+        planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, prefix=PREFIX, window=WINDOW)
+        self.model, self.scene, self.seed = model, planted.scene, seed
+        answers = [tokenizer.encode(planted.facts[i].answer, add_special_tokens=False) for i in planted.asked]
+        pairs = zip(self.scene.questions, answers, strict=True)
+        self.asks = [(question + answer, len(answer)) for question, answer in pairs]
+        self.caches: list[EvictingKVCache] = compressed_caches(make_prompt_cache(model, CONFIG))  # type: ignore[assignment]
+        record(self.caches)
+        read_text(model, self.scene.ids, self.caches, STEP)
+        self.text = recorded(self.caches)
+        self.asked, self.known = self._ask_all()
+
+    def _ask_all(self) -> tuple[list[Queries], list[bool]]:
+        """The queries of each question with its answer, and whether the whole cache answers it."""
+        queries, known = [], []
+        for ids, answer in self.asks:
+            twins = copy.deepcopy(self.caches)
+            record(twins)
+            with attention(self.model):
+                known.append(answered(self.model, twins, ids, answer)[0])
+            queries.append(recorded(twins))
+        return queries, known
+
+    def scores(self, same: Queries, other: Queries) -> Iterator[tuple[str, np.ndarray]]:
+        """Every way to score.
+
+        Args:
+            same: queries of questions of this kind about other texts.
+            other: queries of questions of another kind.
+        """
+        caches, config = self.caches, EvictConfig()
+        heads = self.model.args.num_key_value_heads
+        samples = {
+            "first 256 tokens": [x[:, SKIP : SKIP + WARMUP] for x in self.text],
+            "whole text": [x[:, SKIP:] for x in self.text],
+            "questions of another kind": other,
+            "the same questions of other texts": same,
+        }
+        for name, queries in samples.items():
+            yield f"v3, {name}", by_policy(caches, statistics(caches, queries, config), config)
+        yield (
+            "v3 highest, first 256 tokens",
+            -by_policy(caches, statistics(caches, samples["first 256 tokens"], config), config),
+        )
+        expected = EvictConfig(aggregation="expected_attention")
+        for name in ("first 256 tokens", "questions of another kind"):
+            stats = statistics(caches, samples[name], config)
+            full = statistics(caches, samples[name], expected)
+            yield f"aggregation expected_attention, {name}", by_policy(caches, full, expected)
+            yield f"aggregation v3, {name}", by_policy(caches, stats, EvictConfig(aggregation="v3"))
+            yield f"aggregation maximum, {name}", as_maximum(by_head(caches, stats))
+            yield f"virtual query alone, {name}", as_paper(by_head(caches, stats, norm=0), heads)
+            yield f"norm term alone, {name}", as_paper(by_head(caches, stats, trig=0), heads)
+        yield "random", np.random.default_rng(self.seed).random(len(caches[0].body_positions))
+        seen = attention_of(caches, [x[:, -WINDOW:] for x in self.text], len(self.scene.ids) - WINDOW)
+        yield "attention of the last 64 tokens", seen.mean(axis=2).max(axis=1).mean(axis=0)
+        future = [attention_of(caches, asked, len(self.scene.ids)) for asked in self.asked]
+        yield "oracle: sum of the questions' attention", sum(x.sum(axis=(0, 1, 2)) for x in future)
+        yield "oracle: its maximum", np.max([x.max(axis=(0, 1, 2)) for x in future], axis=0)
+
+    def measure(self, worth: np.ndarray, retention: float) -> dict[str, Any]:
+        """Lose what a score says, and ask."""
+        caches, config = self.caches, EvictConfig()
+        positions, offset = caches[0].body_positions, caches[0].offset
+        count = offset - int(retention / 100 * offset)
+        gone = select(worth, positions, count, Span(PREFIX, offset - WINDOW), config)
+        kept = np.delete(np.arange(len(positions)), gone)
+        left = set(positions[gone].tolist())
+        alive = [1 - len(left & set(range(*span))) / (span[1] - span[0]) for span in self.scene.needles]
+        found, logs = [], []
+        for (ids, answer), known in zip(self.asks, self.known, strict=True):
+            if not known:
+                continue
+            twins = copy.deepcopy(caches)
+            for twin in twins:
+                twin._calibrator = None
+                twin.compact(kept, positions[kept])
+            with attention(self.model):
+                passed, log = answered(self.model, twins, ids, answer)
+            found.append(passed)
+            logs.append(log)
+        return {"alive": alive, "found": found, "logs": logs}
+
+
+def joined(queries: list[Queries]) -> Queries:
+    """Those of all of them, layer by layer."""
+    return [mx.concatenate(parts, axis=1) for parts in zip(*queries, strict=True)]
+
+
+def main() -> None:
+    """Measure every score in every scene."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--length", type=int, default=800)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model, tokenizer = load()
+    scenes = [Scene(model, tokenizer, "multi", args.length, seed) for seed in range(args.seeds)]
+    other = joined([q for seed in range(6) for q in Scene(model, tokenizer, "single", 512, 100 + seed).asked])
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for number, scene in enumerate(scenes):
+        same = joined([q for each, s in enumerate(scenes) if each != number for q in s.asked][:12])
+        for name, worth in scene.scores(same, other):
+            for retention in RETENTIONS:
+                cells.setdefault(f"{name} | {retention}", []).append(scene.measure(worth, retention))
+        rows = [summary(key, found) for key, found in cells.items()]
+        if args.json:
+            command = f"python benchmarks/evict/bench_oracle.py --seeds {args.seeds} --length {args.length}"
+            done = {"command": command, "scenes": number + 1, **environment(), "rows": rows}
+            args.json.write_text(json.dumps(done, indent=1) + "\n")
+        print(f"scene {number + 1} of {len(scenes)}", flush=True)
+    for row in rows:
+        print(
+            f"{row['score']:58} {row['retention']:3} alive {row['alive']:5.1f} whole {row['whole']:3}/{row['needles']}"
+            f" found {row['found']}/{row['asked']} log {row['log']:.2f}"
+        )
+
+
+def summary(key: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line."""
+    name, retention = key.split(" | ")
+    alive = [x for scene in found for x in scene["alive"]]
+    passed = [x for scene in found for x in scene["found"]]
+    return {
+        "score": name,
+        "retention": int(retention),
+        "alive": 100 * mean(alive),
+        "whole": alive.count(1.0),
+        "needles": len(alive),
+        "found": sum(passed),
+        "asked": len(passed),
+        "log": mean([x for scene in found for x in scene["logs"]]),
+    }
+
+
+if __name__ == "__main__":
+    main()

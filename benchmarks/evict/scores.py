@@ -1,0 +1,136 @@
+"""What a token could be worth: the package's score, its variants, and oracles that know the questions.
+
+All work on fp16 bodies of caches from which nothing was evicted.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.evicting import EvictingKVCache
+from mlx_tq.config import EvictConfig
+from mlx_tq.evict.policy import Body, PackedLayer, get_policy
+from mlx_tq.evict.queries import Calibrator, QueryStats
+from mlx_tq.evict.virtual import spread, virtual_query
+from mlx_tq.kernels.score import score
+
+Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
+
+
+class Recorder:
+    """In the place of a cache's calibrator: keeps every query, as it was before RoPE."""
+
+    listens = ready = True
+    stats = None
+
+    def __init__(self, calibrator: Calibrator) -> None:
+        self.rope, self.config = calibrator.rope, calibrator.config
+        self.parts: list[mx.array] = []
+
+    def due(self, stop: int) -> bool:
+        """Always."""
+        return True
+
+    def observe(self, queries: mx.array, start: int, module: Any) -> list[mx.array]:
+        """Keep them."""
+        self.parts.append(queries[0].astype(mx.float32))
+        return [self.parts[-1]]
+
+    def copy(self) -> "Recorder":
+        """One that begins anew."""
+        return Recorder(self)  # type: ignore[arg-type]
+
+    @property
+    def queries(self) -> mx.array:
+        """All of them, [Hq, L, D]."""
+        return mx.concatenate(self.parts, axis=1)
+
+
+def record(caches: list[EvictingKVCache]) -> None:
+    """Keep the queries of what these caches are to read."""
+    for cache in caches:
+        cache._calibrator = Recorder(cache._calibrator)  # type: ignore[assignment, arg-type]
+
+
+def recorded(caches: list[EvictingKVCache]) -> Queries:
+    """The queries that were kept."""
+    return [cache._calibrator.queries for cache in caches]  # type: ignore[union-attr, attr-defined]
+
+
+def statistics(caches: list[EvictingKVCache], queries: Queries, config: EvictConfig) -> list[QueryStats]:
+    """The statistics of all these queries."""
+    found = []
+    for cache, each in zip(caches, queries, strict=True):
+        rope = cache._calibrator.rope  # type: ignore[union-attr]
+        parts = [each.mean(axis=1), rope.lengths(each).mean(axis=1)]
+        if config.aggregation == "expected_attention":
+            parts.append(each.swapaxes(-1, -2) @ each / each.shape[1])
+        found.append(QueryStats(*parts))
+    return found
+
+
+def layers_of(caches: list[EvictingKVCache], stats: Sequence[QueryStats]) -> list[PackedLayer]:
+    """The bodies as policies see them, under these statistics."""
+    found = []
+    for cache, each in zip(caches, stats, strict=True):
+        layer = cache.packed_layer()
+        found.append(PackedLayer(layer.rows, layer.layout, cache._calibrator.rope, each))  # type: ignore[union-attr]
+    return found
+
+
+def by_policy(caches: list[EvictingKVCache], stats: Sequence[QueryStats], config: EvictConfig) -> np.ndarray:
+    """What the package's policy says, [S]."""
+    positions = caches[0].body_positions
+    return get_policy(config).score(Body(layers_of(caches, stats), positions, caches[0].offset, 0))
+
+
+def by_head(
+    caches: list[EvictingKVCache], stats: Sequence[QueryStats], *, trig: float = 1.0, norm: float = 1.0
+) -> np.ndarray:
+    """Scores of TriAttention before aggregation, [layers, Hq, S], with weights on its two terms."""
+    tokens, last = len(caches[0].body_positions), caches[0].offset - 1
+    found = []
+    for layer in layers_of(caches, stats):
+        assert layer.rope is not None
+        assert layer.queries is not None
+        heads = layer.rows.shape[1]
+        terms = (trig * virtual_query(layer.rope, layer.queries.centre, last), norm * spread(layer.rope, layer.queries))
+        query, weights = (x.reshape(heads, -1, x.shape[1]) for x in terms)
+        scores = score(layer.rows, tokens, layer.layout, query, weights, layer.rope.pairs)[0]
+        found.append(np.array(scores).reshape(-1, tokens))
+    return np.stack(found)
+
+
+def attention_of(caches: list[EvictingKVCache], queries: Queries, start: int) -> np.ndarray:
+    """Attention weights that queries at positions from `start` give to the body: [layers, Hq, L, S]."""
+    prefix, found = caches[0].spec.prefix, []
+    tokens = len(caches[0].body_positions)
+    for cache, each in zip(caches, queries, strict=True):
+        turned = cache._calibrator.rope.module(each[None], offset=start)[0]  # type: ignore[union-attr]
+        keys = cache.keys_and_values()[0].materialize()[0].astype(mx.float32)  # [H, T, D]
+        keys = mx.repeat(keys, turned.shape[0] // keys.shape[0], axis=0)
+        logits = turned @ keys.swapaxes(-1, -2) / each.shape[-1] ** 0.5
+        rows, columns = np.arange(start, start + each.shape[1])[:, None], np.arange(keys.shape[1])[None]
+        weights = mx.softmax(mx.where(mx.array(columns <= rows), logits, -mx.inf), axis=-1)
+        found.append(np.array(weights[..., prefix : prefix + tokens]))
+    return np.stack(found)
+
+
+def standardized(scores: np.ndarray) -> np.ndarray:
+    """Zero mean and unit deviation over tokens."""
+    return (scores - scores.mean(axis=-1, keepdims=True)) / np.maximum(scores.std(axis=-1, keepdims=True), 1e-12)
+
+
+def as_paper(scores: np.ndarray, heads: int) -> np.ndarray:
+    """The maximum over the query heads of a KV head, the mean over `heads` KV heads and layers: [S]."""
+    layers, _, tokens = scores.shape
+    found: np.ndarray = standardized(scores).reshape(layers, heads, -1, tokens).max(axis=2).mean(axis=(0, 1))
+    return found
+
+
+def as_maximum(scores: np.ndarray) -> np.ndarray:
+    """The maximum over all heads and layers: [S]."""
+    found: np.ndarray = standardized(scores).max(axis=(0, 1))
+    return found
