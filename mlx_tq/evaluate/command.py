@@ -210,6 +210,7 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
         _numbers(args.granularities, "--granularities"),
         _numbers(args.triggers, "--triggers"),
         _numbers(args.prefixes, "--prefixes", least=0),
+        once=args.once,
     )
     lengths, depths = _numbers(args.lengths, "--lengths"), [_depth(part) for part in args.depths.split(",")]
     base = config_from_args(args)
@@ -228,9 +229,10 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
     shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
     if reads:
         chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
-        passes = sweep.text_passes(settings, results.rows.get, args.chunks, args.length)
+        in_rounds = [replace(setting, once=False) for setting in settings]
+        passes = sweep.text_passes(in_rounds, results.rows.get, args.chunks, args.length)
         with progress("text", passes * args.chunks * (args.length - 1)) as advance:
-            sweep.sweep_text(model, chunks, settings, base, report=results.add, advance=advance, **shared)
+            sweep.sweep_text(model, chunks, in_rounds, base, report=results.add, advance=advance, **shared)
     if asks:
         kinds = args.kinds.split(",")
         total = args.seeds * len(lengths) * (1 + len(settings)) * questions(kinds, len(depths))

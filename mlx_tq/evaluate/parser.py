@@ -94,6 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("--depths", "start,middle,end", "start, middle, end or 0 to 1"),
     ):
         made.add_argument(flag, default=default, help=f"{what} (default: {default})")
+    made.add_argument(
+        "--once",
+        action="store_true",
+        help="needles: read each text once for all settings and evict in one round before the question",
+    )
     for flag, number, what in (
         ("--warmup", 1024, "tokens whose queries calibrate TriAttention; nothing is evicted before"),
         ("--seeds", 3, "scenes for each kind, length and depth; 0 for no needles"),

@@ -27,6 +27,7 @@ class Setting:
         granularity: tokens that leave together.
         trigger: tokens above the budget at which a round begins.
         prefix: first tokens that stay; 0 in modes v1 and v2.
+        once: needles are asked for after one round that follows the reading of the text (see `once`).
     """
 
     variant: str
@@ -34,13 +35,13 @@ class Setting:
     granularity: int = 1
     trigger: int = 128
     prefix: int = KVConfig.prefix
+    once: bool = False
 
     @property
     def name(self) -> str:
         """Unique in a sweep."""
-        return (
-            f"{self.variant} {self.retention:g}% blocks {self.granularity} trigger {self.trigger} prefix {self.prefix}"
-        )
+        about = f"{self.variant} {self.retention:g}% blocks {self.granularity} trigger {self.trigger}"
+        return f"{about} prefix {self.prefix}{' once' if self.once else ''}"
 
     def config(self, base: KVConfig, warmup: int) -> KVConfig:
         """The whole configuration, with everything else as in `base`.
@@ -95,6 +96,8 @@ def grid(
     granularities: Sequence[int],
     triggers: Sequence[int],
     prefixes: Sequence[int],
+    *,
+    once: bool = False,
 ) -> list[Setting]:
     """All combinations, each once; modes v1 and v2 take prefix 0 whatever `prefixes` says."""
     found = []
@@ -102,5 +105,5 @@ def grid(
         variants, retentions, granularities, triggers, prefixes
     ):
         own = 0 if parse_variant(variant).get("mode") in ("v1", "v2") else prefix
-        found.append(Setting(variant, retention, granularity, trigger, own))
+        found.append(Setting(variant, retention, granularity, trigger, own, once))
     return list(dict.fromkeys(found))

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
 from mlx_tq.evaluate.divergence import summarize_divergence
 from mlx_tq.evaluate.needle import VOID
+from mlx_tq.evaluate.once import Readings
 from mlx_tq.evaluate.passes import Advance, evicted, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.scenes import SPREAD, Planted, plant
@@ -180,8 +182,7 @@ def sweep_needles(
         ConfigError: a scene or a setting that cannot be met, or one that evicts nothing.
     """
     check_protected(prefix, base.window, min(lengths))
-    arms = [(setting, Arm(setting.name, setting.config(base, warmup))) for setting in settings]
-    makers = [(None, OFF.caches(model)), *((setting, arm.caches(model)) for setting, arm in arms)]
+    makers = _makers(model, settings, base, warmup, step)
     for seed, length, kind in product(seeds, lengths, kinds):
         for depth in (0.5,) if kind in SPREAD else depths:
             planted = plant(kind, tokenizer, text, depth, seed, tokens=length, prefix=prefix, window=base.window)
@@ -190,8 +191,7 @@ def sweep_needles(
                 keys = {index: needle_key(setting, kind, length, depth, seed, index) for index in planted.asked}
                 found = {index: known(key) for index, key in keys.items()}
                 if any(record is None for record in found.values()):
-                    caches = make()
-                    read_text(model, planted.scene.ids, caches, step)
+                    caches = make(planted.scene.ids)
                 for index, key in keys.items():
                     record = found[index]
                     if record is None:
@@ -209,6 +209,25 @@ def sweep_needles(
                     report(key, record, found[index] is None)
                     if setting is None and record["verdict"] != "PASS":
                         void.add(index)
+
+
+def _makers(
+    model: Any, settings: Sequence[Setting], base: KVConfig, warmup: int, step: int
+) -> list[tuple[Setting | None, Callable[[list[int]], list[Any]]]]:
+    """For the fp16 cache and each setting, what makes caches that hold a text."""
+
+    def reads(make: Callable[[], list[Any]], ids: list[int]) -> list[Any]:
+        caches = make()
+        read_text(model, ids, caches, step)
+        return caches
+
+    configs = {setting: setting.config(base, warmup) for setting in settings}
+    readings = Readings(model, [config for setting, config in configs.items() if setting.once], step)
+    made: list[tuple[Setting | None, Callable[[list[int]], list[Any]]]] = [(None, partial(reads, OFF.caches(model)))]
+    for setting, config in configs.items():
+        own = readings.maker(config) if setting.once else partial(reads, Arm(setting.name, config).caches(model))
+        made.append((setting, own))
+    return made
 
 
 def _ask(model: Any, tokenizer: Any, planted: Planted, index: int, caches: list[Any], limit: int) -> Answer:

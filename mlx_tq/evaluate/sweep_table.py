@@ -32,6 +32,8 @@ def _line(records: list[Record], kinds: Iterable[str]) -> list[str]:
     text = next((record for record in records if "ppl" in record), None)
     asked = [record for record in records if "kind" in record]
     about = [str(first.get(field, "-")) for field in ("granularity", "trigger", "prefix")]
+    if first.get("once"):
+        about[1] = "once"
     line = [
         str(first.get("variant", first["name"])),
         f"{first['retention']:g}" if "retention" in first else "-",

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from mlx_tq.calibrate import calibrate
 from mlx_tq.cli import main
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
@@ -111,6 +112,33 @@ def test_known_cells_are_not_measured_again(tiny, needle):
     ask(tiny, needle[1], [*settings, Setting("random", 75, trigger=16, prefix=0)], records)
     assert (len(records), records.fresh) == (3, 3)
     assert {key: records[key] for key in before} == before
+
+
+@pytest.mark.parametrize("variant", ["v3", "v1"])
+def test_once_is_a_text_that_is_read_at_once(tiny, needle, variant):
+    """Where a text is read in one step, nothing leaves before the question either way; settings share no cache."""
+    found = []
+    for once in (False, True):
+        settings = grid([variant], [75, 50], [1], [16], [16], once=once)
+        records = Records()
+        ask(tiny, needle[1], settings, records, kinds=["multi"], step=512, prefix=16)
+        found.append([{**r, "name": "", "once": None} for r in records.values() if r["name"] != "off"])
+    assert found[0] == found[1]
+    assert {record["rounds"] for record in found[1]} == {1}
+    assert len({record["live"] for record in found[1]}) > 1
+
+
+def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_reading(tiny, needle, tmp_path):
+    path = tmp_path / "stats.safetensors"
+    calibrate(tiny, list(range(100, 164)), str(path))
+    lives = []
+    for variant in ("v3", f"v3:stats={path}"):
+        records = Records()
+        ask(tiny, needle[1], grid([variant], [50], [1], [16], [16], once=True), records, kinds=["multi"], prefix=16)
+        lives.append([record["live"] for record in records.values() if record["name"] != "off"])
+    assert lives[0] != lives[1]
+    with pytest.raises(ConfigError, match="ema and recalibrate change the scores while a text is read"):
+        ask(tiny, needle[1], grid(["v3:ema=0.1"], [50], [1], [16], [16], once=True), Records())
 
 
 def test_a_setting_that_evicted_nothing_is_an_error(tiny, needle):
