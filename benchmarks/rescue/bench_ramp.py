@@ -1,6 +1,6 @@
 """The rescue ramp: a fact in a text that outgrows the budget, asked for a turn later, in four arms.
 
-    python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 2] [--budget 50%] [--table]
+    python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
 
 Writes benchmarks/results/rescue_ramp.json after each cell and goes on where it stopped. `--table` only prints what is
 there. Real processes: the service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
@@ -30,6 +30,7 @@ from mlx_tq.haystack import QUESTION, build_case, load_text, verdict
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 ARMS = ("none", "evict", "rescue", "retrieval")
+WHOLE = ("none", "retrieval")  # arms that evict nothing, so they are the same for every budget
 DEPTHS = (0.0, 0.5, 1.0)
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
 
@@ -44,7 +45,7 @@ class Everything(Session):
 def configuration(arm: str, budget: str) -> KVConfig:
     """The cache of an arm."""
     plain = KVConfig(prefix=PREFIX, window=WINDOW)
-    if arm in ("none", "retrieval"):
+    if arm in WHOLE:
         return plain
     return replace(plain, evict=EvictConfig(budget=budget, warmup=WARMUP, granularity=64, trigger=64))
 
@@ -115,14 +116,21 @@ def outcome(cell: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
         return "void"
     if cell["verdict"] != "PASS":
         return "miss"
-    if cell["arm"] in ("none", "retrieval") or cell["live"]:
+    if cell["arm"] in WHOLE or cell["live"]:
         return "native"
     return "rescue" if cell["arm"] == "rescue" and cells[key("evict", cell)]["verdict"] != "PASS" else "luck"
 
 
 def key(arm: str, cell: dict[str, Any]) -> str:
     """Names a cell."""
-    return f"{arm} {cell['budget']} {cell['rung']} {cell['depth']:g} {cell['seed']}"
+    budget = [] if arm in WHOLE else [cell["budget"]]
+    return " ".join([arm, *budget, str(cell["rung"]), f"{cell['depth']:g}", str(cell["seed"])])
+
+
+def cells_of(arm: str, budget: str, rung: int, cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells of an arm where all four arms were measured."""
+    some = [c for c in cells.values() if c["arm"] == arm and c["rung"] == rung and c["budget"] in (budget, None)]
+    return [c for c in some if all(key(a, {**c, "budget": budget}) in cells for a in ARMS)]
 
 
 def table(cells: dict[str, dict[str, Any]]) -> str:
@@ -142,10 +150,9 @@ def table(cells: dict[str, dict[str, Any]]) -> str:
         "turn 2",
     )
     lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    groups = sorted({(c["budget"], c["rung"]) for c in cells.values()})
+    groups = sorted({(c["budget"], c["rung"]) for c in cells.values() if c["budget"]})
     for (budget, rung), arm in product(groups, ARMS):
-        some = [c for c in cells.values() if (c["budget"], c["rung"], c["arm"]) == (budget, rung, arm)]
-        whole = [c for c in some if all(key(a, c) in cells for a in ARMS)]
+        whole = cells_of(arm, budget, rung, cells)
         if not whole:
             continue
         kinds = [outcome(c, cells) for c in whole]
@@ -166,8 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
     parser.add_argument("--rungs", default="1000,2000,3000")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--budget", default="50%")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--budgets", default="50%,90%")
     parser.add_argument("--embedder", default="hashing")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
@@ -178,10 +185,10 @@ def main() -> None:
     done["environment"] = environment()
     done["command"] = "python -m benchmarks.rescue.bench_ramp"
     model, tokenizer = load(args.model)
-    grid = product(map(int, args.rungs.split(",")), range(args.seeds), DEPTHS, ARMS)
+    grid = product(range(args.seeds), map(int, args.rungs.split(",")), DEPTHS, ARMS, args.budgets.split(","))
     with tempfile.TemporaryDirectory() as folder, service(Path(folder), args.embedder) as running:
-        for rung, seed, depth, arm in grid:
-            cell = {"budget": args.budget, "rung": rung, "depth": depth, "seed": seed}
+        for seed, rung, depth, arm, budget in grid:
+            cell = {"budget": None if arm in WHOLE else budget, "rung": rung, "depth": depth, "seed": seed}
             if key(arm, cell) in done["cells"]:
                 continue
             found = measure(model, tokenizer, arm, cell, running)
