@@ -216,6 +216,7 @@ class EvictingKVCache(CompressedKVCache):
         """A copy that shares no change with this one; the copies of a sequence's layers evict together."""
         twin = super().fork()
         twin.coordinator = join(twin, self.coordinator.plan, self.coordinator.family, self.coordinator.stats)
+        twin.hold(self.coordinator.held)
         return twin
 
     def _blank(self) -> "EvictingKVCache":

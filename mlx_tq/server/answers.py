@@ -100,9 +100,12 @@ class Answer:
         model: name to report.
         reader: of the pieces.
         prompt_tokens: for the usage.
+        rescued: tokens of the prompt that quote what a session had lost; None outside of sessions.
     """
 
-    def __init__(self, model: str, reader: MessageReader | TextReader, prompt_tokens: int) -> None:
+    def __init__(
+        self, model: str, reader: MessageReader | TextReader, prompt_tokens: int, rescued: int | None = None
+    ) -> None:
         self._reader, self._chat = reader, isinstance(reader, MessageReader)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -112,7 +115,7 @@ class Answer:
         self._whole = Delta()
         self._logprobs: list[dict[str, Any]] = []
         self._finish: str | None = None
-        self.prompt_tokens, self.cached, self.tokens = prompt_tokens, 0, 0
+        self.prompt_tokens, self.cached, self.tokens, self.rescued = prompt_tokens, 0, 0, rescued
 
     def add(self, piece: Piece, names: Any) -> dict[str, Any] | None:
         """The chunk of a stream for a piece, or None where it shows nothing; `names` gives the text of a token."""
@@ -132,6 +135,15 @@ class Answer:
             choice["logprobs"] = {"content": shown}
         choice.update({"delta": delta.to_dict()} if self._chat else {"text": delta.content})
         return self._object("chunk", [choice])
+
+    @property
+    def is_complete(self) -> bool:
+        """All pieces were added."""
+        return self._finish is not None
+
+    def message(self) -> dict[str, Any] | None:
+        """The message that a client sends back with its next request; None for one that calls functions."""
+        return None if self._whole.tool_calls else {"role": "assistant", "content": self._whole.content}
 
     def opening(self) -> dict[str, Any] | None:
         """The first chunk of a stream, with the role."""
@@ -158,12 +170,15 @@ class Answer:
         return {**self._object("", [choice]), "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Counts of tokens, and how many of the prompt's were in the prompt cache."""
+        """Counts of tokens, and how many of the prompt's were in a cache, and in a session came back to it."""
+        details = {"cached_tokens": self.cached}
+        if self.rescued is not None:
+            details["rescued_tokens"] = self.rescued
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.tokens,
             "total_tokens": self.prompt_tokens + self.tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": details,
         }
 
     def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -25,6 +25,7 @@ from mlx_tq.server.guard import Guard
 from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
 from mlx_tq.server.service import Service
+from mlx_tq.server.sessions import HEADER, Turn
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +38,18 @@ class ClientGoneError(ApiError):
 
 @dataclass(frozen=True)
 class Web:
-    """What the routes need."""
+    """What the routes need, and what goes on behind them."""
 
     service: Service
     guard: Guard
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do it beside; a task that nobody holds may vanish."""
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
 
 Handler = Callable[[Web, Request], Awaitable[Response]]
@@ -142,10 +151,18 @@ async def _complete(web: Web, request: Request) -> Response:
 async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
     """Generate. A stream begins when the job has left the queue, so that all that can be refused has a status."""
     service = web.service
-    job, answer = await run_in_threadpool(service.prepare, asked)
-    events = _events(service, job)
+    name = request.headers.get(HEADER)
+    session = None if name is None else await service.sessions.enter(name)
+    try:
+        job, answer, turn = await run_in_threadpool(service.prepare, asked, session)
+        events = _events(service, job)
+        service.engine.submit(job)
+    except BaseException:
+        if session is not None:
+            service.sessions.leave(session)
+        raise
+    settled = None if turn is None else web.spawn(_settle(web, turn, job, answer))
     watch = asyncio.create_task(_watch(request, job))
-    service.engine.submit(job)
     try:
         first = await anext(events)
         assert isinstance(first, Started)  # noqa: S101 - tells the type checker
@@ -154,14 +171,31 @@ async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionReq
             async for event in events:
                 if isinstance(event, Piece):
                     answer.add(event, service.tokenizer.decode)
+            if settled is not None:
+                await asyncio.shield(settled)
             return JSONResponse(answer.whole())
     except BaseException:
         await events.aclose()
         raise
     finally:
         watch.cancel()
-    lines = _lines(answer, events, service, usage=asked.wants_usage)
+    lines = _lines(answer, events, service, settled, usage=asked.wants_usage)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:
+    """When a session's job has left the engine and its answer was read, the session's next request has its turn."""
+    sessions = web.service.sessions
+    try:
+        left = await job.left.get()
+        await job.heard.wait()
+        if left.caches is not None and answer.is_complete:
+            await run_in_threadpool(sessions.settle, turn, left, answer.message())
+    except Exception:
+        log.exception("a session could not go on")  # its next request begins behind the answer before
+    finally:
+        sessions.leave(turn.kept)
+    web.spawn(run_in_threadpool(sessions.forget))
 
 
 async def _watch(request: Request, job: Job) -> None:
@@ -190,12 +224,20 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[Event]:
                 seen, finished = True, event.finish is not None
             yield event
     finally:
+        job.heard.set()
         if not finished:
             service.engine.cancel(job)
             service.metrics.disconnects.inc()
 
 
-async def _lines(answer: Answer, events: AsyncGenerator[Event], service: Service, *, usage: bool) -> AsyncIterator[str]:
+async def _lines(
+    answer: Answer,
+    events: AsyncGenerator[Event],
+    service: Service,
+    settled: asyncio.Task[None] | None,
+    *,
+    usage: bool,
+) -> AsyncIterator[str]:
     """Server-sent events: comments while the prompt is read, chunks, and OpenAI's last line."""
     try:
         if opening := answer.opening():
@@ -205,6 +247,8 @@ async def _lines(answer: Answer, events: AsyncGenerator[Event], service: Service
                 yield f": {event.done} of {event.total} tokens read\n\n"
             elif isinstance(event, Piece) and (chunk := answer.add(event, service.tokenizer.decode)):
                 yield _line(chunk)
+        if settled is not None:
+            await asyncio.shield(settled)
         if usage:
             yield _line(answer.closing())
         yield "data: [DONE]\n\n"

@@ -11,18 +11,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mlx_tq.args import add_cache_arguments, config_from_args, parse_size
+from mlx_tq.args import (
+    add_cache_arguments,
+    add_rescue_arguments,
+    config_from_args,
+    parse_size,
+    rescue_from_args,
+    with_blocks,
+)
 from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
 from mlx_tq.limits import check_arguments, free_memory
 from mlx_tq.models import EMBEDDED, load
 from mlx_tq.probe import position_limit
+from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.ui import console, show_plan
 
 KEY_VARIABLE = "MLX_TQ_API_KEY"
 _BACKLOG = 128
 _GRACE_S = 5
-_AT_LEAST = {"decode_concurrency": 1, "prompt_concurrency": 1, "max_queue": 1, "max_tokens": 1, "prompt_cache_size": 0}
+_AT_LEAST = {
+    "decode_concurrency": 1,
+    "prompt_concurrency": 1,
+    "max_queue": 1,
+    "max_tokens": 1,
+    "prompt_cache_size": 0,
+    "sessions": 0,
+}
 _SHOWN_TOKENS = 8192  # context at which the bytes of the cache are shown
 
 
@@ -72,7 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-cache-size", type=int, default=10, help="prompts whose caches are kept for later requests (10)")
     add("--prompt-cache-bytes", type=parse_size, metavar="SIZE", help="bytes of those caches")
     add("--kv-memory-limit", type=parse_size, metavar="SIZE", help="bytes of all caches (4GB); the free memory")
+    add("--sessions", type=int, default=16, help="sessions that are kept for their next request (16)")
     add_cache_arguments(parser)
+    add_rescue_arguments(parser)
     return parser
 
 
@@ -152,6 +169,7 @@ def _serve(args: argparse.Namespace, key: str | None, listener: socket.socket) -
         Server(config).run(sockets=[listener])
     finally:
         service.engine.join(_GRACE_S)
+        service.sessions.close()
 
 
 def _service(args: argparse.Namespace) -> Any:
@@ -160,7 +178,11 @@ def _service(args: argparse.Namespace) -> Any:
     from mlx_tq.server.metrics import Metrics
     from mlx_tq.server.sampling import Sampling
     from mlx_tq.server.service import Service
+    from mlx_tq.server.sessions import Sessions
 
+    config, rescue = config_from_args(args), rescue_from_args(args, default=OFF)
+    if rescue.service != OFF:
+        config = with_blocks(config, args)
     tokenizer_config = {"trust_remote_code": args.trust_remote_code}
     if args.chat_template:
         tokenizer_config["chat_template"] = args.chat_template
@@ -170,12 +192,14 @@ def _service(args: argparse.Namespace) -> Any:
         tokenizer_config=tokenizer_config,
         trust_remote_code=args.trust_remote_code,
     )
-    config, positions = config_from_args(args), position_limit(model)
+    positions = position_limit(model)
     plan = None if config.is_off else plan_caches(model, config)
     memory = None if plan is None else args.kv_memory_limit or free_memory()
     if plan is not None:
         show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
-    metrics = Metrics()
+    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
+    client = None if rescue.service == OFF else RescueClient(open_service(rescue.service))
+    sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
     limits = EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
@@ -189,8 +213,9 @@ def _service(args: argparse.Namespace) -> Any:
         name=_public_name(args.model),
         created=int(time.time()),
         tokenizer=tokenizer,
-        conversations=Conversations(tokenizer, args.chat_template_args),
-        engine=Engine(model, tokenizer, config, plan, limits, metrics),
+        conversations=conversations,
+        sessions=sessions,
+        engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions),
         metrics=metrics,
         sampling=Sampling(args.temp, args.top_p, args.top_k, args.min_p),
         max_tokens=args.max_tokens,

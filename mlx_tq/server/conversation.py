@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import secrets
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from mlx_tq.server import schemas
 from mlx_tq.server.errors import InvalidRequestError
-from mlx_tq.server.schemas import ChatRequest, CompletionRequest, Message
+from mlx_tq.server.schemas import ChatRequest, CompletionRequest
+
+Message = dict[str, Any]  # as templates expect it
 
 # A template's last tokens among which it may open the model's reasoning.
 _TAIL = 11
@@ -35,11 +39,28 @@ class Prompt:
     state: str = "normal"
 
 
+@dataclass(frozen=True)
+class Parts:
+    """New tokens of a conversation, around the words of the user that end it.
+
+    Attributes:
+        before: what the template puts before these words, earlier messages included.
+        words: text; None where the last message is not the user's.
+        after: what the template puts behind them.
+        state: as of `Prompt`.
+    """
+
+    before: list[int]
+    words: str | None
+    after: list[int]
+    state: str
+
+
 class Conversations:
     """Makes prompts with a tokenizer, which several threads may share."""
 
     def __init__(self, tokenizer: Any, template_args: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self._template_args = template_args
         self._lock = Lock()
         self.vocabulary = len(tokenizer.get_vocab())
@@ -67,15 +88,9 @@ class Conversations:
         Raises:
             InvalidRequestError: the model has no template, or its template refuses the conversation.
         """
-        tokenizer = self._tokenizer
-        if not tokenizer.has_chat_template:
-            raise InvalidRequestError(
-                "the model has no chat template; use /v1/completions, or start the server with --chat-template"
-            )
-        options = self._options(request)
-        messages = [_plain(message, place) for place, message in enumerate(request.messages)]
+        messages, options = self.read(request)
         with self._lock:
-            ids = self._render(messages, add_generation_prompt=True, **options)
+            ids = list(self._render(messages, add_generation_prompt=True, **options))
             if not ids:
                 raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
             tail = self._thoughts_start(ids)
@@ -86,8 +101,47 @@ class Conversations:
             ids,
             segments=[ids[start:end] for start, end in zip([0, *ends], ends, strict=False)],
             kinds=[kinds[end] for end in ends],
-            state="reasoning" if self._thinks(ids) else tokenizer.response_initial_state or "normal",
+            state=self._state(ids),
         )
+
+    def read(self, request: ChatRequest) -> tuple[list[Message], dict[str, Any]]:
+        """The messages and the options of the template.
+
+        Raises:
+            InvalidRequestError: the model has no template, or not for this.
+        """
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequestError(
+                "the model has no chat template; use /v1/completions, or start the server with --chat-template"
+            )
+        return [_plain(message, place) for place, message in enumerate(request.messages)], self._options(request)
+
+    def parts(self, messages: list[Message], options: dict[str, Any], heard: int) -> Parts | None:
+        """What comes behind the first `heard` messages, the last of which is an answer without calls.
+
+        None where the template does not show that answer as it is.
+
+        Raises:
+            InvalidRequestError: the template refuses the conversation.
+        """
+        mark, words = secrets.token_hex(8), None  # letters that no template trims and no message holds
+        marked = list(messages)
+        if heard:
+            marked[heard - 1] = {**marked[heard - 1], "content": f"Q{mark}H"}
+        if messages[-1]["role"] == "user":
+            words = messages[-1]["content"]
+            marked[-1] = {**marked[-1], "content": f"Q{mark}W"}
+        with self._lock:
+            text = self._render(marked, tokenize=False, add_generation_prompt=True, **options)
+            if heard:
+                _, found, text = text.partition(f"Q{mark}H")
+                if not found:
+                    return None
+            before, found, after = text.partition(f"Q{mark}W")
+            if words is not None and not found:
+                raise InvalidRequestError("the model's chat template does not show what the user says last", "messages")
+            ids = [list(self._tokenizer.encode(each, add_special_tokens=False)) for each in (before, after)]
+        return Parts(ids[0], words, ids[1], self._state(ids[0] + ids[1]))
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         asked = request.chat_template_kwargs or {}
@@ -98,15 +152,16 @@ class Conversations:
             raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
         return {**self._template_args, **asked, "tools": tools or None}
 
-    def _render(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def _render(self, messages: list[Message], *, tokenize: bool = True, **options: Any) -> Any:
+        """Token ids, or text."""
         try:
-            return list(self._tokenizer.apply_chat_template(messages, tokenize=True, **options))
+            return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template trips over
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", "messages"
             ) from error
 
-    def _system_end(self, messages: list[dict[str, Any]], ids: list[int], options: dict[str, Any]) -> int:
+    def _system_end(self, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
         """How many tokens any conversation with these system messages begins with."""
         count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
         if not 0 < count < len(messages):
@@ -124,12 +179,13 @@ class Conversations:
         found = self._tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL)
         return int(found) if found > 0 else len(ids)
 
-    def _thinks(self, ids: list[int]) -> bool:
+    def _state(self, ids: list[int]) -> str:
         tokenizer = self._tokenizer
-        return bool(tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids))
+        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
+        return "reasoning" if thinks else tokenizer.response_initial_state or "normal"
 
 
-def _plain(message: Message, place: int) -> dict[str, Any]:
+def _plain(message: schemas.Message, place: int) -> Message:
     """A message as templates expect it."""
     plain = message.model_dump(exclude_none=True)
     if message.role == "developer":

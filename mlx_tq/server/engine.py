@@ -7,18 +7,20 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.cache.factory import Plan
+from mlx_tq.cache.evicting import EvictingKVCache
+from mlx_tq.cache.factory import Plan, compressed_caches
 from mlx_tq.config import KVConfig
 from mlx_tq.dispatch import attention
 from mlx_tq.errors import CacheFormatError, MlxTqError
-from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
+from mlx_tq.evict.selection import Span
+from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.jobs import Event, Failed, Job, Left, Piece, Progress, Started
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.running import Running, choices_of, rest_of
 
@@ -51,6 +53,19 @@ class EngineLimits:
     memory: int | None
 
 
+class Kept(Protocol):
+    """Caches that are kept outside of the engine, and given up where running ones need the room; see `Sessions`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all."""
+        ...
+
+    def trim_to(self, nbytes: int) -> None:
+        """Give up some, until the rest take so many bytes at most."""
+        ...
+
+
 class Engine:
     """Generates answers for jobs.
 
@@ -60,13 +75,21 @@ class Engine:
         plan: the same for this model; None where nothing is compressed.
         limits: see `EngineLimits`.
         metrics: counts what happens.
+        kept: what else takes memory.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, config: KVConfig, plan: Plan | None, limits: EngineLimits, metrics: Metrics
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: KVConfig,
+        plan: Plan | None,
+        limits: EngineLimits,
+        metrics: Metrics,
+        kept: Kept | None = None,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
-        self._limits, self._metrics = limits, metrics
+        self._limits, self._metrics, self._kept = limits, metrics, kept
         self._waiting: deque[Job] = deque()
         self._changed = Condition()  # guards what is waiting and whether to stop
         self._stopping = False
@@ -74,7 +97,7 @@ class Engine:
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         # The engine's thread alone uses what follows.
         self._running: dict[int, Running] = {}
-        self._outbox: list[tuple[Job, Event]] = []
+        self._outbox: list[tuple[Job, Event | Left]] = []
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._prompt_cache = LRUPromptCache(limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._measured = 0.0
@@ -113,7 +136,9 @@ class Engine:
         with self._changed:
             if not self.is_healthy:
                 raise UnavailableError("the server is stopping; try again when it is back")
-            self._waiting = deque(waiting for waiting in self._waiting if not waiting.cancelled)
+            for waiting in [waiting for waiting in self._waiting if waiting.cancelled]:
+                self._waiting.remove(waiting)
+                waiting.left.put_nowait(Left())
             if len(self._waiting) >= self._limits.queue:
                 raise QueueFullError(f"{self._limits.queue} requests are waiting, the limit; try again later")
             self._waiting.append(job)
@@ -148,7 +173,8 @@ class Engine:
                     self._stopping = True
                     jobs = [*(running.job for running in self._running.values()), *self._waiting]
                     self._waiting.clear()
-                self._outbox += [(job, Failed(UnavailableError("the server is stopping"))) for job in jobs]
+                for job in jobs:
+                    self._fail(job, UnavailableError("the server is stopping"))
                 self._send()
                 self._batch.close()
                 self._prompt_cache.trim_to(n_sequences=0)
@@ -172,7 +198,9 @@ class Engine:
             admitted: list[Job] = []
             while self._waiting and self._fits(admitted):
                 job = self._waiting.popleft()
-                if not job.cancelled:
+                if job.cancelled:
+                    self._outbox.append((job, Left()))
+                else:
                     admitted.append(job)
             self._metrics.waiting.set(len(self._waiting))
         for job in admitted:
@@ -180,8 +208,11 @@ class Engine:
                 self._admit(job)
             except Exception as error:
                 log.exception("a request could not join the batch")
-                self._outbox.append((job, Failed(ModelFailedError(f"the request could not be begun: {error}"))))
+                self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
         return True
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        self._outbox += [(job, Failed(error)), (job, Left())]
 
     def _fits(self, admitted: list[Job]) -> bool:
         """The first waiting job can join those that run; alone it always can, which was checked when it came."""
@@ -193,11 +224,13 @@ class Engine:
         return self._reserved([*jobs, self._waiting[0]]) <= self._limits.memory
 
     def _reserved(self, jobs: list[Job]) -> int:
-        return sum(self._plan.nbytes(job.tokens) for job in jobs) if self._plan else 0
+        return sum(self._plan.nbytes(job.tokens) + job.kept_nbytes for job in jobs) if self._plan else 0
 
     def _admit(self, job: Job) -> None:
-        caches, cached = self._fetch(job.prompt.ids)
+        caches, cached = self._caches_for(job)
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
+        if job.start is not None:
+            kinds = []  # its session keeps what was read
         (uid,) = self._batch.insert_segments(
             segments=[segments],
             max_tokens=[job.max_tokens],
@@ -213,7 +246,18 @@ class Engine:
         self._metrics.cached_tokens.inc(cached)
         if self._limits.memory is not None:
             reserved = self._reserved([running.job for running in self._running.values()])
-            self._prompt_cache.trim_to(n_bytes=self._limits.memory - reserved)
+            room = self._limits.memory - reserved
+            if self._kept is not None:
+                self._kept.trim_to(room)
+                room -= self._kept.nbytes
+            self._prompt_cache.trim_to(n_bytes=max(0, room))
+
+    def _caches_for(self, job: Job) -> tuple[list[Any] | None, int]:
+        """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them."""
+        if job.start is None or job.start.caches is None:
+            return self._fetch(job.prompt.ids)
+        _hold(job.start.caches, job.start.held)
+        return job.start.caches, job.start.cached
 
     def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
         """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
@@ -228,6 +272,14 @@ class Engine:
         trim_prompt_cache(caches, 1)
         return caches, len(ids) - 1
 
+    def _keep_answered(self, job: Job, tokens: list[int], caches: list[Any]) -> None:
+        """Keep what an answer leaves: a session's for the session, others for whoever begins the same way."""
+        if job.start is None:
+            self._keep(tokens, caches, "assistant")
+        else:
+            _hold(caches, None)
+            self._outbox.append((job, Left(caches, list(tokens))))
+
     def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         self._prompt_cache.insert_cache(_ONE_MODEL, list(tokens), caches, cache_type=kind)
 
@@ -241,8 +293,8 @@ class Engine:
         except Exception as error:
             # What a batch holds after a failed step is unknown: its answers end, the server goes on.
             log.exception("a step of the batch failed")
-            failed = Failed(ModelFailedError(f"the model failed: {error}"))
-            self._outbox += [(running.job, failed) for running in self._running.values()]
+            for running in self._running.values():
+                self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
             self._running.clear()
             self._batch.close()
             self._batch = self._new_batch()
@@ -274,7 +326,7 @@ class Engine:
             self._outbox.append((running.job, Piece(text, choice, top, "stop" if ended else finish)))
             if finish is not None:
                 del self._running[response.uid]
-                self._keep(response.all_tokens, response.prompt_cache, "assistant")
+                self._keep_answered(running.job, response.all_tokens, response.prompt_cache)
             elif ended:
                 stopped.append(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
@@ -284,11 +336,12 @@ class Engine:
         """Take jobs out of the batch; what they have read is kept for later requests."""
         if not uids:
             return
-        for caches, tokens in self._batch.remove(uids, return_prompt_caches=True).values():
-            if tokens:
-                self._keep(tokens, caches, "assistant")
-        for uid in uids:
-            del self._running[uid]
+        for uid, (caches, tokens) in self._batch.remove(uids, return_prompt_caches=True).items():
+            job = self._running.pop(uid).job
+            if job.start is not None and job.cancelled:  # half an answer; the session stays as it was before
+                self._outbox.append((job, Left()))
+            elif tokens:
+                self._keep_answered(job, tokens, caches)
 
     def _measure(self) -> None:
         if self._running and time.monotonic() - self._measured < _MEASURE_S:
@@ -308,6 +361,16 @@ class Engine:
             self._loop.call_soon_threadsafe(_deliver, events)
 
 
-def _deliver(events: list[tuple[Job, Event]]) -> None:
+def _deliver(events: list[tuple[Job, Event | Left]]) -> None:
     for job, event in events:
-        job.events.put_nowait(event)
+        if isinstance(event, Left):
+            job.left.put_nowait(event)
+        else:
+            job.events.put_nowait(event)
+
+
+def _hold(caches: list[Any], span: Span | None) -> None:
+    """Keep the positions of `span` in a sequence's caches until told None."""
+    evicting = [cache for cache in compressed_caches(caches) if isinstance(cache, EvictingKVCache)]
+    if evicting:
+        evicting[0].hold(span)  # for all layers

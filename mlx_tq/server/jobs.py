@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_tq.evict.selection import Span
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError
 from mlx_tq.server.sampling import Sampler
@@ -58,6 +59,29 @@ class Failed:
 Event = Started | Progress | Piece | Failed
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where the job of a session goes on.
+
+    Attributes:
+        caches: of the first tokens of the prompt, which stay as they are; None to begin anew.
+        cached: how many tokens these are.
+        held: positions that eviction must leave alone until the answer is complete, or None.
+    """
+
+    caches: list[Any] | None
+    cached: int
+    held: Span | None = None
+
+
+@dataclass(frozen=True)
+class Left:
+    """The job of a session has left the engine; with caches of these tokens if its answer is complete."""
+
+    caches: list[Any] | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Job:
     """One answer to be generated.
@@ -68,7 +92,10 @@ class Job:
         sampler, processors: of mlx-lm.
         stops: texts that end the answer and are not part of it.
         logprobs: how many of the likeliest tokens to report with each; None reports nothing.
-        events: what became of it, in order. Only its own event loop may touch it.
+        start: where it goes on, if it belongs to a session.
+        events: what became of it, in order. Only its own event loop may touch it and what follows.
+        left: holds the end of a session's job, once.
+        heard: nobody listens to events any more.
         cancelled: nobody waits for the answer any more.
     """
 
@@ -78,10 +105,18 @@ class Job:
     processors: list[Any]
     stops: list[str] = field(default_factory=list)
     logprobs: int | None = None
+    start: Start | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    left: asyncio.Queue[Left] = field(default_factory=asyncio.Queue)
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
 
     @property
     def tokens(self) -> int:
         """Of prompt and answer, at most."""
         return len(self.prompt.ids) + self.max_tokens
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of its session's caches, which are kept until the answer is complete."""
+        return sum(cache.nbytes for cache in (self.start and self.start.caches) or [])

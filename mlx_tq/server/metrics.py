@@ -26,6 +26,9 @@ class Metrics:
         self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes that the same tokens take uncompressed")
         self.prompt_cache_bytes = gauge("prompt_cache_bytes", "Bytes of the caches kept for later requests")
         self.prompt_cache_entries = gauge("prompt_cache_entries", "Caches kept for later requests")
+        self.sessions = gauge("sessions", "Sessions that are kept")
+        self.session_bytes = gauge("session_bytes", "Bytes of the caches of kept sessions")
+        self.rescued_tokens = counter("rescued_tokens", "Tokens of quotations that sessions were given")
         self.first_token_seconds = Histogram(
             "mlx_tq_first_token_seconds",
             "From a request to its first token",

@@ -9,11 +9,12 @@ from mlx_tq.limits import check_memory, check_positions
 from mlx_tq.server.answers import Answer, MessageReader, TextReader
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.errors import ContextLengthError, ModelNotFoundError
+from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_tq.server.jobs import Job
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling, processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
+from mlx_tq.server.sessions import HEADER, Kept, Sessions, Turn
 
 DEFAULT_MODEL = "default_model"  # what mlx-lm's server calls the model that it was started with
 
@@ -27,6 +28,7 @@ class Service:
         created: when it was loaded, in seconds since 1970.
         tokenizer: of the model.
         conversations: makes prompts.
+        sessions: that are kept between requests.
         engine: generates.
         metrics: counts.
         sampling, max_tokens: where a request does not say.
@@ -38,6 +40,7 @@ class Service:
     created: int
     tokenizer: Any
     conversations: Conversations
+    sessions: Sessions
     engine: Engine
     metrics: Metrics
     sampling: Sampling
@@ -57,8 +60,10 @@ class Service:
                 f"the model {str(name)[:100]!r} is not served; this server has {self.name}", "model"
             )
 
-    def prepare(self, request: ChatRequest | CompletionRequest) -> tuple[Job, Answer]:
-        """A job for the engine and its answer, still empty.
+    def prepare(
+        self, request: ChatRequest | CompletionRequest, session: Kept | None = None
+    ) -> tuple[Job, Answer, Turn | None]:
+        """A job for the engine, its answer, still empty, and the turn of the session that it is, if it is one.
 
         Raises:
             InvalidRequestError: another model, a conversation that the template refuses, or one that is too long.
@@ -66,14 +71,18 @@ class Service:
         self.check_model(request.model)
         vocabulary = self.conversations.vocabulary
         sampling = self.sampling.changed_by(request)
-        logprobs = None
+        logprobs, turn = None, None
         reader: MessageReader | TextReader
         if isinstance(request, ChatRequest):
-            prompt = self.conversations.chat(request)
+            if session is not None:
+                turn = self._turn(session, request)
+            prompt = self.conversations.chat(request) if turn is None else turn.prompt
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = [tool.model_dump() for tool in request.tools or []]
             reader = MessageReader(self.tokenizer, prompt.state, tools)
         else:
+            if session is not None:
+                raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
             prompt, reader = self.conversations.text(request), TextReader()
         job = Job(
             prompt,
@@ -82,8 +91,19 @@ class Service:
             processors(request, vocabulary),
             request.stops,
             logprobs,
+            None if turn is None else turn.start,
         )
-        return job, Answer(self.name, reader, len(prompt.ids))
+        rescued = None if turn is None else len(turn.rehydration.ids)
+        return job, Answer(self.name, reader, len(prompt.ids), rescued), turn
+
+    def _turn(self, session: Kept, request: ChatRequest) -> Turn:
+        """The request as it follows its session, or from its beginning where that has no positions left."""
+        turn = self.sessions.begin(session, request)
+        try:
+            self._answer_tokens(len(turn.prompt.ids), request.answer_tokens)
+        except ContextLengthError:
+            return turn if turn.is_new else self.sessions.begin(session, request, anew=True)
+        return turn
 
     def _answer_tokens(self, prompt: int, asked: int | None) -> int:
         """How many tokens to generate: what is asked for, or the default as far as positions are left.

@@ -65,7 +65,7 @@ class Memory:
         self.copies: list[Range] = []  # of quotations: what they say is kept where it was first said
         self.evicted = 0
         self._plain, self._client, self._config = plain, client, config
-        self._session_id, self._limit = session_id, limit
+        self.session_id, self._limit = session_id, limit
         room = int(_TEXT * limit)
         self._span = min(max(room // config.top_k - 2 * _MARGIN, _SHORTEST), MAX_TOKENS)
         self._top_k = min(config.top_k, max(1, room // (self._span + 2 * _MARGIN)))
@@ -84,7 +84,7 @@ class Memory:
         self._left = []
         for start, stop in self.copies:
             positions = positions[(positions < start) | (positions >= stop)]
-        self._client.write(self._session_id, make_spans(positions, self.ids, self._plain.decode, self._span))
+        self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode, self._span))
 
     def rewrite(self, live: Sequence[int]) -> None:
         """Send the text of all that is not live, as to a service that never saw it."""
@@ -99,7 +99,7 @@ class Memory:
             return NOTHING
         still = runs(live)
         found = self._client.retrieve(
-            self._session_id,
+            self.session_id,
             last_question(query),
             top_k=self._top_k,
             score_floor=self._config.score_floor,
