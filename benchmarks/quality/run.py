@@ -24,6 +24,20 @@ def _scales(pair: str) -> str:
 PROFILES = "off,safe,balanced,small"
 OTHERS = "q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls"
 FORMATS = "fp16,q8,tq4,tq3,tq2"
+# The pairs of docs/formats.md: those in a class of their own, the formats of other programs, and spectral keys.
+PAIRS = (
+    "q8/q8,q8/tq4,q8/tq3,q8/tq2,tq4/tq4,tq4/tq3,tq4/tq2,tq3/tq4,tq3/tq3,tq2/tq4,tq2/tq2,fp8/fp8,fp8/tq4,q8_0/q8_0,"
+    "q8_0/tq4,tbq4_0/tbq4_0,tbq3_0/tbq3_0,tq3_0/tq4,tq3_0/tq3_0,tq35/tq4,tq35/tq35,tq25/tq4,tq25/tq25,q8/tq35,q8/tq25,"
+    "q8/fp8,q8/tq3_0"
+)
+SPECTRAL = (
+    "spectral8/tq4,spectral16/tq4,spectral16_int8/tq4,"
+    "spectral8+spectral12+spectral8+spectral10+spectral10+spectral10/tq4,tq4+tq4+spectral14+tq4+tq4+tq4/tq4"
+)
+MIXED = (
+    "tq4~spectral8/tq4,tq4~spectral16/tq4,tq4~tq3/tq4,tq4~tq2/tq4,q8~tq4/tq4,q8~tq3/tq4,q8~tq2/tq4,q8~spectral16/tq4"
+)
+PARETO = f"--length 768 --step 256 --needles 1 --needle-length 500 {SMALL}"
 
 RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
@@ -33,6 +47,9 @@ RUNS = {
     "needle": f"needle --lengths 500,1000,2000 --seeds 3 --profiles balanced,small {SMALL}",
     "needle_default": "needle --lengths 2000 --seeds 5 --profiles off,balanced,small",
     "formats": f"formats --keys {FORMATS} --values {FORMATS} --length 1024 --step 256 {SMALL}",
+    "all_formats": f"formats --pairs {PAIRS} {PARETO}",
+    "spectral": f"formats --pairs {SPECTRAL} {PARETO}",
+    "mixed": f"formats --pairs {MIXED} --kv-recent 256 {PARETO}",
     "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
     "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "
     "--max-tokens 24",

@@ -108,7 +108,7 @@ def _formats(args: argparse.Namespace, text: str) -> int:
     model, tokenizer = _load(args)
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     left = [pair for pair in pairs if pair.name not in results.rows]
-    passes = len(left) + len({pair.config.key for pair in left})
+    passes = len(left) + -(-len(left) // formats.TOGETHER)
     with progress("formats", passes * args.chunks * (args.length - 1)) as advance:
         for row in formats.measure_formats(model, chunks, left, args.step, advance):
             results.add(row.name, asdict(row))

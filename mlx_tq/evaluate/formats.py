@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, product
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from mlx_tq.evaluate.passes import Advance, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.recording import Attended, record
 
+TOGETHER = 4  # pairs that read beside one fp16 cache
 QUERIES = 64  # the last tokens of the recorded text, whose attention is compared
 
 
@@ -92,7 +93,7 @@ def pairs(keys: str | None, values: str | None, listed: str | None = None, **cha
 def measure_formats(
     model: Any, chunks: list[list[int]], arms: Sequence[Arm], step: int = 512, advance: Advance = lambda tokens: None
 ) -> Iterator[FormatRow]:
-    """Measure each pair, one key format after the other, so that results come while the rest is measured.
+    """Measure each pair, a few at a time, so that results come while the rest is measured.
 
     Raises:
         ConfigError: the reading would measure nothing; see `passes.check_reading`.
@@ -100,8 +101,8 @@ def measure_formats(
     if not arms:
         return
     recorded = record(model, chunks[0], QUERIES)
-    for _, group in groupby(arms, key=lambda arm: arm.config.key):
-        members = list(group)
+    for start in range(0, len(arms), TOGETHER):
+        members = arms[start : start + TOGETHER]
         reference, *scores = read_side_by_side(model, chunks, members, step, advance)
         for arm, found in zip(members, scores, strict=True):
             stored = _measure_storage(model, arm, recorded)

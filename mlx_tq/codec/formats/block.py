@@ -26,7 +26,7 @@ class BlockCodec(Codec):
     block_bytes: ClassVar[int]
     scale_at: ClassVar[int]
 
-    def __init__(self, head_dim: int, rotation: Rotation | None) -> None:
+    def __init__(self, head_dim: int, rotation: Rotation | None = None) -> None:
         super().__init__(head_dim, None if rotation is None else BlockRotation(head_dim, rotation))
 
     @property
@@ -75,7 +75,11 @@ def inverse(scale: mx.array) -> mx.array:
 
 
 class BlockFormat(Format):
-    """A format of blocks."""
+    """A format of blocks.
+
+    Attributes:
+        codec_class: made from a head size alone.
+    """
 
     codec_class: ClassVar[type[BlockCodec]]
 
@@ -95,8 +99,4 @@ class BlockFormat(Format):
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
         """The codec; the published layout leaves nothing for `options` to choose."""
         self.check(head_dim)
-        return self.make(head_dim)
-
-    @abstractmethod
-    def make(self, head_dim: int) -> BlockCodec:
-        """The codec for a size that `check` has let through."""
+        return self.codec_class(head_dim)

@@ -39,7 +39,3 @@ class Q8Zero(BlockFormat):
     bits = 8
     error = 2.87e-5
     codec_class = Q8ZeroCodec
-
-    def make(self, head_dim: int) -> BlockCodec:
-        """The codec."""
-        return Q8ZeroCodec(head_dim, None)

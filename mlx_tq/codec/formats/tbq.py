@@ -103,10 +103,6 @@ class TBQ4(BlockFormat):
     error = 0.00932
     codec_class = TBQ4Codec
 
-    def make(self, head_dim: int) -> BlockCodec:
-        """The codec."""
-        return TBQ4Codec(head_dim)
-
 
 class TBQ3(BlockFormat):
     """3 bits, dense rotation: 50 bytes at head_dim 128."""
@@ -115,7 +111,3 @@ class TBQ3(BlockFormat):
     bits = 3
     error = 0.0339
     codec_class = TBQ3Codec
-
-    def make(self, head_dim: int) -> BlockCodec:
-        """The codec."""
-        return TBQ3Codec(head_dim)

@@ -66,7 +66,3 @@ class TQ3Zero(BlockFormat):
     bits = 3
     error = 0.0316
     codec_class = TQ3ZeroCodec
-
-    def make(self, head_dim: int) -> BlockCodec:
-        """The codec."""
-        return TQ3ZeroCodec(head_dim)

@@ -1,0 +1,162 @@
+"""What TurboQuant could be built otherwise: formats for the ablation, which decode to the original space."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.codec import Codec, CodecOptions, Encoded, Format
+from mlx_tq.codec.formats.turbo import TurboCodec
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, get_rotation
+
+# Makes a rotation from a size and a seed.
+Maker = Callable[[int, int], Rotation]
+
+
+class Composed:
+    """Rotations one after the other, and perhaps a last vector of signs."""
+
+    def __init__(self, parts: list[Rotation], signs: mx.array | None = None) -> None:
+        self.dim = parts[0].dim
+        self._parts = parts
+        self._signs = mx.ones(self.dim) if signs is None else signs
+
+    def forward(self, x: mx.array) -> mx.array:
+        """R x times sqrt(D)."""
+        for part in self._parts:
+            x = part.forward(x) * self.dim**-0.5
+        return self._signs * x * self.dim**0.5
+
+    def inverse(self, y: mx.array) -> mx.array:
+        """R^T y."""
+        y = self._signs * y
+        for part in reversed(self._parts):
+            y = part.inverse(y)
+        return y
+
+    @property
+    def matrix(self) -> mx.array:
+        """R."""
+        return (self.forward(mx.eye(self.dim)) * self.dim**-0.5).T
+
+
+def wht(dim: int, seed: int) -> Rotation:
+    """One round with one sign vector: what the package does."""
+    return get_rotation("wht", dim, seed)
+
+
+def two_signs(dim: int, seed: int) -> Rotation:
+    """A second sign vector behind the transform."""
+    return Composed([wht(dim, seed)], WalshHadamard(dim, seed + 500).signs)
+
+
+def three_rounds(dim: int, seed: int) -> Rotation:
+    """Signs and transform three times."""
+    return Composed([wht(dim, seed + 500 * i) for i in range(3)])
+
+
+def haar(dim: int, seed: int) -> Rotation:
+    """A dense rotation."""
+    return get_rotation("haar", dim, seed)
+
+
+class VariantCodec(Codec):
+    """TurboQuant of blocks of a vector, after a shift and a scale of each dim that are learned from the first tokens.
+
+    Attributes:
+        shifts, scales: whether they are learned.
+    """
+
+    def __init__(self, head_dim: int, inner: TurboCodec, shifts: bool, scales: bool, about: mx.array | None) -> None:
+        super().__init__(head_dim, rotation=None)
+        self.shifts, self.scales = shifts, scales
+        self._inner = inner
+        self._about = about  # fp32 [B, H, 2, D]: the shift and the scale
+
+    @property
+    def words(self) -> int:
+        """16-bit words per vector."""
+        return self.head_dim // self._inner.head_dim * (self._inner.words + 1)
+
+    @property
+    def learned(self) -> mx.array | None:
+        """Shift and scale."""
+        return self._about
+
+    def fit(self, x: mx.array) -> "VariantCodec":
+        """Mean of each dim where it shifts, deviation from the shift where it scales."""
+        if not (self.shifts or self.scales):
+            return self
+        x = x.astype(mx.float32)
+        shift = x.mean(axis=2) if self.shifts else mx.zeros(x[:, :, 0].shape)
+        scale = mx.sqrt(mx.square(x - shift[:, :, None]).mean(axis=2)) if self.scales else mx.ones(shift.shape)
+        about = mx.stack([shift, mx.maximum(scale, 1e-6)], axis=2)
+        return VariantCodec(self.head_dim, self._inner, self.shifts, self.scales, about)
+
+    def encode(self, x: mx.array) -> Encoded:
+        """Encode vectors [..., D]."""
+        x = x.astype(mx.float32)
+        if self._about is not None:
+            x = (x - self._about[:, :, :1]) / self._about[:, :, 1:]
+        codes, scale = self._inner.encode(x.reshape(*x.shape[:-1], -1, self._inner.head_dim))
+        return Encoded(mx.concatenate([codes, scale[..., None].view(mx.uint16)], axis=-1).flatten(-2), None)
+
+    def planes(self, codes: mx.array) -> list[mx.array]:
+        """The decoded vectors: one fp32 [..., D]."""
+        words = codes.reshape(*codes.shape[:-1], -1, self._inner.words + 1)
+        scale = mx.contiguous(words[..., -1]).view(mx.float16)
+        x = self._inner.decode(Encoded(mx.contiguous(words[..., :-1]), scale)).flatten(-2)
+        return [x if self._about is None else x * self._about[:, :, 1:] + self._about[:, :, :1]]
+
+
+class Variant(Format):
+    """TurboQuant of `bits` bits with another rotation, scale rule, block or preparation."""
+
+    name = "variant"
+
+    def __init__(
+        self,
+        name: str,
+        bits: int,
+        *,
+        rule: str = "unbiased",
+        rotation: Maker = wht,
+        block: int = 0,
+        shifts: bool = False,
+        scales: bool = False,
+    ) -> None:
+        self.name, self.bits, self.error = name, bits, 0.0  # type: ignore[misc]
+        self._rule, self._rotation, self._block = rule, rotation, block
+        self._learns = shifts, scales
+
+    @classmethod
+    def variants(cls) -> list[Format]:
+        """Each of CHANGES by itself, with 4 and with 3 bits."""
+        return [cls(f"{name}.{bits}", bits, **changes) for bits in BITS for name, changes in CHANGES.items()]
+
+    def bytes_per_vector(self, head_dim: int) -> int:
+        """Codes and scales; what is learned is a head's, not a vector's."""
+        return head_dim * int(self.bits) // 8 + 2 * (head_dim // (self._block or head_dim))
+
+    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
+        """The codec."""
+        size = self._block or head_dim
+        inner = TurboCodec(size, int(self.bits), replace(options, scale=self._rule))
+        inner.rotation = self._rotation(size, options.seed)
+        return VariantCodec(head_dim, inner, *self._learns, None)
+
+
+BITS = (4, 3)
+CHANGES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "raw": {"rule": "raw"},
+    "matched": {"rule": "matched"},
+    "ls": {"rule": "ls"},
+    "two signs": {"rotation": two_signs},
+    "three rounds": {"rotation": three_rounds},
+    "Haar": {"rotation": haar},
+    "block 32": {"block": 32},
+    "mean removed": {"shifts": True},
+    "dims scaled": {"scales": True},
+}
