@@ -53,6 +53,8 @@ RUNS = {
     "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
     "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "
     "--max-tokens 24",
+    "layers": f"layers --profiles balanced,small --length 512 --step 128 {SMALL}",
+    "layers_float32": f"layers --profiles balanced,small --against float32 --length 512 --step 128 {SMALL}",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles balanced,small",
 }
 
