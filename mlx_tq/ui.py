@@ -72,6 +72,8 @@ def show_plan(plan: Plan, tokens: int) -> None:
         style="dim",
         soft_wrap=True,
     )
+    if any(layer.spec.cold for layer in plan.layers):
+        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
     if plan.eviction is not None:
         console.print(describe_eviction(plan.eviction), style="dim", soft_wrap=True)
     decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})

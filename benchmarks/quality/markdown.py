@@ -5,9 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from run import LEAN, RICH
+
 from mlx_tq.evaluate.sweep_table import sweep_lines
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
+NAMES = {LEAN: "lean schedule/tq4", RICH: "rich schedule/tq4"}
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -36,6 +39,47 @@ def needles(name: str) -> None:
             line.append(f"{counted.count('PASS')}/{len(counted)}")
         lines.append(line)
     table(name, ["cache", *(f"{tokens} at {depth:g}" for tokens, depth in columns)], lines)
+
+
+def pairs(title: str, found: list[dict[str, Any]]) -> None:
+    """Print pairs of formats, smallest first; needles where they were asked for."""
+    asked = any(row.get("asked") for row in found)
+    columns = ["K/V", "B/token", "ratio", "K error", "V error", "cosine", "KLD", "±", "top-1 %", "PPL", "change %", "±"]
+    lines = [
+        [
+            NAMES.get(r["name"], r["name"]),
+            f"{r['nbytes']:,.0f}",
+            f"{r['ratio']:.2f}",
+            f"{r['key_error']:.5f}",
+            f"{r['value_error']:.5f}",
+            f"{r['cosine']:.5f}",
+            f"{r['kld']:.5f}",
+            f"{r['kld_error']:.5f}",
+            f"{r['top1']:.2f}",
+            f"{r['ppl']:.2f}",
+            f"{r['delta']:+.2f}",
+            f"{r['delta_error']:.2f}",
+            *([f"{r['found']}/{r['asked']}" if r.get("asked") else "-"] if asked else []),
+        ]
+        for r in sorted(found, key=lambda r: (r["nbytes"], r["name"]))
+    ]
+    table(title, [*columns, *(["needles"] if asked else [])], lines)
+
+
+def ablation() -> None:
+    """Print a line for each change, keys and values at 4 and at 3 bits side by side."""
+    found = {row["name"]: row for row in rows("ablation")}
+    changes = dict.fromkeys(name.replace("fp16/", "").rpartition(".")[0] for name in found)
+    lines = []
+    for change in changes:
+        line = [change]
+        for pattern in ("{}.4/fp16", "{}.3/fp16", "fp16/{}.4", "fp16/{}.3"):
+            r = found.get(pattern.format(change))
+            error = r and r["key_error"] + r["value_error"]
+            line += [f"{error:.4f}", f"{r['cosine']:.5f}", f"{r['kld']:.5f} ± {r['kld_error']:.5f}"] if r else ["-"] * 3
+        lines.append(line)
+    sides = [f"{side}: {what}" for side in ("K 4", "K 3", "V 4", "V 3") for what in ("error", "cosine", "KLD")]
+    table("ablation", ["change", *sides], lines)
 
 
 def main() -> None:
@@ -73,27 +117,10 @@ def main() -> None:
                 for r in rows(name)
             ),
         )
-    table(
-        "formats",
-        ["K/V", "B/token", "ratio", "K error", "V error", "cosine", "KLD", "±", "top-1 %", "PPL", "change %", "±"],
-        (
-            [
-                r["name"],
-                f"{r['nbytes']:,.0f}",
-                f"{r['ratio']:.2f}",
-                f"{r['key_error']:.5f}",
-                f"{r['value_error']:.5f}",
-                f"{r['cosine']:.5f}",
-                f"{r['kld']:.5f}",
-                f"{r['kld_error']:.5f}",
-                f"{r['top1']:.2f}",
-                f"{r['ppl']:.2f}",
-                f"{r['delta']:+.2f}",
-                f"{r['delta_error']:.2f}",
-            ]
-            for r in sorted(rows("formats"), key=lambda r: (r["nbytes"], r["name"]))
-        ),
-    )
+    pairs("formats", rows("formats"))
+    pairs("all formats", [row for name in ("all_formats", "spectral", "mixed") for row in rows(name)])
+    pairs("mixed, 2048 tokens", rows("mixed_long"))
+    ablation()
     table(
         "drift",
         ["cache", "read at a time", "first layer", "later layers %", "KLD", "logits", "top-1 %"],

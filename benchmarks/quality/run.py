@@ -30,10 +30,10 @@ PAIRS = (
     "q8_0/tq4,tbq4_0/tbq4_0,tbq3_0/tbq3_0,tq3_0/tq4,tq3_0/tq3_0,tq35/tq4,tq35/tq35,tq25/tq4,tq25/tq25,q8/tq35,q8/tq25,"
     "q8/fp8,q8/tq3_0"
 )
-SPECTRAL = (
-    "spectral8/tq4,spectral16/tq4,spectral16_int8/tq4,"
-    "spectral8+spectral12+spectral8+spectral10+spectral10+spectral10/tq4,tq4+tq4+spectral14+tq4+tq4+tq4/tq4"
-)
+# Schedules by layer, as `mlx_tq.evaluate spectrum` prints them for the embedded model.
+LEAN = "spectral8+spectral12+spectral8+spectral10+spectral10+spectral10/tq4"
+RICH = "tq4+tq4+spectral14+tq4+tq4+tq4/tq4"
+SPECTRAL = f"spectral8/tq4,spectral16/tq4,spectral16_int8/tq4,{LEAN},{RICH}"
 MIXED = (
     "tq4~spectral8/tq4,tq4~spectral16/tq4,tq4~tq3/tq4,tq4~tq2/tq4,q8~tq4/tq4,q8~tq3/tq4,q8~tq2/tq4,q8~spectral16/tq4"
 )
@@ -49,6 +49,9 @@ RUNS = {
     "formats": f"formats --keys {FORMATS} --values {FORMATS} --length 1024 --step 256 {SMALL}",
     "all_formats": f"formats --pairs {PAIRS} {PARETO}",
     "spectral": f"formats --pairs {SPECTRAL} {PARETO}",
+    # One long step, through all of which the same 72 % of the packed tokens are cold.
+    "mixed_long": "formats --pairs tq4/tq4,tq3/tq4,q8/tq4,q8~tq4/tq4,q8~tq3/tq4,tq4~tq3/tq4,tq4~spectral16/tq4 "
+    f"--kv-recent 256 --chunks 1 --length 2048 --step 1024 {SMALL}",
     "mixed": f"formats --pairs {MIXED} --kv-recent 256 {PARETO}",
     "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
     "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "

@@ -10,7 +10,7 @@ from mlx_tq.config import PROFILES
 ROOT = Path(__file__).parents[2]
 ROWS = {
     row["name"]: row
-    for name in ("all_formats", "spectral")
+    for name in ("all_formats", "spectral", "mixed")
     for row in json.loads((ROOT / f"benchmarks/results/quality_{name}.json").read_text())["results"].values()
 }
 
