@@ -1,5 +1,6 @@
 """Plot a JSON of `mlx_tq.evaluate sweep`: what each policy costs and keeps, by the share of tokens that stays."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -16,6 +17,7 @@ from mlx_tq.evaluate.sweep_table import survival
 # TriAttention in blues, the opposite sign in red, controls in greys.
 COLOURS = {
     "v3": "#08519c",
+    "v3:stats=questions.safetensors": "#238b45",
     "v3:nope=off": "#6baed6",
     "v3:evict=highest": "#cb181d",
     "v3:evict=highest:nope=off": "#fb6a4a",
@@ -26,6 +28,8 @@ COLOURS = {
     "streaming": "#a6a6a6",
     "knorm": "#bdbdbd",
 }
+
+LABELS = {"v3:stats=questions.safetensors": "v3, calibrated on questions"}
 
 Record = dict[str, Any]
 
@@ -53,23 +57,29 @@ PANELS: dict[str, Callable[[list[Record]], float | None]] = {
 }
 
 
+def _scene(record: Record) -> tuple[Any, ...]:
+    return record["kind"], record["length"], record.get("once", False)
+
+
 def plot_sweep(report: dict[str, Any], path: Path) -> None:
-    """Four panels, a line for each policy and granularity."""
-    records = [record for record in report["results"].values() if "variant" in record]
-    lines = list(dict.fromkeys((record["variant"], record["granularity"]) for record in records))
+    """Four panels, a line for each policy that evicts token by token; needles of the scenes that most were asked in."""
+    records = [record for record in report["results"].values() if record.get("granularity") == 1]
+    scenes = Counter(_scene(record) for record in records if "kind" in record)
+    most = scenes.most_common(1)[0][0] if scenes else None
+    records = [record for record in records if "kind" not in record or _scene(record) == most]
+    variants = dict.fromkeys(record["variant"] for record in records)
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3.4 * len(PANELS), 3.4))
     for axis, (title, measure) in zip(axes, PANELS.items(), strict=True):
-        for variant, granularity in lines:
-            own = [record for record in records if (record["variant"], record["granularity"]) == (variant, granularity)]
+        for variant in variants:
+            own = [record for record in records if record["variant"] == variant]
             points = []
             for retention in sorted({record["retention"] for record in own}):
                 found = measure([record for record in own if record["retention"] == retention])
                 if found is not None:
                     points.append((retention, found))
-            if points:
-                label = variant if granularity == 1 else f"{variant}, blocks of {granularity}"
-                style = "-" if granularity == 1 else ":"
-                axis.plot(*zip(*points, strict=True), style, marker="o", ms=3, label=label, color=COLOURS.get(variant))
+            if len(points) > 1:
+                label = LABELS.get(variant, variant)
+                axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=label, color=COLOURS.get(variant))
         axis.set(title=title, xlabel="tokens that stay, %")
         axis.title.set_fontsize(9)
         axis.invert_xaxis()

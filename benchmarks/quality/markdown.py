@@ -1,13 +1,14 @@
 """Print the tables of docs/quality.md from the results beside this folder: python benchmarks/quality/markdown.py."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from run import LEAN, RICH
 
-from mlx_tq.evaluate.sweep_table import sweep_lines
+from mlx_tq.evaluate.sweep_table import survival
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 NAMES = {LEAN: "lean schedule/tq4", RICH: "rich schedule/tq4"}
@@ -82,6 +83,42 @@ def ablation() -> None:
     table("ablation", ["change", *sides], lines)
 
 
+def sweep(name: str) -> None:
+    """Print a line for each way to evict, a column for each retention: texts, then needles by kind and length."""
+    cells = rows(name)
+    texts = [cell for cell in cells if "ppl" in cell]
+    _by_retention(f"{name}: change of perplexity, %, and KLD", texts, _predicts)
+    asked = [cell for cell in cells if "kind" in cell]
+    for where in dict.fromkeys((c["kind"], c["length"]) for c in asked):
+        for once in (True, False):
+            found = [c for c in asked if (c["kind"], c["length"]) == where and c.get("once", False) == once]
+            title = f"{name}: {where[0]}, {where[1]} tokens, {'one round' if once else 'rounds while reading'}"
+            _by_retention(f"{title}: needle tokens alive, %, and answers found", found, _keeps)
+
+
+def _by_retention(title: str, cells: list[dict[str, Any]], show: Callable[[list[dict[str, Any]]], str]) -> None:
+    cells = [cell for cell in cells if "retention" in cell]
+    kept = sorted({cell["retention"] for cell in cells}, reverse=True)
+    ways = dict.fromkeys((cell["variant"], cell["granularity"], cell["trigger"], cell["prefix"]) for cell in cells)
+    lines = []
+    for way in ways:
+        own = [c for c in cells if (c["variant"], c["granularity"], c["trigger"], c["prefix"]) == way]
+        columns = ([cell for cell in own if cell["retention"] == retention] for retention in kept)
+        lines.append([*map(str, way), *(show(found) if found else "-" for found in columns)])
+    if lines:
+        table(title, ["policy", "block", "trigger", "prefix", *(f"{retention:g} %" for retention in kept)], lines)
+
+
+def _predicts(cells: list[dict[str, Any]]) -> str:
+    (cell,) = cells
+    return f"{cell['delta']:+.1f} ({cell['delta_error']:.1f}), {cell['kld']:.3f}"
+
+
+def _keeps(cells: list[dict[str, Any]]) -> str:
+    counted = [cell["verdict"] for cell in cells if cell["verdict"] != "VOID"]
+    return f"{100 * mean(map(survival, cells)):.0f}, {counted.count('PASS')}/{len(counted)}"
+
+
 def main() -> None:
     """Print everything that has been measured."""
     table(
@@ -140,7 +177,7 @@ def main() -> None:
     needles("needle_default")
     needles("needle")
     for name in ("sweep", "sweep_hybrid"):
-        table(name, *sweep_lines(rows(name)))
+        sweep(name)
 
 
 if __name__ == "__main__":
