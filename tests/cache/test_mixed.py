@@ -13,6 +13,7 @@ from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, make_prompt_cache, plan_caches
 from mlx_tq.errors import ConfigError
 from mlx_tq.memory import memory_report
+from mlx_tq.ui import show_plan
 
 PREFIX, WINDOW, RECENT = 4, 24, 64
 LENGTH = 360
@@ -173,12 +174,16 @@ def test_bytes_are_those_of_the_plan_and_of_the_report(length):
     assert report.body == sum(cache.body_nbytes for cache in caches)
 
 
-def test_a_model_runs_on_it_and_each_layer_has_its_own(tmp_path):
+def test_a_model_runs_on_it_and_each_layer_has_its_own(tmp_path, capsys):
     model = build("smollm3")
     config = KVConfig(key="q8~spectral8+tq4+tq4~tq2+fp16~tq4", value="tq4", prefix=4, window=24, recent=32)
     plan = plan_caches(model, config)
     assert [layer.spec.keys for layer in plan.layers] == config.key.split("+")
     assert [layer.has_kernels for layer in plan.layers] == [False, True, False, False]
+    show_plan(plan, 190)
+    shown = capsys.readouterr().err
+    assert "tq4~tq2" in shown
+    assert "of two key formats, 32 packed tokens have the first" in shown
     tokens = [(7 * i * i + 3 * i) % 160 for i in range(200)]
     with attention(model):
         caches = make_prompt_cache(model, config)
