@@ -16,7 +16,7 @@ from mlx_tq.models import load
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine, EngineLimits
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.jobs import Failed, Job, Piece, Started
+from mlx_tq.server.jobs import Failed, Job, Left, Piece, Started
 from mlx_tq.server.metrics import Metrics
 
 CONFIG = profile("small", prefix=16, window=32)
@@ -172,6 +172,30 @@ def test_a_failure_ends_its_batch_and_nothing_else(loaded):
     (one, two), later = serve(engine, jobs, then=again)
     assert all(isinstance(events[-1].error, ModelFailedError) for events in (one, two))
     assert later[-1].finish
+
+
+def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
+    """Others join it in the same moment, or are in it already."""
+    engine = make_engine(loaded)
+    impossible = {"max_tokens": 0}  # mlx-lm's batch refuses it
+
+    async def late():
+        running, second = make_job(20, max_tokens=30), make_job(20, **impossible)
+        engine.submit(running)
+        assert isinstance(await running.events.get(), Started)
+        engine.submit(second)
+        return await outcome(running), await outcome(second), await second.left.get(), engine.is_healthy
+
+    jobs = [make_job(20), make_job(20, **impossible), make_job(30)]
+    (one, two, three), (running, second, left, healthy) = serve(engine, jobs, then=late)
+    assert one[-1].finish
+    assert three[-1].finish
+    assert running[-1].finish
+    assert healthy
+    for (event,) in (two, second):
+        with pytest.raises(ModelFailedError, match="could not be begun"):
+            raise event.error
+    assert left == Left()
 
 
 def test_stopping_ends_every_job(loaded):
