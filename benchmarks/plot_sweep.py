@@ -18,6 +18,7 @@ from mlx_tq.evaluate.sweep_table import survival
 COLOURS = {
     "v3": "#08519c",
     "v3:stats=questions.safetensors": "#238b45",
+    "v3:stats=both.safetensors": "#a1d99b",
     "v3:nope=off": "#6baed6",
     "v3:evict=highest": "#cb181d",
     "v3:evict=highest:nope=off": "#fb6a4a",
@@ -29,7 +30,10 @@ COLOURS = {
     "knorm": "#bdbdbd",
 }
 
-LABELS = {"v3:stats=questions.safetensors": "v3, calibrated on questions"}
+LABELS = {
+    "v3:stats=questions.safetensors": "v3, calibrated on questions",
+    "v3:stats=both.safetensors": "v3, on text and questions",
+}
 
 Record = dict[str, Any]
 
