@@ -135,18 +135,24 @@ def measure_layers(
 @contextmanager
 def _listening(model: Any) -> Iterator[list[mx.array]]:
     """Yields a list to which each layer appends its output [1, L, hidden] until the context ends."""
-    layers: list[Any] = model.layers
+    layers = _layer_list(model)
     found: list[mx.array] = []
     own = list(layers)
     layers[:] = [_Listening(layer, found) for layer in own]
     try:
-        if not isinstance(model.layers[0], _Listening):
-            raise UnsupportedModelError(
-                "the model makes its list of layers anew for each use; none can be listened to."
-            )
         yield found
     finally:
         layers[:] = own
+
+
+def _layer_list(model: Any) -> list[Any]:
+    """The list that a model's `layers` is, or is a copy of."""
+    wanted = list(map(id, model.layers))
+    for module in model.modules():
+        for value in module.values():
+            if isinstance(value, list) and list(map(id, value)) == wanted:
+                return value
+    raise UnsupportedModelError("the model keeps its layers in no list, so that none can be listened to.")
 
 
 class _Listening:

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from zoo import build
 
 from mlx_tq.cli import main
 from mlx_tq.errors import ConfigError
@@ -8,7 +9,7 @@ from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.layers import Side, measure_layers
 from mlx_tq.haystack import load_text
 
-REGIONS = {"prefix": 8, "window": 16}
+REGIONS = {"prefix": 8, "window": 16, "recent": 32}
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,15 @@ def test_the_layers_are_the_models_own_again(tiny, ids):
         measure_layers(*[Side(tiny, parse_arm("tq4/tq4", prefix=400))] * 2, ids, 64)
     compare(tiny, "tq4/tq4", "off", ids[:100])
     assert all(a is b for a, b in zip(tiny.layers, before, strict=True))
+
+
+def test_a_hybrid_whose_layers_are_a_copy():
+    """`model.layers` is a slice; a linear layer has hidden states and no codes."""
+    model = build("qwen3_next")
+    rows, _ = compare(model, "tq4~tq2/tq4", "off", [(7 * i * i + 3 * i) % 160 for i in range(160)])
+    assert [row.keys is None for row in rows] == [type(cache).__name__ != "KVCache" for cache in model.make_cache()]
+    assert rows[0].least == pytest.approx(1)  # linear: it has no cache of ours
+    assert rows[-1].cosine < 1 - 1e-6
 
 
 def test_the_command_compares_with_float32_and_writes_rows(tmp_path, capsys):
