@@ -44,8 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _check_writable(file: Path) -> None:
     """Raise before the prompt is read, which can take minutes, where its cache could not be saved."""
     folder = file.resolve().parent
-    if file.is_dir():
-        raise ConfigError(f"--prompt-cache-file {file} is a folder; name the .safetensors file to write in it.")
+    if file.exists() and not file.is_file():
+        raise ConfigError(
+            f"--prompt-cache-file {file} is a folder, a device or a pipe; name the .safetensors file to write."
+        )
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"--prompt-cache-file {file} cannot be written: {folder} is no writable folder.")
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Low to high. A module of mlx_tq, or a package with all that is in it, imports from the lines above its own; modules
 # that share a line do not import each other.
 LAYERS = (
-    ("errors",),
+    ("errors", "files"),
     ("codec",),
     ("config",),  # it knows which formats there are
     ("kernels",),
@@ -39,6 +39,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Third parties that a layer may import, where that is limited.
 THIRD_PARTIES = {
     "errors": set(),
+    "files": set(),
     "codec": {"mlx", "numpy"},
     "config": set(),
     "kernels": {"mlx"},

@@ -6,8 +6,6 @@ not fit. A checksum over all of it finds what a disk or a copy changed.
 
 import hashlib
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.files import written_whole
 
 VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
@@ -71,22 +70,11 @@ def save_prompt_cache(
         "metadata": json.dumps(metadata or {}),
     }
     header["checksum"] = checksum(arrays, header)
-    target = Path(path)
     try:
-        handle, name = tempfile.mkstemp(suffix=".safetensors", prefix=f".{target.name}.", dir=target.parent)
-        os.close(handle)
-    except OSError as error:
-        raise CacheFormatError(f"cannot write the cache file {target}: {error}. Choose another path.") from error
-    temporary = Path(name)
-    try:
-        mx.save_safetensors(str(temporary), arrays, header)
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(target)
+        with written_whole(path, ".safetensors") as temporary:
+            mx.save_safetensors(str(temporary), arrays, header)
     except (OSError, RuntimeError) as error:
-        raise CacheFormatError(f"cannot write the cache file {target}: {error}. Free space or move it.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise CacheFormatError(f"cannot write the cache file {path}: {error}. Free space, or choose another path.") from error
 
 
 def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None = None) -> LoadedCache:

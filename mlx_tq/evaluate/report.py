@@ -1,7 +1,6 @@
 """What a measurement leaves: a table on stdout, a JSON file that can be resumed, a progress bar on stderr."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlx_tq import __version__, ui
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.passes import Advance
+from mlx_tq.files import written_whole
 
 STDOUT = "-"
 
@@ -71,10 +71,9 @@ class Results:
             self._write(Path(str(self._target)))
 
     def _write(self, path: Path) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            temporary.write_text(self.dumps(), encoding="utf-8")
-            temporary.replace(path)
+            with written_whole(path) as temporary:
+                temporary.write_text(self.dumps(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from error
 

@@ -208,7 +208,7 @@ def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):
         raise RuntimeError("[write] no space left on device")
 
     monkeypatch.setattr(mx, "save_safetensors", full_disk)
-    with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*no space left.* Free space or move it"):
+    with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*no space left.* Free space, or choose"):
         save_prompt_cache(path, caches, model=MODEL, config=CONFIG)
     assert path.read_bytes() == before
     assert only_file(path.parent) == ["cache.safetensors"]
