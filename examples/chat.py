@@ -1,6 +1,6 @@
 """A conversation from Python: what leaves the cache comes back when a turn needs it.
 
-pip install 'mlx-tq[rescue]'
+pip install -e '.[rescue]'
 python examples/chat.py [MODEL]
 """
 

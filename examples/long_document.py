@@ -1,6 +1,6 @@
 """A question about a document that is longer than the cache may be.
 
-pip install 'mlx-tq[rescue]'
+pip install -e '.[rescue]'
 python examples/long_document.py FILE "QUESTION" [MODEL]
 """
 

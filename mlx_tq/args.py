@@ -1,6 +1,7 @@
 """Flags that commands share. Each has an environment fallback, `MLX_TQ_` and the flag's name; the flag wins."""
 
 import argparse
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +35,8 @@ OPTIONS = (
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more"),
     Option("--kv-outlier", "outlier", float, "key norm, in medians, above which a layer's keys keep 8 bits; 0 is off"),
 )
+_PREFIX = "MLX_TQ_"
+KEY_VARIABLE = "MLX_TQ_API_KEY"  # of mlx_tq.server
 _NO_POLICY = "none"
 EVICT = Option(
     "--kv-evict", "policy", str, f"which tokens leave: {', '.join([_NO_POLICY, *policy_names()])} (default: none do)"
@@ -91,8 +94,24 @@ def choose_impl(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
         impl.choose(option_value(args, IMPL, environ) or "auto")
 
 
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise where a variable of ours is misspelt: it would have no effect.
+
+    Raises:
+        ConfigError: one is, with the most similar name.
+    """
+    options = (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS, IMPL, *RESCUE_OPTIONS)
+    known = [*(_environment_name(option.flag) for option in options), KEY_VARIABLE]
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise ConfigError(
+                f"the environment sets {name}, which is no setting. Did you mean {nearest}? Else unset it."
+            )
+
+
 def _environment_name(flag: str) -> str:
-    return "MLX_TQ_" + flag.removeprefix("--").replace("-", "_").upper()
+    return _PREFIX + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str, str] = os.environ) -> Any:

@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if command is None:
         command, words = (words[0], words[1:]) if words else ("", [])
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  whoever started us may have closed it
     try:
         try:
             return _run(command, words)
@@ -54,9 +55,18 @@ def main(argv: list[str] | None = None) -> int:
         return USAGE_ERROR if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output left; do not let the interpreter complain at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output left
+        _give_up_output()
         return 1
+    except OSError as error:  # a full disk, say, behind our output
+        _give_up_output()
+        sys.stderr.write(f"mlx_tq {command}: {error}\n")
+        return 1
+
+
+def _give_up_output() -> None:
+    """Do not let the interpreter complain at exit of what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(command: str, words: list[str]) -> int:
@@ -70,10 +80,11 @@ def _run(command: str, words: list[str]) -> int:
         sys.stderr.write(f"mlx_tq: command {command!r} is unknown\n" if command else "")
         sys.stderr.write(f"{_usage()}\n")
         return USAGE_ERROR
-    from mlx_tq.args import choose_impl  # 0.1 s, only for a command
+    from mlx_tq.args import check_environment, choose_impl  # 0.1 s, only for a command
 
     module = importlib.import_module(f"mlx_tq.{command}")
     args = module.build_parser().parse_args(words)
+    check_environment()
     choose_impl(args)
     plain, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"warning: {message}\n"
     try:

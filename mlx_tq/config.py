@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple, get_type_hints
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import ROTATIONS
@@ -60,6 +60,16 @@ def parse_budget(text: int | str) -> Budget:
     )
 
 
+def _check_types(settings: Any) -> None:
+    """Raise where a field of a dataclass does not have its type; a whole number serves as a float."""
+    hints = get_type_hints(type(settings))
+    for field in fields(settings):
+        value, hint = getattr(settings, field.name), hints[field.name]
+        fits = isinstance(value, (int, float) if hint is float else hint)
+        if not fits or (isinstance(value, bool) and hint is not bool):
+            raise ConfigError(f"{field.name} is {value!r}; it must be of type {getattr(hint, '__name__', hint)}.")
+
+
 @dataclass(frozen=True)
 class EvictConfig:
     """Which tokens leave the packed body, and when.
@@ -109,6 +119,7 @@ class EvictConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         parse_budget(self.budget)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -164,6 +175,7 @@ class KVConfig:
     evict: EvictConfig | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         # An alias and its format are one.
         object.__setattr__(self, "key", SCHEDULE.join(map(_key_name, self.key.split(SCHEDULE))))
         value = get_format(self.value)
@@ -259,6 +271,7 @@ class RescueConfig:
     timeout: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         for name, least, most in (("top_k", 1, 64), ("score_floor", -1, 1), ("max_tokens", 0, 2**20)):
             value = getattr(self, name)
             if not least <= value <= most:

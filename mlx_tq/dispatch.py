@@ -17,6 +17,7 @@ from mlx_lm.models import base
 from mlx_tq.cache.factory import Plan, build_caches, make_plan
 from mlx_tq.cache.view import Handle
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
+from mlx_tq.errors import ConfigError
 from mlx_tq.evict.calibration import load_calibration
 from mlx_tq.evict.taps import tapped
 from mlx_tq.models import fingerprint
@@ -97,7 +98,10 @@ def attention(model: Any, config: KVConfig | None = None) -> Iterator[None]:
 
     Raises:
         UnsupportedModelError: a config was given and the model cannot run on it.
+        ConfigError: `model` is no model, or `config` no configuration.
     """
+    if config is not None:
+        _check_arguments(model, config)
     _seam.open()
     try:
         with tapped(model):
@@ -112,6 +116,15 @@ def attention(model: Any, config: KVConfig | None = None) -> Iterator[None]:
                     _seam.remove(model, make)
     finally:
         _seam.close()
+
+
+def _check_arguments(model: Any, config: Any) -> None:
+    if not hasattr(model, "layers"):
+        raise ConfigError(f"model is {model!r}; it must be a model of mlx-lm, as `mlx_tq.load()` returns it.")
+    if not isinstance(config, KVConfig):
+        raise ConfigError(
+            f"config is {config!r}; it must be a KVConfig, such as mlx_tq.KVConfig(key='q8', value='tq4')."
+        )
 
 
 def plan_caches(model: Any, config: KVConfig) -> Plan:
@@ -137,8 +150,9 @@ def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) 
 
     Raises:
         UnsupportedModelError: the model cannot run on compressed caches; the message names it and the reason.
-        ConfigError: a head size that the configured formats cannot take.
+        ConfigError: a head size that the configured formats cannot take, no model or no configuration.
     """
+    _check_arguments(model, config)
     if config.is_off:
         return native_caches(model)
     return build_caches(plan_caches(model, config))

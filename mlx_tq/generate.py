@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.usage = "%(prog)s [-p PROMPT] [options]"
     parser.description = "Generate text with an mlx-lm model on a compressed KV cache."
     parser.set_defaults(prompt=None)
+    _action(parser, "model").help = "folder or hub name of the model (default: the small one in the package)"
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
@@ -51,6 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_cache_arguments(parser)
     return parser
+
+
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action:
+    return next(action for action in parser._actions if action.dest == name)  # argparse has no public way
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """What a model and a machine allow, checked before the prompt is read."""
 
 import argparse
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,7 +10,9 @@ from mlx_tq.cache.factory import Plan
 from mlx_tq.errors import ConfigError
 from mlx_tq.ui import human_bytes
 
+_ALL_TOKENS = -1
 _AT_LEAST = {"prefill_step_size": 1, "max_kv_size": 1, "num_draft_tokens": 0, "quantized_kv_start": 0, "seed": 0}
+_SAMPLING = {"temp": math.inf, "top_p": 1, "min_p": 1, "top_k": math.inf, "xtc_probability": 1, "xtc_threshold": 0.5}
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -18,12 +21,18 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: one does not, with the least that does.
     """
-    if getattr(args, "max_tokens", 1) == 0:
-        raise ConfigError("--max-tokens is 0; it must be 1 or more, or -1 for all that the model allows.")
+    max_tokens = getattr(args, "max_tokens", 1)
+    if max_tokens < 1 and max_tokens != _ALL_TOKENS:
+        raise ConfigError(f"--max-tokens is {max_tokens}; it must be 1 or more, or -1 for all that the model allows.")
     for name, least in _AT_LEAST.items():
         value = getattr(args, name, None)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more.")
+    for name, most in _SAMPLING.items():
+        value = getattr(args, name, None)
+        if value is not None and not 0 <= value <= most:  # also refuses NaN
+            allowed = "0 or more" if most == math.inf else f"from 0 to {most}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {allowed}.")
     if getattr(args, "kv_bits", None) is not None:
         try:
             mx.quantize(mx.zeros((1, args.kv_group_size)), group_size=args.kv_group_size, bits=args.kv_bits)

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, asdict, fields, replace
 import pytest
 
 import mlx_tq
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, Budget, EvictConfig, KVConfig, parse_budget, profile
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, Budget, EvictConfig, KVConfig, RescueConfig, parse_budget, profile
 from mlx_tq.errors import ConfigError, MlxTqError
 
 # Another valid value for each field.
@@ -66,6 +66,23 @@ def test_refused_values(field, value, message):
         KVConfig(**{field: value})
     with pytest.raises(ConfigError, match=message):
         profile("safe", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("key", 8), ("key", None), ("value", ["q8"]), ("prefix", "128"), ("window", 1.5), ("seed", True), ("evict", "v3")],
+)
+def test_refused_types(field, value):
+    with pytest.raises(ConfigError, match=rf"^{field} is .*; it must be of type "):
+        KVConfig(**{field: value})
+
+
+def test_refused_types_of_the_others():
+    with pytest.raises(ConfigError, match="warmup is 'x'; it must be of type int"):
+        EvictConfig(warmup="x")
+    with pytest.raises(ConfigError, match="timeout is '1'; it must be of type float"):
+        RescueConfig(timeout="1")
+    assert RescueConfig(timeout=1).timeout == 1
 
 
 @pytest.mark.parametrize("field", ["prefix", "window", "boundary", "outlier", "seed"])

@@ -18,7 +18,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import FEW, Handle, Regions, check_seam, handles
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
-from mlx_tq.errors import CacheFormatError, NonFiniteError
+from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError
 from mlx_tq.kernels.encode import encode
 
 # Rows by which the body's buffer grows.
@@ -101,7 +101,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Up to 32 tokens back from the longest length, this leads to exactly the cache that never saw them. Deeper,
         tokens that were packed stay packed.
+
+        Raises:
+            ConfigError: n is no whole number from 0 on.
         """
+        if not isinstance(n, int) or n < 0:
+            raise ConfigError(f"a trim of {n!r} tokens; it must be a whole number from 0 on.")
         n = min(self.offset, n)
         start, packed, length = self._kept, self._packed(self.offset), self.offset
         self.offset -= n

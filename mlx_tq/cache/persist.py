@@ -74,7 +74,9 @@ def save_prompt_cache(
         with written_whole(path, ".safetensors") as temporary:
             mx.save_safetensors(str(temporary), arrays, header)
     except (OSError, RuntimeError) as error:
-        raise CacheFormatError(f"cannot write the cache file {path}: {error}. Free space, or choose another path.") from error
+        raise CacheFormatError(
+            f"cannot write the cache file {path}: {error}. Free space, or choose another path."
+        ) from error
 
 
 def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None = None) -> LoadedCache:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tq.args import (
+    KEY_VARIABLE,
     add_cache_arguments,
     add_rescue_arguments,
     config_from_args,
@@ -27,7 +28,6 @@ from mlx_tq.probe import position_limit
 from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.ui import console, show_plan
 
-KEY_VARIABLE = "MLX_TQ_API_KEY"
 _BACKLOG = 128
 _GRACE_S = 5
 _AT_LEAST = {

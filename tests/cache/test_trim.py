@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 from cache.tools import DIM, PREFIX, WINDOW, check_attention, feed, filled, make_spec, random, random_pair, same_bits
+from mlx_tq.errors import ConfigError
 
 KEYS, VALUES = random_pair(200)
 WRONG_KEYS, WRONG_VALUES = random_pair(100, seed=9)  # tokens that are trimmed again
@@ -127,3 +128,11 @@ def test_no_more_than_there_is():
     assert cache.trim(1) == 0
     assert cache.offset == 0
     assert not cache.empty()  # as mlx-lm's KVCache: the buffers are there
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, None])
+def test_a_trim_is_a_count(count):
+    cache = filled(SPEC, KEYS[:, :, :40], VALUES[:, :, :40])
+    with pytest.raises(ConfigError, match="it must be a whole number from 0 on"):
+        cache.trim(count)
+    assert cache.offset == 40

@@ -6,8 +6,8 @@ from mlx_tq.args import OPTIONS, PROFILE
 from mlx_tq.generate import build_parser
 
 ASK = ("generate", "-p", "hi", "-m", 2, "--json")
-VALUES = {"key": "tq3", "value": "q8", "prefix": "64", "window": "96", "boundary": "1", "outlier": "0"}
-OTHERS = {"key": "q8", "value": "tq2", "prefix": "32", "window": "33", "boundary": "2", "outlier": "5"}
+VALUES = {"key": "tq3", "value": "q8", "prefix": "64", "window": "96", "boundary": "1", "outlier": "0", "recent": "64"}
+OTHERS = {"key": "q8", "value": "tq2", "prefix": "32", "window": "33", "boundary": "2", "outlier": "5", "recent": "96"}
 
 
 def name_of(option):
@@ -68,3 +68,15 @@ def test_environment_is_no_quarrel_with_a_file(cli, monkeypatch, tmp_path):
     words = ("generate", "-p", " What is the code?", "-m", 3, "--json", "--prompt-cache-file", file)
     assert cli(*words).json["plan"]["config"]["key"] == "q8"
     assert cli(*words, "--kv-profile", "small").code == 1
+
+
+def test_a_misspelt_variable_is_refused(cli, monkeypatch):
+    monkeypatch.setenv("MLX_TQ_KV_PREFX", "64")
+    result = cli(*ASK)
+    assert (result.code, result.out) == (2, "")
+    assert "MLX_TQ_KV_PREFX, which is no setting. Did you mean MLX_TQ_KV_PREFIX?" in result.err
+
+
+def test_the_key_of_the_server_is_no_mistake(cli, monkeypatch):
+    monkeypatch.setenv("MLX_TQ_API_KEY", "secret")
+    assert cli(*ASK).code == 0

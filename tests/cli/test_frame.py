@@ -101,3 +101,18 @@ def test_python_m_is_the_same():
     assert result.code == 0
     assert result.out.strip()
     assert result.err == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is Linux's")
+def test_output_on_a_full_disk_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_tq", "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "mlx_tq --version: [Errno 28] No space left on device\n")
+
+
+def test_no_output_at_all():
+    script = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'mlx_tq', '--version'])"
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -29,7 +29,7 @@ def sh_lines():
 
 def is_setup(line):
     """Installs something, which a fresh machine does, not a test."""
-    return bool(re.match(r"(git clone|cd |(python3? -m )?pip |uv )", line))
+    return bool(re.match(r"(git clone|cd |\. |(python3? -m )?pip |uv )", line))
 
 
 def is_served(line):

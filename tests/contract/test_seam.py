@@ -184,3 +184,17 @@ def test_a_compressed_cache_outside_the_context_says_what_to_do():
     with pytest.raises(ConfigError, match=r"outside of its attention. Run the model inside `with mlx_tq.attention"):
         model(mx.array([[1, 2, 3]]), cache=caches)
     assert caches[0].offset == 0
+
+
+@pytest.mark.parametrize("config", ["small", {"key": "q8"}, 4])
+def test_a_configuration_of_another_type_is_refused(config):
+    model = build("llama")
+    with pytest.raises(ConfigError, match=r"it must be a KVConfig, such as mlx_tq\.KVConfig"):
+        dispatch.make_prompt_cache(model, config)
+    with pytest.raises(ConfigError, match=r"it must be a KVConfig, such as mlx_tq\.KVConfig"), attention(model, config):
+        pass
+
+
+def test_no_model_is_refused():
+    with pytest.raises(ConfigError, match="it must be a model of mlx-lm"):
+        dispatch.make_prompt_cache(None)
