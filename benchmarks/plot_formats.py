@@ -1,6 +1,6 @@
 """Plot what each pair of formats costs against its bytes: python benchmarks/plot_formats.py writes results/formats.svg.
 
-From the JSON of `python benchmarks/quality/run.py all_formats spectral mixed`. The line is the Pareto front: no pair of
+From the JSON of `python benchmarks/quality/run.py all_formats spectral`. The line is the Pareto front: no pair of
 as few bytes diverges less.
 """
 
@@ -22,17 +22,14 @@ FAMILIES = {
     "foreign": ("of other programs", "#8a8a8a"),
     "qjl": ("with a residual bit (QJL)", "#cb181d"),
     "spectral": ("spectral keys", "#fd8d3c"),
-    "mixed": ("recent~cold keys", "#6a51a3"),
 }
 # Off the front, these have their names beside them.
-NAMED = {"spectral8/tq4", "spectral16/tq4", "tq4~spectral8/tq4", "q8~spectral16/tq4", "tq25/tq25"}
+NAMED = {"spectral8/tq4", "spectral16/tq4", "tq25/tq25"}
 NAMED |= {"tq35/tq4", "tbq4_0/tbq4_0", "tq2/tq4", "q8/tq3", "fp8/tq4", "fp8/fp8"}
 
 
 def family(name: str) -> str:
     """The family of a pair."""
-    if "~" in name:
-        return "mixed"
     if "spectral" in name:
         return "spectral"
     if "tq35" in name or "tq25" in name:
@@ -41,9 +38,9 @@ def family(name: str) -> str:
 
 
 def load() -> list[dict[str, Any]]:
-    """The measured pairs of all three files, smallest first."""
+    """The measured pairs of both files, smallest first."""
     found = []
-    for name in ("all_formats", "spectral", "mixed"):
+    for name in ("all_formats", "spectral"):
         found += json.loads((RESULTS / f"quality_{name}.json").read_text(encoding="utf-8"))["results"].values()
     return sorted(found, key=lambda row: (row["nbytes"], row["kld"]))
 

@@ -155,8 +155,9 @@ def main() -> None:
             ),
         )
     pairs("formats", rows("formats"))
-    pairs("all formats", [row for name in ("all_formats", "spectral", "mixed") for row in rows(name)])
-    pairs("mixed, 2048 tokens", rows("mixed_long"))
+    pairs("all formats", [row for name in ("all_formats", "spectral") for row in rows(name)])
+    pairs("mixed", rows("mixed"))
+    pairs("mixed, one long step", rows("mixed_long"))
     ablation()
     table(
         "drift",
