@@ -1,0 +1,45 @@
+"""Plot the rescue ramp: what became of the fact, by arm, for each budget and rung. Writes an SVG beside the JSON.
+
+python -m benchmarks.rescue.plot_ramp
+"""
+
+import json
+from typing import Any
+
+import matplotlib as mpl
+
+from benchmarks.rescue.bench_ramp import ARMS, DEPTHS, RESULTS, cells_of, outcome
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"native": "#3182bd", "rescue": "#31a354", "miss": "#d9d9d9", "luck": "#fdae6b", "void": "#636363"}
+NAMES = {"none": "no eviction", "evict": "eviction", "rescue": "eviction\nand rescue", "retrieval": "only\nretrieval"}
+
+
+def plot(cells: dict[str, dict[str, Any]]) -> None:
+    """One panel for each budget and rung with a case for each depth, one bar for each arm."""
+    groups = sorted({(c["budget"], c["rung"]) for c in cells.values() if c["budget"]})
+    groups = [group for group in groups if len(cells_of("none", *group, cells)) >= len(DEPTHS)]
+    figure, axes = plt.subplots(1, len(groups), figsize=(2.5 * len(groups), 2.9), sharey=True, squeeze=False)
+    for axis, (budget, rung) in zip(axes[0], groups, strict=True):
+        count = len(cells_of("none", budget, rung, cells))
+        bottom = [0.0] * len(ARMS)
+        for kind, colour in COLOURS.items():
+            counts = []
+            for arm in ARMS:
+                kinds = [outcome(cell, cells) for cell in cells_of(arm, budget, rung, cells)]
+                counts.append(kinds.count(kind) / len(kinds))
+            axis.bar([NAMES[arm] for arm in ARMS], counts, bottom=bottom, color=colour, label=kind)
+            bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
+        axis.set_title(f"{rung:,} tokens, budget {budget}, n = {count}", fontsize=8)
+        axis.tick_params(axis="x", labelsize=6)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("share of the cases")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=len(COLOURS), loc="lower center", frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(RESULTS.with_suffix(".svg"), metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    plot(json.loads(RESULTS.read_text())["cells"])
