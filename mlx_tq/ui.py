@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -75,7 +76,7 @@ def show_plan(plan: Plan, tokens: int) -> None:
     if any(layer.spec.cold for layer in plan.layers):
         console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
     if plan.eviction is not None:
-        console.print(describe_eviction(plan.eviction), style="dim", soft_wrap=True)
+        console.print(describe_eviction(plan.eviction), style="dim", markup=False, soft_wrap=True)
     decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
     if decoded:
         console.print(
@@ -113,7 +114,7 @@ def prefill_progress(*, show: bool) -> Iterator[Callable[[int, int], None]]:
 
 def warn(message: str) -> None:
     """Print a warning."""
-    console.print(f"[yellow]warning:[/yellow] {message}", soft_wrap=True)
+    console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
 def show_cache(cache: CacheStats) -> None:

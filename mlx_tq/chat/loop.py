@@ -1,5 +1,6 @@
 """Read a message, stream the answer, show what the cache holds. Answers go to stdout, everything else to stderr."""
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ class Chat:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._terminal = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text cost their line, not the chat
         self._commands: dict[str, Callable[[str], None]] = {
             "/stats": lambda _: show_stats(session),
             "/save": self._save,
@@ -73,6 +76,7 @@ class Chat:
             warn(str(error))
 
     def _answer(self, message: str) -> None:
+        before = len(self._session.turns)
         try:
             with _stops(self._session):
                 for piece in self._session.respond(message):
@@ -82,7 +86,10 @@ class Chat:
             pass
         sys.stdout.write("\n")
         sys.stdout.flush()
-        show_turn(self._session)
+        if len(self._session.turns) > before:
+            show_turn(self._session)
+        else:
+            console.print("interrupted before the answer: the message is undone", style="dim")
         show_memory(self._session.stats)
 
     def _read(self) -> str:

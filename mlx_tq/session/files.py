@@ -36,6 +36,8 @@ def save_session(path: str | Path, session: SavedSession, model: ModelName) -> N
     Raises:
         CacheFormatError: the file cannot be written.
     """
+    if Path(path).is_dir():
+        raise CacheFormatError(f"cannot write the conversation {path}: it is a folder. Name the file to write in it.")
     about = {"id": session.session_id, "ids": session.ids, "copies": session.copies}
     metadata = {"model": model.name, _KEY: json.dumps(about)}
     save_prompt_cache(path, session.caches, model=model.fingerprint, config=session.config, metadata=metadata)
@@ -45,8 +47,10 @@ def load_session(path: str | Path, fingerprint: str) -> SavedSession:
     """Read a conversation with the model of this fingerprint.
 
     Raises:
-        CacheFormatError: the file is damaged, of another model, or a prompt cache without a conversation.
+        CacheFormatError: no such file, a damaged one, of another model, or a prompt cache without a conversation.
     """
+    if not Path(path).is_file():
+        raise CacheFormatError(f"there is no conversation {path}. /save of mlx_tq.chat and Session.save write them.")
     loaded = load_prompt_cache(path, model=fingerprint)
     if _KEY not in loaded.metadata:
         raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")

@@ -8,7 +8,23 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_tq.errors import ConfigError
+
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+
+
+def check_text(text: Any, name: str) -> None:
+    """Raise where `text` is not text; `name` is what the user calls it.
+
+    Raises:
+        ConfigError: no string, or bytes that are no UTF-8, which reach Python as lone surrogates.
+    """
+    if not isinstance(text, str):
+        raise ConfigError(f"the {name} is of type {type(text).__name__}; it must be text (str).")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the {name} is not UTF-8 text: {error}.") from error
 
 
 class PlainText:

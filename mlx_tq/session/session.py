@@ -23,7 +23,7 @@ from mlx_tq.probe import position_limit
 from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.session.files import ModelName, SavedSession, load_session, save_session
 from mlx_tq.session.memory import NOTHING, Memory, Rehydration, quotation_limit
-from mlx_tq.session.plain import PlainText
+from mlx_tq.session.plain import PlainText, check_text
 from mlx_tq.session.records import SessionStats, Turn
 from mlx_tq.session.turns import Turns
 from mlx_tq.stats import cache_stats
@@ -76,13 +76,16 @@ class Session:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue)
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
+        _check_answer(max_tokens)
+        if system_prompt is not None:
+            check_text(system_prompt, "system prompt")
         self.positions = position_limit(model)
         self.turns: list[Turn] = []
         self._warn = warn
         self._around = Turns(tokenizer, system_prompt, template)
         self._plain = PlainText(tokenizer)
         self._keep = session_id is not None
-        self._busy = self._stopping = False
+        self._busy = self._stopping = self._closed = False
         self._warned: set[str] = set()
         self.plan = None if config.is_off else plan_caches(model, config)
         self._client: RescueClient | None = None
@@ -108,9 +111,19 @@ class Session:
     def respond(self, text: str, *, max_tokens: int | None = None) -> Iterator[str]:
         """The answer to what the user says, piece by piece. Stop early by leaving the loop, or with `stop`.
 
+        Args:
+            text: what the user says.
+            max_tokens: of this answer; by default those of the session.
+
         Raises:
-            ConfigError: the conversation would exceed the model's positions.
+            ConfigError: `text` is no UTF-8 text, the conversation would exceed the model's positions, a turn is in
+                progress, or the session is closed.
         """
+        if self._closed:
+            raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
+        check_text(text, "message")
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        _check_answer(max_tokens)
         if self._busy:
             raise ConfigError("a turn is in progress; read its answer to the end, or close it, before the next.")
         self._busy, self._stopping = True, False
@@ -120,7 +133,7 @@ class Session:
             self._busy = False
         self._tell()
 
-    def _answer(self, text: str, max_tokens: int | None) -> Iterator[str]:
+    def _answer(self, text: str, max_tokens: int) -> Iterator[str]:
         began = time.perf_counter()
         rehydration = self.rehydrate(text)
         rescue_seconds = time.perf_counter() - began
@@ -134,8 +147,7 @@ class Session:
         start = len(memory.ids)
         memory.read(ids, rehydration, len(before))
         room -= len(rehydration.ids)
-        most = max_tokens or self.max_tokens
-        most = room if most < 0 else min(most, room)
+        most = room if max_tokens < 0 else min(max_tokens, room)
         self._hold(rehydration, start + len(before))
         turn = Turn(len(ids), rehydration=rehydration, rescue_seconds=rescue_seconds)
         try:
@@ -160,8 +172,8 @@ class Session:
             pass
         finally:
             self._hold(NOTHING)
-            self._settle(start, answered=turn.generation_tokens > 0)
-            self.turns.append(replace(turn, seconds=time.perf_counter() - began))
+            if self._settle(start, answered=turn.generation_tokens > 0):
+                self.turns.append(replace(turn, seconds=time.perf_counter() - began))
 
     def rehydrate(self, query: str) -> Rehydration:
         """What of the evicted text a question needs, quoted. `respond` does this by itself."""
@@ -211,21 +223,27 @@ class Session:
             )
         return room
 
-    def _settle(self, start: int, *, answered: bool) -> None:
-        """Make cache and tokens agree again after an interruption; a turn that was not answered is undone if it can be.
+    def _settle(self, start: int, *, answered: bool) -> bool:
+        """Make cache and tokens agree again after an interruption; False for a turn that was undone.
+
+        It is where nothing was answered, if it can be.
 
         Ctrl-C may come in the middle of a forward pass, when some layers have a token that others have not.
         """
+        if not answered and not start:  # the buffers go too
+            self._begin(self.session_id, self._fresh_caches())
+            return False
         offsets = [part.offset for part in cache_parts(self.cache) if hasattr(part, "offset")]
-        known = len(self._memory.ids)
-        length = min([known, *offsets])
-        if not answered and can_trim_prompt_cache(self.cache) and self._trim(start):
+        length = min([len(self._memory.ids), *offsets])
+        undone = not answered and can_trim_prompt_cache(self.cache) and self._trim(start)
+        if undone:
             length = start
         elif any(offset != length for offset in offsets) and not self._trim(length):
             raise CacheFormatError(
                 "the turn was interrupted where this model's cache cannot go back. Reset the session."
             )
         self._memory.cut(length)
+        return not undone
 
     def _trim(self, length: int) -> bool:
         """Take the caches back to `length` tokens, if all can."""
@@ -323,6 +341,7 @@ class Session:
 
     def close(self) -> None:
         """End the conversation; the service forgets it unless it was saved or named."""
+        self._closed = True
         if self._client is not None:
             self._forget()
             self._client.close()
@@ -336,3 +355,8 @@ class Session:
     def _forget(self) -> None:
         if self._client is not None and self._memory.evicted and not self._keep:
             self._client.forget(self.session_id)
+
+
+def _check_answer(max_tokens: int) -> None:
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or (max_tokens < 1 and max_tokens != -1):
+        raise ConfigError(f"max_tokens is {max_tokens!r}; it must be 1 or more, or -1 for all that the model allows.")

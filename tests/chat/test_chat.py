@@ -32,6 +32,7 @@ def talk(*lines, words=(), cwd=None):
     done = subprocess.run(
         [*COMMAND, *words],
         input="\n".join(lines) + "\n",
+        errors="surrogateescape",
         capture_output=True,
         text=True,
         env=environment(),
@@ -43,7 +44,8 @@ def talk(*lines, words=(), cwd=None):
 
 
 def test_a_conversation_from_a_pipe(tmp_path):
-    """Answers on stdout, all else on stderr; a message of several lines; saved, forgotten, loaded."""
+    """Answers on stdout, all else on stderr; lines in one message, bytes that are no text; saved, forgotten, loaded."""
+    (tmp_path / "broken.safetensors").write_bytes(bytes(20))
     code, out, err = talk(
         "The access code is 417295.",
         '"""',
@@ -56,6 +58,8 @@ def test_a_conversation_from_a_pipe(tmp_path):
         "What is the access code?",
         "/save",
         "/nope",
+        "\udcff\udcfe hi",
+        "/load broken.safetensors",
         "/load nowhere.safetensors",
         "/stats",
         cwd=tmp_path,
@@ -68,7 +72,9 @@ def test_a_conversation_from_a_pipe(tmp_path):
     assert "the conversation is forgotten" in err
     assert "/save needs a file" in err
     assert "/nope is no command; valid are /stats" in err
-    assert "there is no cache file nowhere.safetensors" in err
+    assert "there is no conversation nowhere.safetensors" in err
+    assert "the message is not UTF-8 text" in err
+    assert "([load_safetensors]" in err
     assert "Traceback" not in err
     assert " live  0 evicted  0 rescued" in err
 
@@ -125,6 +131,8 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     read_until(ours, "> ")
     os.write(ours, b"The access code is 417295.\n")
     read_until(ours, " rescued")
+    os.write(ours, b"\xff\xfe\n")
+    read_until(ours, "not UTF-8")
     os.write(ours, ("The history of the city. " * 120 + "\n").encode())
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)

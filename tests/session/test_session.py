@@ -182,8 +182,43 @@ def test_stopping_before_the_answer_undoes_the_turn(chat):
     threading.Timer(0.3, session.stop).start()
     assert list(replies) == []
     assert session.ids == before
+    assert session.stats.turns == 1
     assert all(cache.offset == len(before) for cache in session.cache)
     assert "417295" in say(session, QUESTION)
+
+
+def test_a_first_turn_that_is_undone_leaves_nothing(chat):
+    session = chat(prefill_step_size=32)
+    replies = session.respond(page(4000, ""))
+    threading.Timer(0.3, session.stop).start()
+    assert list(replies) == []
+    stats = session.stats
+    assert (stats.turns, stats.tokens, stats.live, stats.nbytes) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("most", [0, -2, 1.5, True, "3"])
+def test_max_tokens_that_cannot_be_met(chat, embedded, most):
+    with pytest.raises(ConfigError, match="1 or more, or -1"):
+        say(chat(), QUESTION, max_tokens=most)
+    with pytest.raises(ConfigError, match="1 or more, or -1"):
+        Session(*embedded, SMALL, max_tokens=most)
+
+
+@pytest.mark.parametrize(("text", "says"), [("a \udcff", "message is not UTF-8"), (None, "NoneType"), (b"a", "bytes")])
+def test_what_is_no_text(chat, text, says):
+    session = chat()
+    with pytest.raises(ConfigError, match=says):
+        say(session, text)
+    with pytest.raises(ConfigError, match="system prompt is not UTF-8"):
+        chat(system_prompt="\udcff")
+    assert session.stats.turns == 0
+
+
+def test_a_closed_session_does_not_answer(chat):
+    session = chat()
+    session.close()
+    with pytest.raises(ConfigError, match="closed"):
+        say(session, QUESTION)
 
 
 @pytest.mark.parametrize("calls_before", [8, 26], ids=["in the prompt", "in the answer"])
@@ -245,7 +280,10 @@ def test_files_that_are_no_conversation(chat, tmp_path, embedded):
     session = chat()
     with pytest.raises(ConfigError, match="nothing to save"):
         session.save(tmp_path / "x.safetensors")
-    with pytest.raises(CacheFormatError, match="no cache file"):
+    with pytest.raises(CacheFormatError, match="no conversation"):
+        session.load(tmp_path / "x.safetensors")
+    (tmp_path / "x.safetensors").write_bytes(bytes(20))
+    with pytest.raises(CacheFormatError, match="damaged"):
         session.load(tmp_path / "x.safetensors")
     caches = make_prompt_cache(embedded[0], SMALL)
     with attention(embedded[0]):
@@ -253,4 +291,7 @@ def test_files_that_are_no_conversation(chat, tmp_path, embedded):
     save_prompt_cache(tmp_path / "x.safetensors", caches, model=fingerprint(embedded[0]), config=SMALL)
     with pytest.raises(CacheFormatError, match="not a conversation"):
         session.load(tmp_path / "x.safetensors")
-    assert "417295" in say(session, f"{FACT} {QUESTION}")  # and the session is as it was
+    assert "417295" in say(session, f"{FACT} {QUESTION}")
+    with pytest.raises(CacheFormatError, match=f"{tmp_path}: it is a folder"):
+        session.save(tmp_path)
+    assert "417295" in say(session, QUESTION)  # and the session is as it was
