@@ -5,6 +5,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_tq.codec.formats import format_names
@@ -28,7 +29,12 @@ PROFILE = Option(
 )
 OPTIONS = (
     Option("--kv-key", "key", str, f"format of keys: {', '.join(format_names())}; or one for each layer, joined by +"),
-    Option("--kv-recent", "recent", int, "packed tokens whose keys have the first format of --kv-key tq4~tq3 (512)"),
+    Option(
+        "--kv-recent",
+        "recent",
+        int,
+        "with two formats of keys, such as --kv-key tq4~tq3: packed tokens that have the first, the latest ones (512)",
+    ),
     Option("--kv-value", "value", str, "format of values: the same but for spectral"),
     Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type"),
@@ -190,6 +196,20 @@ def names_cache(args: argparse.Namespace) -> bool:
     """A flag chose something about the compressed cache; the environment is but a default."""
     options = (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS)
     return any(option_value(args, option, {}) is not None for option in options)
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Raise where the file of a flag cannot be written, before the work that it is for.
+
+    Raises:
+        ConfigError: it is a folder, or its own folder is missing or read-only.
+    """
+    file = Path(path)
+    folder = file.resolve().parent
+    if file.is_dir():
+        raise ConfigError(f"{flag} {file} is a folder; name the .safetensors file to write in it.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {file} cannot be written: {folder} is no writable folder.")
 
 
 def parse_size(text: str) -> int:

@@ -1,17 +1,14 @@
 """`mlx_tq.cache_prompt`: read a prompt once, save its compressed cache, and generate from it later."""
 
 import argparse
-import os
-from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import DEFAULT_PREFILL_STEP_SIZE, generate_step
 
-from mlx_tq.args import add_cache_arguments, config_from_args
+from mlx_tq.args import add_cache_arguments, check_writable, config_from_args
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.cache.persist import save_prompt_cache
 from mlx_tq.dispatch import attention
-from mlx_tq.errors import ConfigError
 from mlx_tq.limits import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.models import fingerprint, load
 from mlx_tq.probe import position_limit
@@ -41,17 +38,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_writable(file: Path) -> None:
-    """Raise before the prompt is read, which can take minutes, where its cache could not be saved."""
-    folder = file.resolve().parent
-    if file.exists() and not file.is_file():
-        raise ConfigError(
-            f"--prompt-cache-file {file} is a folder, a device or a pipe; name the .safetensors file to write."
-        )
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--prompt-cache-file {file} cannot be written: {folder} is no writable folder.")
-
-
 def run(args: argparse.Namespace) -> int:
     """Read the prompt and save its cache; returns the exit code.
 
@@ -60,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_arguments(args)
     config = config_from_args(args)
-    _check_writable(Path(args.prompt_cache_file))
+    check_writable("--prompt-cache-file", args.prompt_cache_file)
     prompt = read_prompt(args)
     model, tokenizer = load(
         args.model,

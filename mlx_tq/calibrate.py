@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_tq.args import check_writable
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import build_caches, cache_parts
 from mlx_tq.config import EvictConfig, KVConfig
@@ -46,7 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="queries of the text itself, instead of those of questions about it and their answers",
     )
-    parser.add_argument("--covariance", action="store_true", help="also what expected_attention needs")
+    parser.add_argument(
+        "--covariance",
+        action="store_true",
+        help="also the covariance, for `EvictConfig(aggregation='expected_attention')` in Python",
+    )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="safetensors file to write")
     return parser
 
@@ -59,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.tokens < 1:
         raise ConfigError(f"--tokens is {args.tokens}; it must be 1 or more, such as 4096.")
+    check_writable("-o", args.output)
     try:
         text = load_text() if args.text is None else Path(args.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -190,9 +190,11 @@ def build_scene(
     first, last = max(prefix, len(head)), spec.packed_until(tokens - len(tail)) - planted
     if space <= 0 or last < first:
         least = len(head) + prefix + window + planted + len(tail) + 64
+        kept = f" with prefix {prefix} and window {window}" if prefix or window else ""
+        smaller = ", or a smaller --kv-prefix and --kv-window" if kept else ""
         raise ConfigError(
-            f"a prompt of {tokens} tokens with prefix {prefix} and window {window} has no room for needles of "
-            f"{planted} packed tokens; take at least {least} tokens, or a smaller --kv-prefix and --kv-window."
+            f"a prompt of {tokens} tokens{kept} has no room for needles of {planted} packed tokens; take at least "
+            f"{least} tokens{smaller}."
         )
     filler, ends = _filler(tokenizer, text, space, rng)
     places = [_place(ends, round(depth * space), first - len(head), last - len(head)) for depth in depths]

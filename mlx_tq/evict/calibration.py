@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.evict.queries import QueryStats
 from mlx_tq.evict.rope import Rope
+from mlx_tq.files import written_whole
 
 VERSION = "1"
 _FORMAT = "mlx_tq query statistics"
@@ -54,7 +55,7 @@ _REMEDY = "Make it again with mlx_tq.calibrate and this model."
 
 
 def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers: Sequence[QueryStats]) -> None:
-    """Write the statistics of each layer of the model with fingerprint `model`.
+    """Write the statistics of each layer of the model with fingerprint `model` to exactly `path`.
 
     Raises:
         CacheFormatError: the file cannot be written.
@@ -66,8 +67,9 @@ def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers
             arrays[f"{number}.{name}"] = array
     header = {"format": _FORMAT, "version": VERSION, "model": model, "layers": str(len(layers))}
     try:
-        mx.save_safetensors(str(path), arrays, header)
-    except RuntimeError as error:
+        with written_whole(path, ".safetensors") as temporary:
+            mx.save_safetensors(str(temporary), arrays, header)
+    except (OSError, RuntimeError) as error:
         raise CacheFormatError(f"cannot write the statistics {path}: {error}. Choose another path.") from error
 
 

@@ -36,8 +36,6 @@ def save_session(path: str | Path, session: SavedSession, model: ModelName) -> N
     Raises:
         CacheFormatError: the file cannot be written.
     """
-    if Path(path).is_dir():
-        raise CacheFormatError(f"cannot write the conversation {path}: it is a folder. Name the file to write in it.")
     about = {"id": session.session_id, "ids": session.ids, "copies": session.copies}
     metadata = {"model": model.name, _KEY: json.dumps(about)}
     save_prompt_cache(path, session.caches, model=model.fingerprint, config=session.config, metadata=metadata)

@@ -79,7 +79,7 @@ def test_what_comes_out(cli):
 
 
 def test_calibrate_and_use(cli, tmp_path):
-    path, text = tmp_path / "stats.safetensors", tmp_path / "text.txt"
+    path, text = tmp_path / "stats", tmp_path / "text.txt"  # the name as it is given
     text.write_text(TEXT, encoding="utf-8")
     result = cli("calibrate", "--plain", "--text", text, "--tokens", 300, "-o", path)
     assert (result.code, result.out) == (0, "")
@@ -89,7 +89,9 @@ def test_calibrate_and_use(cli, tmp_path):
     assert answer["plan"]["eviction"]["calibration"] == str(path)
     assert answer["stats"]["cache"]["rounds"] > 0
     assert cli("calibrate", "--tokens", 0, "-o", path).code == 2
-    assert cli("calibrate", "--plain", "--text", text, "--tokens", 9, "-o", "/nope/x.safetensors").code == 1
+    for taken in ("/nope/x.safetensors", tmp_path):  # said before the model is looked for
+        refused = cli("calibrate", "--model", "/nowhere", "-o", taken)
+        assert (refused.code, f"-o {taken} " in refused.err) == (2, True)
 
 
 def test_calibrate_on_questions(cli, tmp_path):
@@ -105,7 +107,7 @@ def test_calibrate_on_questions(cli, tmp_path):
     centre = load_calibration(path, fingerprint(model)).layers[0].centre
     assert mx.allclose(centre.reshape(-1), queries.mean(axis=0), atol=1e-5)
     few = cli("calibrate", "--model", folder, "--tokens", 40, "-o", path)
-    assert (few.code, "has no room for needles" in few.err) == (2, True)
+    assert (few.code, "has no room for needles" in few.err, "--kv" in few.err) == (2, True, False)
 
 
 def test_an_evaluation_that_evicts_nothing_is_an_error(cli):

@@ -292,6 +292,6 @@ def test_files_that_are_no_conversation(chat, tmp_path, embedded):
     with pytest.raises(CacheFormatError, match="not a conversation"):
         session.load(tmp_path / "x.safetensors")
     assert "417295" in say(session, f"{FACT} {QUESTION}")
-    with pytest.raises(CacheFormatError, match=f"{tmp_path}: it is a folder"):
+    with pytest.raises(CacheFormatError, match=f"{tmp_path}: .*it is a folder"):
         session.save(tmp_path)
     assert "417295" in say(session, QUESTION)  # and the session is as it was
