@@ -102,7 +102,10 @@ class Settings(BaseSettings):
         path = os.environ.get(CONFIG_VARIABLE)
         if path and not Path(path).is_file():
             raise SettingsError(f"{CONFIG_VARIABLE}={path} is not a file; name a TOML file or unset it")
-        file = TomlConfigSettingsSource(settings_cls, toml_file=path or None)
+        try:
+            file = TomlConfigSettingsSource(settings_cls, toml_file=path or None)
+        except (OSError, ValueError) as error:  # not UTF-8, or not TOML
+            raise SettingsError(f"{CONFIG_VARIABLE}={path} cannot be read: {error}; name a TOML file") from error
         return init_settings, env_settings, file
 
     def caps(self) -> Caps:

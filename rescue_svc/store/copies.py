@@ -14,6 +14,8 @@ from rescue_svc.store import files, vectors, words
 from rescue_svc.store.migrations import migrate
 from rescue_svc.store.records import COLUMNS, Span, span_of_row, vector_of_row
 
+_REBUILDING = f"{files.DATABASE}.rebuilding"
+
 
 @dataclass(frozen=True)
 class Rebuilt:
@@ -31,8 +33,7 @@ def backup(directory: Path, folder: Path) -> int:
 
     Safe while a service runs on `directory`. Raises StoreUnavailableError when `folder` exists or cannot be made.
     """
-    if not (directory / files.DATABASE).exists():
-        raise StoreUnavailableError(f"{directory} holds no {files.DATABASE}; name the service's --data-dir")
+    _check_exists(directory)
     if folder.exists():
         raise StoreUnavailableError(f"{folder} exists; name a folder that does not, as nothing is ever overwritten")
     # Made under another name and renamed when it is whole, so that a backup that was cut short is never taken for one.
@@ -56,18 +57,31 @@ def backup(directory: Path, folder: Path) -> int:
 def rebuild(directory: Path) -> Rebuilt:
     """Make the database anew from every span that is whole. A damaged one is renamed aside, never deleted.
 
-    Raises DirectoryInUseError while a service runs, and StoreDamagedError when nothing can be read.
+    Raises StoreUnavailableError without a database, DirectoryInUseError while a service runs, and StoreDamagedError
+    when nothing can be read.
     """
+    _check_exists(directory)
     lock = files.DirectoryLock(directory)
     try:
         with files.sqlite_errors():
             return _rebuild(directory)
+    except StoreDamagedError as error:
+        (directory / _REBUILDING).unlink(missing_ok=True)
+        raise StoreDamagedError(
+            f"no span can be read from {directory / files.DATABASE}: restore a backup, or move that file, "
+            f"{files.DATABASE}-wal and {files.SEAL} away to begin with an empty store"
+        ) from error
     finally:
         lock.release()
 
 
+def _check_exists(directory: Path) -> None:
+    if not (directory / files.DATABASE).exists():
+        raise StoreUnavailableError(f"{directory} holds no {files.DATABASE}; name the service's --data-dir")
+
+
 def _rebuild(directory: Path) -> Rebuilt:
-    old, new = directory / files.DATABASE, directory / "rescue.db.rebuilding"
+    old, new = directory / files.DATABASE, directory / _REBUILDING
     new.unlink(missing_ok=True)
     with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
         migrate(target)
@@ -102,7 +116,7 @@ def _copy_whole(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebui
             kept += 1
     complete = declared == seen == kept and _is_sound(source)
     if not kept and not complete:
-        raise StoreDamagedError("no span can be read from the database; restore a backup")
+        raise StoreDamagedError("nothing is whole")
     return Rebuilt(kept, _copy_vectors(source, target), max(declared, seen) - kept, complete)
 
 

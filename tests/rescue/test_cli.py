@@ -62,6 +62,14 @@ def test_a_missing_file_is_said(monkeypatch):
         load_settings()
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"port = ["])
+def test_a_file_that_is_no_toml_is_said(tmp_path, monkeypatch, content):
+    (tmp_path / "rescue.toml").write_bytes(content)
+    monkeypatch.setenv("RESCUE_CONFIG", str(tmp_path / "rescue.toml"))
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load_settings()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_an_open_address_without_a_token_refuses_to_start(tmp_path, host):
     ended = run("serve", "--host", host, "--data-dir", tmp_path / "data")
@@ -143,7 +151,9 @@ def test_backup_and_rebuild(serve, tmp_path):
     assert run("rebuild", "--data-dir", server.data_dir).stdout == "kept 2 spans and 2 vectors, lost 0 spans\n"
     assert serve(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
     assert serve(embedder="none").dump("s")["token_ranges"] == [[0, 5], [5, 9]]
-    assert run("rebuild", "--data-dir", tmp_path / "nothing").returncode == 1
+    missing = run("rebuild", "--data-dir", tmp_path / "nothing")
+    assert (missing.returncode, "nothing holds no rescue.db" in missing.stderr) == (1, True)
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_launchd():

@@ -158,6 +158,16 @@ def test_a_rebuild_keeps_what_is_whole(pristine, tmp_path, scale):
     assert kept > 50 * scale * sum(map(len, TEXTS.values()))
 
 
+def test_a_rebuild_that_finds_nothing_does_not_send_to_itself(tmp_path):
+    Store(tmp_path, CAPS).close()
+    with (tmp_path / files.DATABASE).open("r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(StoreDamagedError, match="to begin with an empty store") as found:
+        copies.rebuild(tmp_path)
+    assert "mlx-tq-rescue rebuild" not in str(found.value)
+    assert not list(tmp_path.glob("*.rebuilding*"))
+
+
 def test_a_bad_index_file_is_renamed_and_built_again(pristine, tmp_path):
     folder, _, expected = pristine
     work = tmp_path / "work"
