@@ -8,12 +8,12 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-HEADERS = Path(__file__).with_name("cpp")
+SOURCES = Path(__file__).with_name("cpp")
+HEADER = "metal_stdlib.h"
 
 # No contraction, so that each operation rounds as it is written; variables without a value hold a pattern.
-_FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-march=native"]
-_LIBRARY = ["-shared", "-fPIC"]
-_SANITIZED = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-include", "sanitized_main.h"]
+_FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-march=native", "-fPIC"]
+_SANITIZED = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 class CompileError(Exception):
@@ -32,8 +32,34 @@ def _folder() -> Path:
 def _version() -> str:
     """What a build depends on besides its own text."""
     compiler = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    headers = "".join(file.read_text() for file in sorted(HEADERS.iterdir()))
-    return compiler + headers + platform.machine() + str(_FLAGS)
+    sources = "".join(file.read_text() for file in sorted(SOURCES.iterdir()))
+    return compiler + sources + platform.machine() + str(_FLAGS)
+
+
+def _compile(output: Path, *arguments: str | Path) -> None:
+    """g++ writes `output`: whole or not at all, also when two runs build it at once."""
+    with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
+        made = Path(scratch, "output")
+        done = subprocess.run(["g++", *_FLAGS, *arguments, "-o", made], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(done.stderr)
+        output.parent.mkdir(exist_ok=True)
+        made.replace(output)
+
+
+@cache
+def _shared(*flags: str) -> tuple[Path, list[Path]]:
+    """What builds with the same flags share: a folder with the header, parsed, and the machine's object files."""
+    folder = _folder() / hashlib.sha256("\0".join([_version(), *flags]).encode()).hexdigest()[:24]
+    names = ["fiber", "machine", "sanitized_main"] if flags else ["fiber", "machine"]
+    objects = {folder / f"{name}.o": SOURCES / f"{name}.cpp" for name in names}
+    for output, source in objects.items():
+        if not output.exists():
+            _compile(output, *flags, "-c", source)
+    parsed = folder / f"{HEADER}.gch"  # where g++ looks for it first
+    if not parsed.exists():
+        _compile(parsed, *flags, "-x", "c++-header", SOURCES / HEADER)
+    return folder, list(objects)
 
 
 def build(source: str, *, sanitize: bool = False) -> Path:
@@ -43,16 +69,15 @@ def build(source: str, *, sanitize: bool = False) -> Path:
         CompileError: g++ refused the text.
 
     """
-    flags = _SANITIZED if sanitize else _LIBRARY
-    name = hashlib.sha256("\0".join([_version(), source, *flags]).encode()).hexdigest()[:24]
-    result = _folder() / name
+    flags = _SANITIZED if sanitize else []
+    shared, objects = _shared(*flags)
+    result = shared / hashlib.sha256(source.encode()).hexdigest()[:24]
     if not result.exists():
-        with tempfile.TemporaryDirectory(dir=_folder()) as scratch:
-            text, output = Path(scratch, "kernel.cpp"), Path(scratch, "output")
-            text.write_text(source)
-            command = ["g++", *_FLAGS, *flags, f"-I{HEADERS}", str(text), "-o", str(output)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise CompileError(done.stderr)
-            output.replace(result)  # whole or not at all, also when two runs build it at once
+        text = shared / f"{result.name}.{os.getpid()}.cpp"
+        text.write_text(source)
+        kind = [] if sanitize else ["-shared"]
+        try:
+            _compile(result, *flags, *kind, f"-I{shared}", f"-I{SOURCES}", text, *objects)
+        finally:
+            text.unlink()
     return result

@@ -105,127 +105,128 @@ def compacted(**how) -> bool:
 
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
 
-# What is wrong -> the kernel, the text, what it becomes.
+# The kernel -> what is wrong with it: the text, and what it becomes.
 MUTANTS = {
-    "missing barrier": (encoded, BARRIER, ""),
-    "barrier that orders nothing": (encoded, BARRIER, "simdgroup_barrier(mem_flags::mem_none);"),
-    "barrier under a divergent branch": (encoded, BARRIER, f"if (lane < 31) {BARRIER}"),
-    "scratch shared by two vectors": (encoded, "codes + simdgroup *", "codes + 0 * simdgroup *"),
-    "scratch of one vector only": (encoded, "codes[SIMDGROUPS *", "codes[1 *"),
-    "no guard past the last row": (encoded, "if (row < rows)", "if (true)"),
-    "guard off by one": (encoded, "if (row < rows)", "if (row < rows - 1)"),
-    "guard inside a simdgroup": (encoded, "if (row < rows)", "if (row < rows && lane < 30)"),
-    "no guard past the last dim": (encoded, "dim < D ? static_cast<float>(vector", "true ? static_cast<float>(vector"),
-    "strides of another array": (encoded, "head * values_strides[1]", "head * keys_strides[1]"),
-    "value codes where keys are": (encoded, "out + int(ROW::VALUES)", "out + int(ROW::KEYS)"),
-    "padding left unwritten": (encoded, "if (lane == 0 && int(ROW::WORDS)", "if (lane == 99 && int(ROW::WORDS)"),
-    "flags of keys over those of values": (encoded, "health_flags + rows + row", "health_flags + row"),
-    "boundary belongs above": (encoded, "value > tq_boundaries", "value >= tq_boundaries"),
-    "division instead of a product": (
-        encoded,
-        "tq_code<BITS>(tq_mul(y[j], factor))",
-        "tq_code<BITS>(tq_div(y[j], norm))",
-    ),
-    "sum in another order": (encoded_wide, "tq_element<P>(x, row, 0)", "tq_element<P>(x, M - row, 0)"),
-    "scale rule of keys for values": (encoded, "VALUE_BITS, VALUE_RULE", "VALUE_BITS, 0"),
-    "bit 15 lost": (encoded, "& 1u) << 15", "& 1u) << 14"),
-    "words past a vector's codes": (encoded, "word < D * BITS / 16", "word < D * BITS / 16 + 1"),
-    "padding lanes in the peak": (encoded_q8, "+ lane < uint(D) ? sum[j] : 0.0f", "+ lane < 512u ? sum[j] : 0.0f"),
-    "half a wide scale": (encoded_q8, "if (WIDE) scale_words[1]", "if (false) scale_words[1]"),
-    "truncation for rounding": (encoded_q8, "tq_rint(tq_mul(y[j], factor))", "tq_mul(y[j], factor)"),
-    "transform without its last stage": (rotated, "stride < P && stride < 32", "stride < P / 2 && stride < 32"),
-    "odd minus even": (rotated, "tq_sub(other, x[j])", "tq_sub(x[j], other)"),
-    "matrix for its transpose": (rotated, "INVERSE ? N + ORDER : N", "INVERSE ? N : N"),
-    "signs forgotten": (rotated, "if (INVERSE) tq_flip_signs", "if (false) tq_flip_signs"),
-    "shuffle mask that differs": (
-        rotated,
-        "other = simd_shuffle_xor(x[j], ushort(stride))",
-        "other = simd_shuffle_xor(x[j], ushort(lane & 1))",
-    ),
-    "rows packed without strides": (decoded, "head * packed_rows_strides[1]", "head * tokens * uint(ROW::WORDS)"),
-    "wrong unit count": (decoded, "units = key ? KEY_UNITS", "units = key ? VALUE_UNITS"),
-    "planes interleaved": (decoded, "i * COUNT + unit", "i + VALUES * unit"),
-    "key's scale for the value": (decoded, "words + int(ROW::VALUE_SCALE)", "words + int(ROW::KEY_SCALE)"),
-    "weights before they are whole": (attended, f"{BARRIER}\nint tokens", "int tokens"),
-    "weights of the next tile": (
-        attended,
-        f"{BARRIER}\nweight[lane]",
-        "weight[lane]",
-    ),
-    "queries before they are loaded": (attended, f"{BARRIER}\nuint at", "uint at"),
-    "tail of a block unmasked": (attended, "there && place >= first[q]", "place >= first[q]"),
-    "window's first token unseen": (attended, "place >= first[q]", "place > first[q]"),
-    "token past the window seen": (attended, "place < last[q]", "place <= last[q]"),
-    "window ignored where it cuts blocks": (
-        attended,
-        "to = last[q] > to ? last[q] : to",
-        "to = last[q] > to ? last[q] - 1 : to",
-    ),
-    "prefix taken for the tail": (attended, "token < block.fold ? token", "token < 0 ? token"),
-    "packed tokens before the prefix": (attended, "tokens.shift = prefix", "tokens.shift = 0"),
-    "maximum of each lane alone": (attended, "tq_simd_max(seen", "(seen"),
-    "old sums not rescaled": (attended, "sums.sum[q] = tq_mul(sums.sum[q], factor)", "sums.sum[q] = sums.sum[q]"),
-    "old outputs not rescaled": (
-        attended,
-        "sums.output[q * VALUES + i], factor)",
-        "sums.output[q * VALUES + i], 1.0f)",
-    ),
-    "block off by one": (attended, "tokens.start = start + block * size", "tokens.start = start + block * size + 1"),
-    "blocks overlap": (attended, "? tokens.start + size : stop", "? tokens.start + size + 1 : stop"),
-    "another head's rows": (attended, "batch * packed_rows_strides[0]", "head * packed_rows_strides[0]"),
-    "strides of keys for values": (attended, "batch * full_values_strides[0]", "batch * full_keys_strides[0]"),
-    "strides of a whole array": (attended, "values, full_values_strides[2]", "values, VALUE_DIM * 2"),
-    "slots not added": (attended, "slot < int(SHARE::SLOTS); slot++", "slot < int(SHARE::SLOTS) - 1; slot++"),
-    "tokens past the tile": (attended, "slot < tokens; slot", "slot < 32; slot"),
-    "key's gain for the value": (
-        attended,
-        "int(ROW::VALUE_SCALE) - int(ROW::VALUES)",
-        "int(ROW::KEY_SCALE) - int(ROW::VALUES)",
-    ),
-    "rows of the last tile past the end": (attended, "q < count", "true"),
-    "queries of the tail rotated": (attended, "KEY_ROTATED && packed", "KEY_ROTATED"),
-    "blocks merged unweighted": (attended, "tq_fma(factor, outputs", "tq_fma(1.0f, outputs"),
-    "sums merged unweighted": (
-        attended,
-        "tq_fma(sums[block], tq_exp2(tq_sub(maxima[block], maximum)), total)",
-        "tq_add(sums[block], total)",
-    ),
-    "last block not merged": (attended, "side == 0 ? packed_blocks : blocks", "side == 0 ? packed_blocks : blocks - 1"),
-    "block of the tail rotated back": (
-        attended,
-        "simdgroup + side * packed_blocks",
-        "simdgroup + side * (packed_blocks - 1)",
-    ),
-    "sink of another head": (attended, "/ length % heads", "/ length % (heads - 1)"),
-    "sink left out of the sum": (attended, "if (SINKS) total", "if (false) total"),
-    "parts before they are whole": (attended, "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
-    "parts of two simdgroups in one place": (attended, "(simdgroup * 2 * N + i) * 32", "(simdgroup * N + i) * 32"),
-    "a simdgroup's part forgotten": (attended, "other = 1; other", "other = 2; other"),
-    "values rotated forth, not back": (attended, "value_flips + (N + VALUE_ORDER)", "value_flips + N"),
-    "grid's spare threads write": (decoded, "if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
-    "key rotated before it is whole": (scored, f"{BARRIER}\nfloat x[N];", "float x[N];"),
-    "pairs before the key is rotated": (scored, f"{BARRIER}\n}}\nfloat length", "}\nfloat length"),
-    "pairs of the rotated key": (scored, "if (dim < KEY_DIM) key[dim] = x[j];", ""),
-    "key turned forth, not back": (scored, "key_flips + (N + KEY_ORDER)", "key_flips + N"),
-    "signs of the key forgotten": (scored, "tq_flip_signs<KEY_DIM>(x, key_flips, lane);\nfloat factor", "float factor"),
-    "keys past the last": (scored, "if (token < tokens)", "if (token <= tokens)"),
-    "weights of another query head": (scored, "pair_weights + (row + g)", "pair_weights + (row + 0)"),
-    "queries of another KV head": (scored, "uint row = head * group", "uint row = batch * group"),
-    "second dims of the pairs": (scored, "rope_pairs[pairs + pair]", "rope_pairs[pair + 1]"),
-    "norm without its second dim": (scored, "tq_fma(a, a, tq_mul(b, b))", "tq_mul(a, a)"),
-    "length of another pair": (scored, "weight[pair], length[k]", "weight[pair], length[0 * k + PAIRS - 1]"),
-    "row that is not the kept one": (compacted, "kept_rows[row] *", "row *"),
-    "rows of another head": (compacted, "head * packed_rows_strides[1]", "batch * packed_rows_strides[1]"),
-    "rows past the kept": (compacted, "if (row < uint(compact_sizes[0]))", "if (true)"),
-    "words past a simdgroup": (compacted, "word < words; word += 32", "word < 32; word += 32"),
-    "rows of the result packed": (compacted, "* uint(compact_sizes[1])", "* uint(compact_sizes[0])"),
+    encoded: {
+        "missing barrier": (BARRIER, ""),
+        "barrier that orders nothing": (BARRIER, "simdgroup_barrier(mem_flags::mem_none);"),
+        "barrier under a divergent branch": (BARRIER, f"if (lane < 31) {BARRIER}"),
+        "scratch shared by two vectors": ("codes + simdgroup *", "codes + 0 * simdgroup *"),
+        "scratch of one vector only": ("codes[SIMDGROUPS *", "codes[1 *"),
+        "no guard past the last row": ("if (row < rows)", "if (true)"),
+        "guard off by one": ("if (row < rows)", "if (row < rows - 1)"),
+        "guard inside a simdgroup": ("if (row < rows)", "if (row < rows && lane < 30)"),
+        "no guard past the last dim": ("dim < D ? static_cast<float>(vector", "true ? static_cast<float>(vector"),
+        "strides of another array": ("head * values_strides[1]", "head * keys_strides[1]"),
+        "value codes where keys are": ("out + int(ROW::VALUES)", "out + int(ROW::KEYS)"),
+        "padding left unwritten": ("if (lane == 0 && int(ROW::WORDS)", "if (lane == 99 && int(ROW::WORDS)"),
+        "flags of keys over those of values": ("health_flags + rows + row", "health_flags + row"),
+        "boundary belongs above": ("value > tq_boundaries", "value >= tq_boundaries"),
+        "division instead of a product": ("tq_code<BITS>(tq_mul(y[j], factor))", "tq_code<BITS>(tq_div(y[j], norm))"),
+        "scale rule of keys for values": ("VALUE_BITS, VALUE_RULE", "VALUE_BITS, 0"),
+        "bit 15 lost": ("& 1u) << 15", "& 1u) << 14"),
+        "words past a vector's codes": ("word < D * BITS / 16", "word < D * BITS / 16 + 1"),
+    },
+    encoded_wide: {
+        "sum in another order": ("tq_element<P>(x, row, 0)", "tq_element<P>(x, M - row, 0)"),
+    },
+    encoded_q8: {
+        "padding lanes in the peak": ("+ lane < uint(D) ? sum[j] : 0.0f", "+ lane < 512u ? sum[j] : 0.0f"),
+        "half a wide scale": ("if (WIDE) scale_words[1]", "if (false) scale_words[1]"),
+        "truncation for rounding": ("tq_rint(tq_mul(y[j], factor))", "tq_mul(y[j], factor)"),
+    },
+    rotated: {
+        "transform without its last stage": ("stride < P && stride < 32", "stride < P / 2 && stride < 32"),
+        "odd minus even": ("tq_sub(other, x[j])", "tq_sub(x[j], other)"),
+        "matrix for its transpose": ("INVERSE ? N + ORDER : N", "INVERSE ? N : N"),
+        "signs forgotten": ("if (INVERSE) tq_flip_signs", "if (false) tq_flip_signs"),
+        "shuffle mask that differs": (
+            "other = simd_shuffle_xor(x[j], ushort(stride))",
+            "other = simd_shuffle_xor(x[j], ushort(lane & 1))",
+        ),
+    },
+    decoded: {
+        "rows packed without strides": ("head * packed_rows_strides[1]", "head * tokens * uint(ROW::WORDS)"),
+        "wrong unit count": ("units = key ? KEY_UNITS", "units = key ? VALUE_UNITS"),
+        "planes interleaved": ("i * COUNT + unit", "i + VALUES * unit"),
+        "key's scale for the value": ("words + int(ROW::VALUE_SCALE)", "words + int(ROW::KEY_SCALE)"),
+        "grid's spare threads write": ("if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
+    },
+    attended: {
+        "weights before they are whole": (f"{BARRIER}\nint tokens", "int tokens"),
+        "weights of the next tile": (f"{BARRIER}\nweight[lane]", "weight[lane]"),
+        "queries before they are loaded": (f"{BARRIER}\nuint at", "uint at"),
+        "tail of a block unmasked": ("there && place >= first[q]", "place >= first[q]"),
+        "window's first token unseen": ("place >= first[q]", "place > first[q]"),
+        "token past the window seen": ("place < last[q]", "place <= last[q]"),
+        "window ignored where it cuts blocks": (
+            "to = last[q] > to ? last[q] : to",
+            "to = last[q] > to ? last[q] - 1 : to",
+        ),
+        "prefix taken for the tail": ("token < block.fold ? token", "token < 0 ? token"),
+        "packed tokens before the prefix": ("tokens.shift = prefix", "tokens.shift = 0"),
+        "maximum of each lane alone": ("tq_simd_max(seen", "(seen"),
+        "old sums not rescaled": ("sums.sum[q] = tq_mul(sums.sum[q], factor)", "sums.sum[q] = sums.sum[q]"),
+        "old outputs not rescaled": ("sums.output[q * VALUES + i], factor)", "sums.output[q * VALUES + i], 1.0f)"),
+        "block off by one": ("tokens.start = start + block * size", "tokens.start = start + block * size + 1"),
+        "blocks overlap": ("? tokens.start + size : stop", "? tokens.start + size + 1 : stop"),
+        "another head's rows": ("batch * packed_rows_strides[0]", "head * packed_rows_strides[0]"),
+        "strides of keys for values": ("batch * full_values_strides[0]", "batch * full_keys_strides[0]"),
+        "strides of a whole array": ("values, full_values_strides[2]", "values, VALUE_DIM * 2"),
+        "slots not added": ("slot < int(SHARE::SLOTS); slot++", "slot < int(SHARE::SLOTS) - 1; slot++"),
+        "tokens past the tile": ("slot < tokens; slot", "slot < 32; slot"),
+        "key's gain for the value": (
+            "int(ROW::VALUE_SCALE) - int(ROW::VALUES)",
+            "int(ROW::KEY_SCALE) - int(ROW::VALUES)",
+        ),
+        "rows of the last tile past the end": ("q < count", "true"),
+        "queries of the tail rotated": ("KEY_ROTATED && packed", "KEY_ROTATED"),
+        "blocks merged unweighted": ("tq_fma(factor, outputs", "tq_fma(1.0f, outputs"),
+        "sums merged unweighted": (
+            "tq_fma(sums[block], tq_exp2(tq_sub(maxima[block], maximum)), total)",
+            "tq_add(sums[block], total)",
+        ),
+        "last block not merged": ("side == 0 ? packed_blocks : blocks", "side == 0 ? packed_blocks : blocks - 1"),
+        "block of the tail rotated back": (
+            "simdgroup + side * packed_blocks",
+            "simdgroup + side * (packed_blocks - 1)",
+        ),
+        "sink of another head": ("/ length % heads", "/ length % (heads - 1)"),
+        "sink left out of the sum": ("if (SINKS) total", "if (false) total"),
+        "parts before they are whole": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+        "parts of two simdgroups in one place": ("(simdgroup * 2 * N + i) * 32", "(simdgroup * N + i) * 32"),
+        "a simdgroup's part forgotten": ("other = 1; other", "other = 2; other"),
+        "values rotated forth, not back": ("value_flips + (N + VALUE_ORDER)", "value_flips + N"),
+    },
+    scored: {
+        "key rotated before it is whole": (f"{BARRIER}\nfloat x[N];", "float x[N];"),
+        "pairs before the key is rotated": (f"{BARRIER}\n}}\nfloat length", "}\nfloat length"),
+        "pairs of the rotated key": ("if (dim < KEY_DIM) key[dim] = x[j];", ""),
+        "key turned forth, not back": ("key_flips + (N + KEY_ORDER)", "key_flips + N"),
+        "signs of the key forgotten": ("tq_flip_signs<KEY_DIM>(x, key_flips, lane);\nfloat factor", "float factor"),
+        "keys past the last": ("if (token < tokens)", "if (token <= tokens)"),
+        "weights of another query head": ("pair_weights + (row + g)", "pair_weights + (row + 0)"),
+        "queries of another KV head": ("uint row = head * group", "uint row = batch * group"),
+        "second dims of the pairs": ("rope_pairs[pairs + pair]", "rope_pairs[pair + 1]"),
+        "norm without its second dim": ("tq_fma(a, a, tq_mul(b, b))", "tq_mul(a, a)"),
+        "length of another pair": ("weight[pair], length[k]", "weight[pair], length[0 * k + PAIRS - 1]"),
+    },
+    compacted: {
+        "row that is not the kept one": ("kept_rows[row] *", "row *"),
+        "rows of another head": ("head * packed_rows_strides[1]", "batch * packed_rows_strides[1]"),
+        "rows past the kept": ("if (row < uint(compact_sizes[0]))", "if (true)"),
+        "words past a simdgroup": ("word < words; word += 32", "word < 32; word += 32"),
+        "rows of the result packed": ("* uint(compact_sizes[1])", "* uint(compact_sizes[0])"),
+    },
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name):
-    run, old, new = MUTANTS[name]
+CASES = [(kernel, wrong) for kernel, mutants in MUTANTS.items() for wrong in mutants]
 
+
+@pytest.mark.parametrize(("kernel", "wrong"), CASES, ids=[wrong for _, wrong in CASES])
+def test_mutant_is_caught(kernel, wrong):
+    old, new = MUTANTS[kernel][wrong]
     texts = []
 
     def edit(text: str) -> str:
@@ -233,13 +234,13 @@ def test_mutant_is_caught(name):
         return text.replace(old, new)
 
     try:
-        right = all(run(order=order, edit=edit) for order in ORDERS)
+        right = all(kernel(order=order, edit=edit) for order in ORDERS)
     except SimulationError:
         right = False
     assert any(old in text for text in texts), "the text has changed; so must the mutant"
     assert not right
 
 
-@pytest.mark.parametrize("run", [encoded, encoded_wide, encoded_q8, decoded, rotated, scored, compacted, attended])
-def test_unchanged_kernel_passes(run):
-    assert all(run(order=order) for order in ORDERS)
+@pytest.mark.parametrize("kernel", MUTANTS)
+def test_unchanged_kernel_passes(kernel):
+    assert all(kernel(order=order) for order in ORDERS)

@@ -20,7 +20,7 @@ def check(x: mx.array, *, inverse: bool, **how) -> None:
 
 
 @pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("dim", [16, 32, *DIMS, 320, 384, 448])
+@pytest.mark.parametrize("dim", [16, *DIMS, 448])
 def test_equals_the_codecs_rotation(dim, inverse):
     dtype = DTYPES[DIMS.index(dim) % 3] if dim in DIMS else "float32"
     for order in ORDERS:
@@ -30,7 +30,7 @@ def test_equals_the_codecs_rotation(dim, inverse):
 @pytest.mark.full
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [16, 32, *DIMS, 320, 384, 448])
 def test_all_types(dim, dtype, inverse):
     for number, tokens in enumerate((1, 31, 32, 33, 97)):
         check(random((2, 2, tokens, dim), dtype), inverse=inverse, order=ORDERS[number % 3])
@@ -41,14 +41,14 @@ def test_under_sanitizers(dim):
     check(random((5, dim), "float16"), inverse=False, sanitize=True)
 
 
-@pytest.mark.parametrize("dim", [64, 112])
+@pytest.mark.parametrize("dim", [112])
 def test_any_strides_and_ranks(dim):
     x = random((2, 3, 4, 5, dim), "float16")
     for view in (x, x[0].swapaxes(0, 1), x[0, :, ::2, 1:3], x[0, 0, 0], x[0, 0, 0, 0], x[:, :, :, ::-1]):
         check(mx.array(view), inverse=True)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dim", [48, 512])
 def test_inverse_undoes_it(dim):
     x, rotation = random((4, dim), "float32"), get_rotation("wht", dim, 7)
     with simulated():

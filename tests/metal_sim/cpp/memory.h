@@ -1,5 +1,6 @@
 // Device buffers that check bounds and count bytes, and threadgroup memory that finds races and uninitialised reads.
 #pragma once
+#include <cstring>
 #include <type_traits>
 
 #include "machine.h"

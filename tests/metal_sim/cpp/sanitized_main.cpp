@@ -1,6 +1,5 @@
 // A program that runs one dispatch from a file and writes the results back to it: sanitizers cannot join a running
 // interpreter. The file is a Dispatch, then each buffer's bytes; buffers are allocated each for itself.
-#pragma once
 #include <cstdio>
 #include <cstdlib>
 
