@@ -149,8 +149,7 @@ static void choose_order(Machine& m, uint64_t order) {
 static void run_threadgroup(Machine& m, const Stacks& stacks, Position size) {
   const Position g = m.group_in_grid, n = m.threads_in_group;
   m.count = m.alive = n.x * n.y * n.z;
-  static uint64_t groups = 0;
-  m.group = ++groups;
+  m.group = ++groups_run;
   m.barrier = Meeting();
   m.simdgroups.assign((m.count + LANES - 1) / LANES, Simdgroup());
   for (uint32_t i = 0; i < m.count; i++) {

@@ -64,6 +64,8 @@ struct Machine {
 };
 
 extern Machine* machine;
+// By all libraries of the process: threadgroup memory of kernels of one name is one variable to the linker.
+inline uint64_t groups_run = 0;
 inline Thread& self() { return machine->threads[machine->current]; }
 inline void count(Operation operation) { machine->dispatch->operations[operation]++; }
 
