@@ -28,6 +28,8 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.dispatch import attention, scaled_dot_product_attention
 from mlx_tq.environment import environment
 from mlx_tq.errors import ConfigError
+from mlx_tq.kernels import phases
+from mlx_tq.tune import tune
 from mlx_tq.ui import console, human_bytes, results, table
 
 _CHUNK = 2048  # tokens appended at a time while a cache is filled
@@ -138,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5, help="times that each arm is measured")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE; - is standard output")
+    parser.add_argument("--tune", action="store_true", help="measure this machine's thresholds and keep them, instead")
     add_impl_argument(parser)
     return parser
 
@@ -155,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"types {args.dtypes} are not all known; valid are float16, bfloat16, float32.")
     if min([*args.tokens, args.rounds, args.kv_heads]) < 1 or args.query_heads % args.kv_heads:
         raise ConfigError("tokens, rounds and heads must be 1 or more, and query heads a multiple of KV heads.")
+    if args.tune:
+        return _tune(args)
     shape = Shape(args.query_heads, args.kv_heads, args.head_dim)
     profiles = {name: PROFILES[name] for name in args.profiles}
     timings: list[Timing] = []
@@ -164,10 +169,29 @@ def run(args: argparse.Namespace) -> int:
             (console if args.json == "-" else results).print(_table(measured))
             timings += measured
     if args.json:
-        report = {"shape": asdict(shape), "environment": environment(), "timings": [asdict(t) for t in timings]}
-        text = json.dumps(report, indent=1) + "\n"
-        sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, encoding="utf-8")
+        shown = {"shape": asdict(shape), "environment": environment(), "timings": [asdict(t) for t in timings]}
+        _write(shown, args.json)
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    shown = table(f"thresholds, {phases.machine()}", "threshold", "value", "seconds, or of few: times a prefill")
+    measured = list(tune(args.tokens, args.rounds))
+    for name, value, figure, _ in measured:
+        shown.add_row(name, str(value), f"{figure:.3g}")
+    best = measured[-1][-1]
+    path = phases.write(best)
+    if args.json:
+        _write({"environment": environment(), "phases": asdict(best)}, args.json)
+    else:
+        results.print(shown)
+    console.print(f"{best}\nis taken here from now on: {path}", soft_wrap=True)
+    return 0
+
+
+def _write(report: dict[str, Any], name: str) -> None:
+    text = json.dumps(report, indent=1) + "\n"
+    sys.stdout.write(text) if name == "-" else Path(name).write_text(text, encoding="utf-8")
 
 
 def _table(timings: list[Timing]) -> Table:

@@ -6,7 +6,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlx_tq import __version__
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import impl, phases
 
 
 def backend() -> str:
@@ -28,6 +28,7 @@ def environment() -> dict[str, str]:
         "device": device_name(),
         "backend": backend(),
         "attention": impl.describe(),
+        "phases": phases.table().origin,
         "system": platform.platform(),
         "python": platform.python_version(),
         **{package: version(package) for package in ("mlx", "mlx-lm", "numpy")},

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from mlx_tq.cache.coordinator import EvictionPlan
 from mlx_tq.cache.factory import LayerPlan, Plan
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import impl, phases
 from mlx_tq.stats import CacheStats, GenerationStats
 
 _WIDTH = 120  # where there is no terminal to ask
@@ -69,7 +69,7 @@ def show_plan(plan: Plan, tokens: int) -> None:
     spec = plan.layers[0].spec
     console.print(
         f"in the model's own type: the first {spec.prefix} tokens, the last {spec.window} and up to 63 before those\n"
-        f"computed by {impl.describe()}",
+        f"computed by {impl.describe()}; thresholds {phases.table().origin}",
         style="dim",
         soft_wrap=True,
     )
@@ -177,4 +177,5 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             "calibration": plan.eviction.source,
         },
         "attention": impl.describe(),
+        "phases": phases.table().origin,
     }

@@ -28,7 +28,7 @@ LAYERS = (
     ("session",),
     ("args", "prompts"),
     ("ui",),
-    ("limits", "prompt_cache"),
+    ("limits", "prompt_cache", "tune"),
     ("generate", "cache_prompt", "chat", "server", "evaluate", "calibrate", "bench", "doctor"),
     ("demo",),
     ("cli",),

@@ -15,10 +15,11 @@ from mlx_lm.models.cache import _BaseCache
 from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cache.view import FEW, Handle, Regions, check_seam, handles
+from mlx_tq.cache.view import Handle, Regions, check_seam, handles
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError
+from mlx_tq.kernels import phases
 from mlx_tq.kernels.encode import encode
 
 # Rows by which the body's buffer grows.
@@ -200,7 +201,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         packed, target = self._packed(before), self._packed(after)
         if target > packed:
             self._pack(full, packed, target)
-        if keys.shape[2] > FEW:
+        if keys.shape[2] > phases.current().few:
             view = self._view(full, packed, after, packed)
         else:
             view = self._view(full, packed, after, target)

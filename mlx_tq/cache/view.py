@@ -14,12 +14,10 @@ from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.evict import taps
+from mlx_tq.kernels import phases
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.masks import Mask
 from mlx_tq.kernels.prefill import prefill
-
-# Up to this many queries attend without decoding the past; more are a prefill.
-FEW = 8
 
 
 class View(Protocol):
@@ -121,7 +119,7 @@ class Regions:
             return mx.fast.scaled_dot_product_attention(
                 queries, self.keys, self.values, scale=scale, mask=mask, sinks=sinks
             )
-        run = attend if queries.shape[2] <= FEW else prefill
+        run = attend if queries.shape[2] <= phases.current().few else prefill
         return run(
             queries,
             self.rows,

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import build, impl, phases
 from mlx_tq.kernels.constants import check_can_run, codec_constants, flips, layout_constants, table
 from mlx_tq.kernels.lanes import Stream, lanes
 from mlx_tq.kernels.masks import (
@@ -187,11 +187,6 @@ MERGE = build.Kernel(
 )
 # A kernel decodes a code once for this many query rows, as many as fit a lane's registers.
 QUERIES = 4
-# Tokens are cut into as many blocks as make SIMDGROUPS of work, of LEAST_BLOCK tokens at least.
-SIMDGROUPS = 1024
-LEAST_BLOCK = 64
-MOST_BLOCKS = 256
-MERGING = 4  # simdgroups that merge a query row
 
 
 def _attend_gpu(
@@ -252,17 +247,18 @@ def _attend_gpu(
     )
     logits = table([]) if sinks is None else mx.pad(sinks.astype(mx.float32), (0, max(0, 8 - query_heads)))
     sizes = table([packed_blocks, blocks, query_heads, length])
+    merging = phases.current().merging
     (attended,) = build.run(
         MERGE,
         inputs=[outputs, maxima, sums, flips(layout.value.rotation), logits, sizes],
         template=(
             ("T", queries.dtype),
             ("SINKS", sinks is not None),
-            ("SIMDGROUPS", MERGING),
+            ("SIMDGROUPS", merging),
             *codec_constants("VALUE", layout.value),
         ),
-        grid=(32 * MERGING, batch * query_heads * length, 1),
-        threadgroup=(32 * MERGING, 1, 1),
+        grid=(32 * merging, batch * query_heads * length, 1),
+        threadgroup=(32 * merging, 1, 1),
         output_shapes=[(*rows_of_queries, layout.value.head_dim)],
         output_dtypes=[queries.dtype],
     )
@@ -271,4 +267,5 @@ def _attend_gpu(
 
 def _blocks(tokens: int, tiles: int) -> int:
     """Into how many blocks tokens are cut that so many simdgroups each attend to."""
-    return min(-(-tokens // LEAST_BLOCK), max(1, SIMDGROUPS // tiles), MOST_BLOCKS)
+    cut = phases.current()
+    return min(-(-tokens // cut.least_block), max(1, cut.simdgroups // tiles), cut.most_blocks)

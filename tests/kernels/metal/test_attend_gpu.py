@@ -23,8 +23,9 @@ from attention_cases import (
 from simulated import ORDERS, simulated
 
 from mlx_tq.errors import KernelUnavailableError
-from mlx_tq.kernels import attend
+from mlx_tq.kernels import phases
 from mlx_tq.kernels.attend import QUERIES, _attend_gpu, attend_ref
+from mlx_tq.kernels.phases import Phases
 
 BODIES = (*PARAMETERS["body"], 4096)
 # What makes another text, and what is data to one. Sizes that need the same text stand together.
@@ -188,12 +189,12 @@ def test_any_strides():
 
 
 @pytest.mark.parametrize(("least", "most"), [(32, 256), (64, 3), (1000, 256)])
-def test_any_number_of_blocks(monkeypatch, least, most):
-    monkeypatch.setattr(attend, "LEAST_BLOCK", least)
-    monkeypatch.setattr(attend, "MOST_BLOCKS", most)
+def test_any_number_of_blocks(least, most):
     problem = make_problem(body=257, recent=70)
     sinks = random_sinks(problem)
-    assert_as_good_as_reference(problem, problem.solve(on_simulator(), "causal", sinks), "causal", sinks)
+    with phases.using(Phases(least_block=least, most_blocks=most)):
+        out = problem.solve(on_simulator(), "causal", sinks)
+    assert_as_good_as_reference(problem, out, "causal", sinks)
 
 
 def test_large_scores_do_not_overflow():

@@ -11,7 +11,8 @@ from metal_sim.run import Counters
 from sdpa_vector import sdpa_vector
 from simulated import simulated
 
-from mlx_tq.kernels import attend
+from mlx_tq.kernels import attend, phases
+from mlx_tq.kernels.phases import Phases
 
 FEW, MANY = 96, 224
 CASE = {"dims": (128, 128), "key": "tq4", "value": "tq4", "batch": 1, "length": 1, "prefix": 0, "recent": 0}
@@ -64,10 +65,10 @@ def test_packed_bytes_are_loaded_once_for_four_query_heads(groups, times):
 
 
 def test_lane_operations(monkeypatch):
-    monkeypatch.setattr(attend, "LEAST_BLOCK", 1024)
-    ours, plain = attend_operations(4), sdpa_operations(4)
-    monkeypatch.setattr(attend, "QUERIES", 1)
-    per_head = attend_operations(4)
+    with phases.using(Phases(least_block=1024)):
+        ours, plain = attend_operations(4), sdpa_operations(4)
+        monkeypatch.setattr(attend, "QUERIES", 1)
+        per_head = attend_operations(4)
     print(f"shared {ours:.0f}, per query head {per_head:.0f}, sdpa_vector at fp16 {plain:.0f}")
     assert ours <= 0.45 * per_head
     assert ours <= plain

@@ -1,0 +1,122 @@
+"""Each kernel's GB/s beside a plain copy's, and attention's time beside mlx's, in one run; without a GPU, its cost.
+
+    python -m benchmarks.kernels.bench_kernels
+
+A GPU is timed over many calls in one evaluation. On a CPU the kernels run on the simulator of the tests, which counts
+bytes and lane operations: the difference between two contexts, per token and KV head.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+from benchmarks.kernels.cases import DIM, GROUP, cases
+from mlx_tq.environment import environment
+from mlx_tq.kernels import build, impl, phases
+from mlx_tq.kernels.phases import Phases
+
+ROOT = Path(__file__).parents[2]
+CALLS, ROUNDS = 50, 7
+COUNTED = (96, 224)  # tokens
+ONE_BLOCK = Phases(least_block=4096)  # what merging several costs is no cost of a token
+
+
+def seconds(call: Callable[[], list[mx.array]]) -> float:
+    """The median time of one of many calls."""
+    mx.eval(call())
+    found = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        mx.eval([call() for _ in range(CALLS)])
+        found.append((time.perf_counter() - started) / CALLS)
+    return statistics.median(found)
+
+
+def timed(tokens: int, heads: int) -> dict[str, Any]:
+    """Times and rates on a GPU; those of a copy, and of mlx's own attention in fp16 and on quantised caches."""
+    keys, values = (mx.random.normal((1, heads, tokens, DIM)).astype(mx.float16) for _ in range(2))
+    queries = mx.random.normal((1, heads * GROUP, 1, DIM)).astype(mx.float16)
+    mx.eval(keys, values, queries)
+    scale = DIM**-0.5
+    rows = [{"kernel": "copy", "seconds": seconds(lambda: [keys + 0]), "nbytes": 2 * keys.nbytes}]
+    fast = seconds(lambda: [mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale)])
+    rows.append({"kernel": "mx.fast attention, fp16", "seconds": fast, "nbytes": 2 * keys.nbytes})
+    for bits in (8, 4):
+        packed = [mx.quantize(x, group_size=64, bits=bits) for x in (keys, values)]
+        mx.eval(packed)
+        took = seconds(
+            lambda packed=packed, bits=bits: [
+                quantized_scaled_dot_product_attention(queries, *packed, scale=scale, mask=None, bits=bits)
+            ]
+        )
+        size = sum(part.nbytes for parts in packed for part in parts)
+        rows.append({"kernel": f"mlx-lm kv-bits {bits}", "seconds": took, "nbytes": size})
+    for case in cases(tokens, heads):
+        rows.append({"kernel": case.kernel, "seconds": seconds(case.call), "nbytes": case.nbytes})
+    for row in rows:
+        row["gb_per_s"] = row["nbytes"] / row["seconds"] / 1e9
+    return {"tokens": tokens, "heads": heads, "kernels": rows}
+
+
+def counted() -> dict[str, Any]:
+    """Bytes and lane operations on the simulator, per token and KV head; mlx's `sdpa_vector` beside them."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/kernels/metal")]
+    from sdpa_vector import sdpa_vector
+    from simulated import simulated
+
+    found: list[dict[str, Counter[str]]] = []
+    for tokens in COUNTED:
+        with impl.using("ops"):
+            made = cases(tokens, 1)
+        found.append({})
+        for case in made:
+            with simulated() as counters, phases.using(ONE_BLOCK):
+                mx.eval(case.call())
+            found[-1][case.kernel] = _total(counters)
+        shape = (1, tokens, DIM)
+        numbers = [mx.random.normal(s).astype(mx.float16) for s in ((GROUP, DIM), shape, shape)]
+        _, cost = sdpa_vector(*map(np.array, numbers))
+        found[-1]["mx.fast attention, fp16"] = _total([cost])
+    few, many = found
+    more = COUNTED[1] - COUNTED[0]
+    rows = [{"kernel": name, **{k: (many[name][k] - few[name][k]) / more for k in many[name]}} for name in many]
+    return {"tokens": COUNTED, "kernels": rows}
+
+
+def _total(counters: list[Any]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for c in counters:
+        total["loaded"] += sum(c.loaded.values())
+        total["stored"] += sum(c.stored.values())
+        total["lane_operations"] += sum(c.operations.values())
+    return total
+
+
+def main() -> None:
+    """Measure what is here and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=32768, help="of the timed kernels")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/kernels_{metal,cuda,counted}.json")
+    args = parser.parse_args()
+    where = build.backend() or "counted"
+    measured = timed(args.tokens, args.heads) if build.backend() else counted()
+    path = Path(args.json or ROOT / f"benchmarks/results/kernels_{where}.json")
+    command = "python -m benchmarks.kernels.bench_kernels"
+    path.write_text(json.dumps({"command": command, "environment": environment(), **measured}, indent=1) + "\n")
+    for row in measured["kernels"]:
+        print(", ".join(f"{name} {value:.4g}" if name != "kernel" else value for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Which kernel serves when, and how its work is cut: one table a chip class, and one that was measured on this machine.
+
+The built-in tables follow from the number of GPU cores and were not measured. `mlx_tq.bench --tune` measures, and
+writes a file that is taken from then on, by the chip that it names.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_tq.errors import ConfigError
+from mlx_tq.kernels import impl
+
+VERSION = 1
+
+# The least and the most of each value. Up to 8 queries see each what it would have seen alone, which speculative
+# decoding counts on; a threadgroup of MERGING simdgroups must fit D = 512.
+_RANGES = {
+    "few": (8, 64),
+    "simdgroups": (1, 65536),
+    "least_block": (32, 4096),
+    "most_blocks": (1, 1024),
+    "merging": (1, 8),
+}
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Thresholds.
+
+    Attributes:
+        few: up to this many queries attend to packed rows; more are a prefill, which decodes the past first.
+        simdgroups: attention cuts tokens into blocks until that many simdgroups are at work,
+        least_block: of this many tokens at least,
+        most_blocks: and into this many at most.
+        merging: simdgroups that merge the blocks of a query row.
+
+    Raises:
+        ConfigError: a value is no whole number of its range.
+    """
+
+    few: int = 8
+    simdgroups: int = 1024
+    least_block: int = 64
+    most_blocks: int = 256
+    merging: int = 4
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(f"{name} is {value!r}; valid are whole numbers from {least} to {most}.")
+
+
+# About 32 simdgroups a core: 8 to 10 cores, 14 to 20, 30 to 40, 60 to 80; an H200 has 132.
+TABLES = {
+    "base": Phases(simdgroups=256),
+    "Pro": Phases(simdgroups=512),
+    "Max": Phases(simdgroups=1024),
+    "Ultra": Phases(simdgroups=2048),
+    "cuda": Phases(simdgroups=4096),
+    "ops": Phases(),
+}
+
+
+class PhasesWarning(RuntimeWarning):
+    """A measured table cannot be read, and the built-in one serves instead."""
+
+
+class Table(NamedTuple):
+    """Thresholds, and where they come from, in a few words."""
+
+    phases: Phases
+    origin: str
+
+
+def file() -> Path:
+    """Where `mlx_tq.bench --tune` writes."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "mlx_tq" / "phases.json"
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "mlx_tq" / "phases.json"
+
+
+def machine() -> str:
+    """What a measured table belongs to: the chip and what computes on it."""
+    return f"{mx.device_info().get('device_name', 'unknown')}, {impl.current()}"
+
+
+def chip_class() -> str:
+    """The name of the built-in table for this machine."""
+    if impl.current() != "metal":
+        return impl.current()
+    last = str(mx.device_info().get("device_name", "")).rpartition(" ")[2]
+    return last if last in TABLES else "base"
+
+
+def table() -> Table:
+    """What is in use: measured on this machine, or built in.
+
+    A file that cannot be read is ignored with a `PhasesWarning` that says why.
+    """
+    return _table(machine(), chip_class(), file())
+
+
+@cache
+def _table(machine: str, chip: str, path: Path) -> Table:
+    built_in = Table(TABLES[chip], f"built in for {chip!r}")
+    try:
+        values = _read(path).get(machine)
+        return built_in if values is None else Table(_phases(values), f"measured, {path}")
+    except (OSError, ValueError, ConfigError) as error:
+        warnings.warn(
+            f"the measured phases in {path} are ignored: {error} Run mlx_tq.bench --tune again, or delete the file",
+            PhasesWarning,
+            stacklevel=4,
+        )
+        return built_in
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tables of a file by machine; none where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"this is no JSON ({error}).") from error
+    if (
+        not isinstance(content, dict)
+        or content.get("version") != VERSION
+        or not isinstance(content.get("tables"), dict)
+    ):
+        raise ConfigError(f"an object with version {VERSION} and tables is expected.")
+    tables: dict[str, Any] = content["tables"]
+    return tables
+
+
+def _phases(values: object) -> Phases:
+    names = [field.name for field in fields(Phases)]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ConfigError(f"a table has the values {', '.join(names)}.")
+    return Phases(**values)
+
+
+def write(phases: Phases) -> Path:
+    """Keep what was measured on this machine, beside other machines' tables; whole or not at all. Returns the file.
+
+    Raises:
+        ConfigError: the file that is there cannot be read.
+        OSError: it cannot be written.
+    """
+    path = file()
+    content = {"version": VERSION, "tables": {**_read(path), machine(): asdict(phases)}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as made:
+        json.dump(content, made, indent=1)
+    Path(made.name).replace(path)
+    _table.cache_clear()
+    return path
+
+
+_chosen: list[Phases] = []
+
+
+def current() -> Phases:
+    """The thresholds in use."""
+    return _chosen[-1] if _chosen else table().phases
+
+
+@contextmanager
+def using(phases: Phases) -> Iterator[None]:
+    """Take these thresholds until the context ends."""
+    _chosen.append(phases)
+    try:
+        yield
+    finally:
+        _chosen.pop()

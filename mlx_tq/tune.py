@@ -1,0 +1,107 @@
+"""Measures the thresholds of `kernels.phases` on this machine.
+
+One value after the other, the others kept: each candidate's attention is timed in turn, several rounds, and the least
+median wins. Without a GPU only `few` matters, and only it is measured.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels import impl, phases
+from mlx_tq.kernels.attend import attend
+from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.phases import Phases
+from mlx_tq.kernels.prefill import prefill
+
+QUERIES = (8, 12, 16, 24, 32, 48, 64)
+CANDIDATES = {
+    "simdgroups": (128, 256, 512, 1024, 2048, 4096, 8192),
+    "least_block": (32, 64, 128, 256),
+    "merging": (1, 2, 4, 8),
+}
+_HEADS, _GROUP, _DIM = 8, 4, 128
+_FULL = 256  # tokens in the model's type
+_TARGET = 0.05  # seconds of chained calls in one measurement
+
+
+def tune(tokens: list[int], rounds: int) -> Iterator[tuple[str, int, float, Phases]]:
+    """Measure at contexts of so many packed tokens, tq4 in fp16.
+
+    Yields:
+        A threshold's name, a value of it, its seconds summed over the contexts (of `few`: by how many times attending
+        to packed rows is faster than decoding them first), and the best thresholds so far.
+    """
+    best = phases.current()
+    problems = [_Problem(count) for count in tokens]
+    if impl.current() != "ops":
+        for name, values in CANDIDATES.items():
+            candidates = [replace(best, **{name: value}) for value in values]
+            seconds = _seconds([(problem, attend, 1, cut) for cut in candidates for problem in problems], rounds)
+            totals = [sum(seconds[i : i + len(tokens)]) for i in range(0, len(seconds), len(tokens))]
+            best = candidates[totals.index(min(totals))]
+            for value, total in zip(values, totals, strict=True):
+                yield name, value, total, best
+    best = replace(best, few=QUERIES[0])
+    for count in QUERIES:
+        packed, decoded = (
+            sum(_seconds([(problem, run, count, best) for problem in problems], rounds)) for run in (attend, prefill)
+        )
+        if packed < decoded:
+            best = replace(best, few=count)
+        yield "few", count, decoded / packed, best
+        if packed >= decoded:
+            return
+
+
+class _Problem:
+    """A cache of one layer, and how it is attended to."""
+
+    def __init__(self, tokens: int) -> None:
+        codecs = (get_format("tq4").codec(_DIM, CodecOptions(seed=seed), mx.float16) for seed in (0, 1))
+        self.layout, self.tokens = RowLayout(*codecs), tokens
+        keys, values = (self._random(_HEADS, tokens) for _ in range(2))
+        self.rows = encode(keys, values, self.layout).rows
+        self.full = self._random(_HEADS, _FULL), self._random(_HEADS, _FULL)
+        mx.eval(self.rows, self.full)
+
+    def call(self, run: Callable[..., mx.array], queries: mx.array) -> mx.array:
+        arguments = (queries, self.rows, self.tokens, self.layout, *self.full)
+        return run(*arguments, prefix=_FULL // 2, scale=_DIM**-0.5, mask="causal")
+
+    def queries(self, count: int) -> mx.array:
+        return self._random(_HEADS * _GROUP, count)
+
+    @staticmethod
+    def _random(heads: int, tokens: int) -> mx.array:
+        return mx.random.normal((1, heads, tokens, _DIM)).astype(mx.float16)
+
+
+_Case = tuple[_Problem, Callable[..., mx.array], int, Phases]
+
+
+def _seconds(cases: list[_Case], rounds: int) -> list[float]:
+    """The median time of each case's call, cases in turn."""
+    for case in cases:
+        _time(case, 1)  # compiles, and warms
+    repeats = [max(1, int(_TARGET / _time(case, 1))) for case in cases]
+    found = [[_time(case, count) for case, count in zip(cases, repeats, strict=True)] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*found, strict=True)]
+
+
+def _time(case: _Case, repeats: int) -> float:
+    """Seconds of one of chained calls: each takes the last one's output for its queries."""
+    problem, run, count, cut = case
+    queries = problem.queries(count)
+    mx.eval(queries)
+    with phases.using(cut):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            queries = problem.call(run, queries)
+        mx.eval(queries)
+        return (time.perf_counter() - started) / repeats

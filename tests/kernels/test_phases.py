@@ -1,0 +1,132 @@
+"""Thresholds: the built-in tables, the file of this machine, and the command that measures it."""
+
+import json
+import warnings
+from dataclasses import asdict, replace
+from unittest import mock
+
+import mlx.core as mx
+import pytest
+
+from mlx_tq import cli, tune
+from mlx_tq.errors import ConfigError
+from mlx_tq.kernels import build, impl, phases
+from mlx_tq.kernels.phases import TABLES, Phases, PhasesWarning
+
+TUNED = Phases(few=16, simdgroups=300)
+
+
+@pytest.fixture(autouse=True)
+def file(monkeypatch, tmp_path):
+    """Where the table is kept, out of the way of this machine's own."""
+    path = tmp_path / "mlx_tq" / "phases.json"
+    monkeypatch.setattr(phases, "file", lambda: path)
+    return path
+
+
+def keep(path, content) -> None:
+    path.parent.mkdir()
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("chip", "table"),
+    [("Apple M1", "base"), ("Apple M4 Pro", "Pro"), ("Apple M2 Max", "Max"), ("Apple M3 Ultra", "Ultra")],
+)
+def test_each_chip_has_a_table(chip, table):
+    with (
+        mock.patch.object(build, "backend", return_value="metal"),
+        mock.patch.object(mx, "device_info", return_value={"device_name": chip}),
+    ):
+        assert phases.chip_class() == table
+        assert phases.current() is TABLES[table]
+        assert phases.machine() == f"{chip}, metal"
+        with impl.using("ops"):
+            assert phases.chip_class() == "ops"
+
+
+def test_what_was_written_is_taken_until_it_is_gone(file):
+    assert phases.table().origin == f"built in for {phases.chip_class()!r}"
+    assert phases.write(TUNED) == file
+    assert phases.table() == (TUNED, f"measured, {file}")
+    assert list(file.parent.iterdir()) == [file]
+    with phases.using(Phases()):
+        assert phases.current() == Phases()
+    assert phases.current() == TUNED
+
+
+def test_other_machines_keep_their_tables(file):
+    keep(file, {"version": 1, "tables": {"Apple M1, metal": asdict(TUNED)}})
+    assert phases.current() == TABLES[phases.chip_class()]
+    phases.write(replace(TUNED, few=32))
+    tables = json.loads(file.read_text())["tables"]
+    assert tables == {"Apple M1, metal": asdict(TUNED), phases.machine(): asdict(replace(TUNED, few=32))}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "this is no JSON"),
+        ([], "an object with version 1"),
+        ({"version": 2, "tables": {}}, "an object with version 1"),
+        ({"version": 1, "tables": 3}, "an object with version 1"),
+        ({"few": 9}, "a table has the values few, simdgroups, least_block"),
+        (asdict(TUNED) | {"few": 7}, "few is 7; valid are whole numbers from 8 to 64"),
+        (asdict(TUNED) | {"merging": True}, "merging is True; valid are whole numbers from 1 to 8"),
+        (asdict(TUNED) | {"least_block": "64"}, "least_block is '64'"),
+    ],
+)
+def test_a_bad_file_is_ignored_with_its_reason(file, content, why):
+    if isinstance(content, dict) and "version" not in content:
+        content = {"version": 1, "tables": {phases.machine(): content}}
+    keep(file, content)
+    with pytest.warns(PhasesWarning, match=f"{file} are ignored: .*{why}.*--tune again, or delete the file") as caught:
+        assert [phases.current() for _ in range(3)] == [TABLES[phases.chip_class()]] * 3
+    assert len(caught) == 1
+
+
+def test_a_file_that_cannot_be_read_is_not_written_over(file):
+    keep(file, "mine")
+    with pytest.raises(ConfigError, match="no JSON"):
+        phases.write(TUNED)
+    assert file.read_text() == "mine"
+
+
+def test_the_command_measures_and_keeps(file, monkeypatch, capsys):
+    """Of what a CPU has: up to how many queries attend to packed rows."""
+    monkeypatch.setattr(tune, "_TARGET", 0)
+    monkeypatch.setattr(tune, "QUERIES", (8,))
+    assert cli.main(["bench", "--tune", "--tokens", "64", "--rounds", "1", "--json", "-"]) == 0
+    out, err = capsys.readouterr()
+    assert str(file) in err.replace("\n", "")
+    assert json.loads(out)["phases"] == asdict(phases.current()) == asdict(Phases(few=8))
+    assert phases.table().origin == f"measured, {file}"
+
+
+def test_the_fastest_is_chosen(monkeypatch):
+    """With times that are made up: 512 simdgroups and blocks of 128 are best, and 12 queries still few."""
+
+    def seconds(cases, rounds):
+        return [
+            abs(cut.simdgroups - 512) + abs(cut.least_block - 128) + cut.merging + (count > 12) * (run is tune.attend)
+            for _, run, count, cut in cases
+        ]
+
+    monkeypatch.setattr(tune, "_seconds", seconds)
+    monkeypatch.setattr(impl, "current", lambda: "ops")
+    monkeypatch.setattr(tune, "_Problem", lambda tokens: tokens)
+    monkeypatch.setattr(tune.impl, "current", lambda: "metal")
+    monkeypatch.setattr(tune.phases, "current", Phases)
+    steps = list(tune.tune([64, 4096], 1))
+    assert steps[-1][-1].simdgroups == 512
+    assert steps[-1][-1].least_block == 128
+    assert steps[-1][-1].merging == 1
+    assert [name for name, *_ in steps] == ["simdgroups"] * 7 + ["least_block"] * 4 + ["merging"] * 4 + ["few"]
+
+
+def test_doctor_says_which(file, capsys):
+    phases.write(TUNED)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["environment"]["phases"] == f"measured, {file}"
