@@ -7,7 +7,6 @@ writes a file that is taken from then on, by the chip that it names.
 import json
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tq.errors import ConfigError
+from mlx_tq.files import written_whole
 from mlx_tq.kernels import impl
 
 VERSION = 1
@@ -158,15 +158,18 @@ def write(phases: Phases) -> Path:
     """Keep what was measured on this machine, beside other machines' tables; whole or not at all. Returns the file.
 
     Raises:
-        ConfigError: the file that is there cannot be read.
-        OSError: it cannot be written.
+        ConfigError: the file that is there cannot be read, or none can be written.
     """
     path = file()
     content = {"version": VERSION, "tables": {**_read(path), machine(): asdict(phases)}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as made:
-        json.dump(content, made, indent=1)
-    Path(made.name).replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the measured phases cannot be kept in {path}: {error}. Make its folder writable."
+        ) from error
     _table.cache_clear()
     return path
 

@@ -92,6 +92,12 @@ def test_a_file_that_cannot_be_read_is_not_written_over(file):
     assert file.read_text() == "mine"
 
 
+def test_where_nothing_can_be_written(file):
+    file.parent.write_text("no folder")
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*phases\.json: .*Make its folder writable"):
+        phases.write(TUNED)
+
+
 def test_the_command_measures_and_keeps(file, monkeypatch, capsys):
     """Of what a CPU has: up to how many queries attend to packed rows."""
     monkeypatch.setattr(tune, "_TARGET", 0)
