@@ -126,24 +126,6 @@ def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, serv
     assert not stored & {p for first, last in session._memory.copies for p in range(first, last)}
 
 
-def test_twenty_turns_over_several_times_the_budget(chat):
-    """Positions are right, and memory is flat."""
-    session = chat(EVICTS, prefill_step_size=64)
-    sizes = []
-    text = load_text()
-    for turn in range(20):
-        say(session, text[turn * 200 : turn * 200 + 200], max_tokens=4)
-        live = np.asarray(session._live())
-        assert session.stats.tokens == len(session.ids) == session.cache[0].offset
-        assert all(np.array_equal(cache.positions, live) for cache in session.cache)
-        assert live[:16].tolist() == list(range(16))
-        assert live[-32:].tolist() == list(range(len(session.ids) - 32, len(session.ids)))
-        sizes.append(session.stats.nbytes)
-    assert session.stats.tokens > 8 * 128
-    assert max(sizes[5:]) == min(sizes[5:])
-    assert ["were evicted" in warning for warning in chat.warned] == [True]
-
-
 def test_the_last_position_is_the_end(chat, embedded, monkeypatch):
     monkeypatch.setattr(embedded[0].args, "max_position_embeddings", 400)
     session = chat(EVICTS)
