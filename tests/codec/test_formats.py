@@ -85,7 +85,7 @@ def test_names_are_sorted_by_bits():
 
 
 def test_unknown_format_lists_the_names():
-    with pytest.raises(ConfigError, match=r"format 'q5' is unknown; valid are fp16, .*tq4, .*tq2\."):
+    with pytest.raises(ConfigError, match=r"format 'q5' is unknown; valid are fp16, .*tq4, .*tq2, .*spectral8\."):
         get_format("q5")
 
 
