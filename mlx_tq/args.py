@@ -222,7 +222,7 @@ def parse_size(text: str) -> int:
     try:
         size = int(float(number) * _SIZES[unit])
     except (KeyError, ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB") from None
-    if size <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size above zero")
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB, above zero")
     return size

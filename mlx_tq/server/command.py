@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from mlx_tq.args import (
     KEY_VARIABLE,
     add_cache_arguments,
@@ -192,6 +194,8 @@ def _service(args: argparse.Namespace) -> Any:
         tokenizer_config=tokenizer_config,
         trust_remote_code=args.trust_remote_code,
     )
+    if args.chat_template:
+        _check_template(tokenizer, args.chat_template_args)
     positions = position_limit(model)
     plan = None if config.is_off else plan_caches(model, config)
     memory = None if plan is None else args.kv_memory_limit or free_memory()
@@ -223,6 +227,15 @@ def _service(args: argparse.Namespace) -> Any:
         plan=plan,
         memory=memory,
     )
+
+
+def _check_template(tokenizer: Any, options: dict[str, Any]) -> None:
+    """Raise where --chat-template cannot be used, before clients are told that it is their conversation."""
+    try:
+        messages = [{"role": "user", "content": "hi"}]
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"--chat-template cannot be used: {error}. Give the text of a Jinja template.") from error
 
 
 def _public_name(model: str | None) -> str:

@@ -1,8 +1,10 @@
 """What a request may say. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import from_json
 
 from mlx_tq.server.errors import InvalidRequestError
 
@@ -52,11 +54,18 @@ class Message(_Loose):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart] | None = Field(None, validate_default=True)
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _is_said(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and info.data.get("role") in ("system", "developer", "user"):
+            raise ValueError(f"a message of the role {info.data['role']} needs a text")
+        return content
 
 
 class FunctionTool(_Strict):
@@ -121,6 +130,11 @@ class Request(_Strict):
         """The most tokens to generate, if the request says."""
         return self.max_tokens
 
+    @property
+    def answer_argument(self) -> str:
+        """The argument that says it."""
+        return "max_tokens"
+
 
 class ChatRequest(Request):
     """Of /v1/chat/completions."""
@@ -141,6 +155,11 @@ class ChatRequest(Request):
         """The most tokens to generate, if the request says."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def answer_argument(self) -> str:
+        """The argument that says it."""
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+
 
 class CompletionRequest(Request):
     """Of /v1/completions."""
@@ -150,6 +169,13 @@ class CompletionRequest(Request):
     echo: Literal[False] | None = None
     suffix: None = None
     logprobs: None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and any(isinstance(part, (str, list)) for part in prompt):
+            raise ValueError("several prompts are not supported; send one request each")
+        return prompt
 
 
 Kind = TypeVar("Kind", bound=Request)
@@ -165,15 +191,45 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         return kind.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-    first = faults[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    said = "; ".join(_fault(fault) for fault in faults[:_MAX_FAULTS])
-    raise InvalidRequestError(said, param)
+    said: dict[str, list[str]] = {}
+    for where, message in _places(faults, body):
+        said.setdefault(where, []).append(message)
+    messages = [f"{where}: {_either(each)}" if where else each[0] for where, each in said.items()]
+    raise InvalidRequestError("; ".join(messages[:_MAX_FAULTS]), next(iter(said)) or None)
 
 
-def _fault(fault: Any) -> str:
-    """Where and what is wrong, without the value: it may be the text of a conversation."""
-    where = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return f"{where}: this server has no such argument; leave it out"
-    return f"{where}: {fault['msg']}" if where else str(fault["msg"])
+def _places(faults: Sequence[Any], body: bytes) -> list[tuple[str, str]]:
+    """Where, and what is wrong there, without the value: it may be the text of a conversation.
+
+    Of an argument that may have several types, pydantic says for each type why it is not that one. Where a value has
+    the type of one, only what that one says is of use.
+    """
+    found = []
+    for fault in faults:
+        where = ".".join(_path(fault, body))
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            message = "this server has no such argument; leave it out"
+        found.append((where, message, fault["type"].endswith("_type")))
+    return [
+        (where, message)
+        for where, message, is_type in found
+        if not (is_type and any(other.startswith(f"{where}.") or (other == where and not t) for other, _, t in found))
+    ]
+
+
+def _path(fault: Any, body: bytes) -> list[str]:
+    """The place of a fault in the request; pydantic puts the names of types between."""
+    value, path = from_json(body) if fault["loc"] else None, []
+    for part in fault["loc"]:
+        if (isinstance(part, int) and isinstance(value, list)) or (isinstance(value, dict) and part in value):
+            value = value[part]
+        elif fault["type"] not in ("missing", "value_error") or part != fault["loc"][-1]:
+            continue
+        path.append(str(part))
+    return path
+
+
+def _either(messages: list[str]) -> str:
+    first, *others = dict.fromkeys(messages)
+    return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])

@@ -86,7 +86,7 @@ class Service:
             prompt, reader = self.conversations.text(request), TextReader()
         job = Job(
             prompt,
-            self._answer_tokens(len(prompt.ids), request.answer_tokens),
+            self._answer_tokens(len(prompt.ids), request),
             sampling.sampler(vocabulary, request.seed),
             processors(request, vocabulary),
             request.stops,
@@ -100,22 +100,25 @@ class Service:
         """The request as it follows its session, or from its beginning where that has no positions left."""
         turn = self.sessions.begin(session, request)
         try:
-            self._answer_tokens(len(turn.prompt.ids), request.answer_tokens)
+            self._answer_tokens(len(turn.prompt.ids), request)
         except ContextLengthError:
             return turn if turn.is_new else self.sessions.begin(session, request, anew=True)
         return turn
 
-    def _answer_tokens(self, prompt: int, asked: int | None) -> int:
+    def _answer_tokens(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
         """How many tokens to generate: what is asked for, or the default as far as positions are left.
 
         Raises:
             ContextLengthError: prompt and answer exceed the positions or the memory.
         """
+        asked = request.answer_tokens
         tokens = asked or self.max_tokens
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
             check_positions(prompt, self.positions)
             if self.positions is not None and prompt + tokens > self.positions:
                 if asked is not None:
+                    param = request.answer_argument
                     raise ConfigError(
                         f"the prompt has {prompt:,} tokens and {asked:,} are asked for; the model allows "
                         f"{self.positions:,}. Ask for {self.positions - prompt:,} or fewer."
@@ -124,5 +127,5 @@ class Service:
             if self.plan is not None and self.memory is not None:
                 check_memory(self.plan, prompt + tokens, self.memory)
         except ConfigError as error:
-            raise ContextLengthError(str(error), "messages") from error
+            raise ContextLengthError(str(error), param) from error
         return tokens

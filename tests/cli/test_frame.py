@@ -93,7 +93,7 @@ def test_bad_flag_is_two_lines(cli):
     assert (result.code, result.out) == (2, "")
     usage, error = result.err.splitlines()
     assert usage == "usage: mlx_tq.generate [-p PROMPT] [options]"
-    assert error.endswith("'big' is not a size; write it like 800MB or 4GB")
+    assert error.endswith("'big' is not a size; write it like 800MB or 4GB, above zero")
 
 
 def test_python_m_is_the_same():

@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from mlx_tq.cli import main
+
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
 
@@ -16,10 +18,12 @@ WRONG = {
     "a message is text": ({"messages": ["hi"]}, "messages.0", "object"),
     "a message without role": ({"messages": [{"content": "hi"}]}, "messages.0.role", "required"),
     "an unknown role": ({"messages": [{"role": "king", "content": "hi"}]}, "messages.0.role", "'user'"),
-    "content is a number": ({"messages": [{"role": "user", "content": 3}]}, None, "valid string"),
+    "content is a number": (
+        {"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "string or a valid array"
+    ),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-        None,
+        "messages.0.content.0.type",
         "'text'",
     ),
     "a call that is no JSON": ({"messages": [*USER, {"role": "assistant", "tool_calls": [CALL]}]}, None, "not JSON"),
@@ -27,13 +31,17 @@ WRONG = {
     "zero max_tokens": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     "max_tokens is text": ({"max_tokens": "5"}, "max_tokens", "valid integer"),
     "max_tokens is true": ({"max_tokens": True}, "max_tokens", "valid integer"),
-    "too many tokens": ({"max_tokens": 4096}, "messages", "Ask for 4,"),
+    "too many tokens": ({"max_tokens": 4096}, "max_tokens", "Ask for 4,"),
+    "too many, by its other name": ({"max_completion_tokens": 4096}, "max_completion_tokens", "Ask for 4,"),
+    "content is null": ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "needs a text"),
+    "content is missing": ({"messages": [{"role": "user"}]}, "messages.0.content", "needs a text"),
     "negative temperature": ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
     "temperature is text": ({"temperature": "hot"}, "temperature", "valid number"),
     "top_p over 1": ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
     "stream is text": ({"stream": "yes"}, "stream", "valid boolean"),
-    "five stops": ({"stop": list("abcde")}, None, "at most 4"),
-    "an empty stop": ({"stop": ""}, None, "at least 1"),
+    "a stop that is a number": ({"stop": ["a", 3]}, "stop.1", "valid string"),
+    "five stops": ({"stop": list("abcde")}, "stop", "at most 4"),
+    "an empty stop": ({"stop": ""}, "stop", "stop: String should have at least 1 character"),
     "two answers": ({"n": 2}, "n", "Input should be 1"),
     "a bias for no token": ({"logit_bias": {"4096": 1}}, "logit_bias", "0 to 4095"),
     "a bias for a word": ({"logit_bias": {"king": 1}}, "logit_bias", "'king'"),
@@ -98,7 +106,7 @@ def test_bad_json(server, content):
         ({}, "required"),
         ({"prompt": ""}, "at least 1"),
         ({"prompt": []}, "at least 1"),
-        ({"prompt": ["a", "b"]}, "valid integer"),
+        ({"prompt": ["a", "b"]}, "several prompts are not supported"),
         ({"prompt": [4096]}, "0 to 4095"),
         ({"prompt": [-1]}, "0 to 4095"),
         ({"prompt": "hi", "echo": True}, "False"),
@@ -109,7 +117,15 @@ def test_bad_json(server, content):
 def test_wrong_completion(server, body, word):
     response = server.post("/v1/completions", **body)
     assert response.status_code == 400
-    assert word in error_of(response)["message"]
+    error = error_of(response)
+    assert word in error["message"]
+    assert error["param"] == next((name for name in ("echo", "best_of") if name in body), "prompt")
+
+
+@pytest.mark.parametrize("template", ["{{", "{{ raise_exception('no') }}"])
+def test_a_template_that_cannot_be_used(folder, template, capsys):
+    assert main(["server", "--model", str(folder), "--port", "0", "--chat-template", template]) == 2
+    assert "--chat-template cannot be used" in capsys.readouterr().err
 
 
 def test_the_message_does_not_repeat_the_text(server):
