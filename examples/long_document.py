@@ -9,6 +9,9 @@ from pathlib import Path
 
 import mlx_tq
 
+if len(sys.argv) not in (3, 4):
+    sys.stderr.write('usage: python examples/long_document.py FILE "QUESTION" [MODEL]\n')
+    sys.exit(2)
 document, question, *rest = sys.argv[1:]
 model, tokenizer = mlx_tq.load(rest[0] if rest else None)
 # Half of the tokens stay; the rest leave in blocks that can be read again. 256 tokens calibrate what is worth keeping.

@@ -6,8 +6,13 @@ python examples/openai_client.py
 """
 
 import os
+import sys
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError:
+    sys.stderr.write("this example needs openai: pip install openai\n")
+    sys.exit(2)
 
 client = OpenAI(
     base_url=os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8080/v1"),

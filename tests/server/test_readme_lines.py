@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from cli.tools import ROOT, environment
 
 from mlx_tq.models import embedded_path
@@ -31,3 +32,14 @@ def test_the_client_of_the_readme(tmp_path):
     assert first.startswith("417295 ")
     cached = [int(re.search(r"(\d+) of them cached", line)[1]) for line in (first, second)]
     assert cached[0] == 0 < cached[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"), [(("-S", "openai_client.py"), "needs openai"), (("long_document.py",), "usage:")]
+)
+def test_an_example_that_lacks_something_says_what(words, says):
+    """-S: without the packages that are installed."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT / "examples", env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)
