@@ -222,5 +222,5 @@ def test_where_no_file_can_be(saved, tmp_path):
         save_prompt_cache(folder, caches, model=MODEL, config=CONFIG)
     assert sorted(only_file(tmp_path)) == ["cache.safetensors", "folder"]
     for target in (tmp_path / "none" / "a.safetensors", path / "a.safetensors"):
-        with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*Choose another path"):
+        with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*choose another path"):
             save_prompt_cache(target, caches, model=MODEL, config=CONFIG)
