@@ -274,6 +274,8 @@ def _percent(text: str) -> float:
 
 def _drift(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
+    for arm in arms:
+        drift.check_arm(arm)
     sizes = _numbers(args.steps, "--steps")
     results = _results(args, arms, ("length", "steps"))
     model, tokenizer = _load(args)

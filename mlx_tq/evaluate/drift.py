@@ -41,6 +41,19 @@ class DriftRow:
     top1: float
 
 
+def check_arm(arm: Arm) -> None:
+    """Raise where the drift of an arm means nothing.
+
+    Raises:
+        ConfigError: it evicts.
+    """
+    if arm.config.evict is not None:
+        raise ConfigError(
+            f"{arm.name} evicts; drift compares the packed rows of the same tokens. Drop --kv-evict, or measure "
+            "perplexity with several --step."
+        )
+
+
 def measure_drift(
     model: Any, ids: list[int], arm: Arm, sizes: Sequence[int], advance: Advance = lambda tokens: None
 ) -> list[DriftRow]:
@@ -49,11 +62,7 @@ def measure_drift(
     Raises:
         ConfigError: more tokens than the model has positions, or an arm that evicts.
     """
-    if arm.config.evict is not None:
-        raise ConfigError(
-            f"{arm.name} evicts; drift compares the packed rows of the same tokens. Drop --kv-evict, or measure "
-            "perplexity with several --step."
-        )
+    check_arm(arm)
     check_positions_of(model, len(ids))
     make = arm.caches(model)
     whole, whole_rows = _read(model, ids, make(), len(ids), advance)
