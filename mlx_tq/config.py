@@ -15,6 +15,8 @@ BLOCK = 32
 SCHEDULE = "+"
 # Between the key format of recent tokens and that of older ones.
 COLD = "~"
+# Tokens that one short span, what stands around it and the marks of a quotation take.
+LEAST_QUOTATION = 160
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _CHOICES = {
     "mode": ("v1", "v2", "v3"),
@@ -257,7 +259,8 @@ class RescueConfig:
         service: "off", "auto" (the service on this machine, or a private one), or a URL.
         top_k: spans asked for.
         score_floor: least similarity of a span.
-        max_tokens: of the quotation in a turn; 0 is an eighth of the model's positions, 2,048 at most.
+        max_tokens: of the quotation in a turn, LEAST_QUOTATION or more; 0 is an eighth of the model's positions, 2,048
+            at most.
         timeout: seconds that a turn waits for the service at most.
 
     Raises:
@@ -276,6 +279,11 @@ class RescueConfig:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be from {least} to {most:,}.")
+        if 0 < self.max_tokens < LEAST_QUOTATION:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens}, which no span fits; it must be {LEAST_QUOTATION} or more, or 0 for "
+                "an eighth of the model's positions."
+            )
         if not self.timeout > 0:
             raise ConfigError(f"timeout is {self.timeout}; it must be above 0 seconds.")
 

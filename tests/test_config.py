@@ -85,6 +85,12 @@ def test_refused_types_of_the_others():
     assert RescueConfig(timeout=1).timeout == 1
 
 
+def test_a_quotation_has_room_for_a_span():
+    with pytest.raises(ConfigError, match="max_tokens is 20, which no span fits; it must be 160 or more, or 0"):
+        RescueConfig(max_tokens=20)
+    assert [RescueConfig(max_tokens=tokens).max_tokens for tokens in (0, 160)] == [0, 160]
+
+
 @pytest.mark.parametrize("field", ["prefix", "window", "boundary", "outlier", "seed"])
 def test_zero_is_allowed(field):
     assert getattr(KVConfig(**{field: 0}), field) == 0
