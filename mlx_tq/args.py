@@ -12,6 +12,7 @@ from mlx_tq.codec.formats import format_names
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, RescueConfig, profile
 from mlx_tq.errors import ConfigError
 from mlx_tq.evict.policy import get_policy, policy_names
+from mlx_tq.files import is_replaceable
 from mlx_tq.kernels import impl
 
 
@@ -60,6 +61,7 @@ EVICT_OPTIONS = (
     Option("--kv-granularity", "granularity", int, "tokens that leave together: 1, 8, 16, 32 or 64 (default: 1)"),
     Option("--kv-stats", "stats", str, "file of mlx_tq.calibrate, instead of a warm-up"),
 )
+CACHE_OPTIONS = (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS)
 IMPL = Option(
     "--impl",
     "impl",
@@ -79,7 +81,7 @@ _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the compressed cache."""
     group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
-    for option in (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS):
+    for option in CACHE_OPTIONS:
         group.add_argument(option.flag, type=option.kind, default=None, metavar=option.field.upper(), help=option.help)
     add_impl_argument(parser)
 
@@ -106,8 +108,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         ConfigError: one is, with the most similar name.
     """
-    options = (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS, IMPL, *RESCUE_OPTIONS)
-    known = [*(_environment_name(option.flag) for option in options), KEY_VARIABLE]
+    known = [*(_environment_name(option.flag) for option in (*CACHE_OPTIONS, IMPL, *RESCUE_OPTIONS)), KEY_VARIABLE]
     for name in environ:
         if name.startswith(_PREFIX) and name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
@@ -194,20 +195,19 @@ def with_blocks(config: KVConfig, args: argparse.Namespace, environ: Mapping[str
 
 def names_cache(args: argparse.Namespace) -> bool:
     """A flag chose something about the compressed cache; the environment is but a default."""
-    options = (PROFILE, *OPTIONS, EVICT, *EVICT_OPTIONS)
-    return any(option_value(args, option, {}) is not None for option in options)
+    return any(option_value(args, option, {}) is not None for option in CACHE_OPTIONS)
 
 
 def check_writable(flag: str, path: str) -> None:
     """Raise where the file of a flag cannot be written, before the work that it is for.
 
     Raises:
-        ConfigError: it is a folder, or its own folder is missing or read-only.
+        ConfigError: it is no file, or its own folder is missing or read-only.
     """
     file = Path(path)
     folder = file.resolve().parent
-    if file.is_dir():
-        raise ConfigError(f"{flag} {file} is a folder; name the .safetensors file to write in it.")
+    if not is_replaceable(file):
+        raise ConfigError(f"{flag} {file} is a folder, a device or a pipe; name the .safetensors file to write.")
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"{flag} {file} cannot be written: {folder} is no writable folder.")
 

@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def is_replaceable(path: Path) -> bool:
+    """`path` is a file or nothing yet: no folder, device or pipe."""
+    return path.is_file() or not path.exists()
+
+
 @contextmanager
 def written_whole(path: str | Path, suffix: str = "") -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and is removed otherwise.
@@ -22,7 +27,7 @@ def written_whole(path: str | Path, suffix: str = "") -> Iterator[Path]:
         OSError: `path` is a folder, a device or a pipe, which cannot be replaced, or nothing can be written there.
     """
     target = Path(path).resolve()
-    if target.exists() and not target.is_file():
+    if not is_replaceable(target):
         raise OSError(errno.EINVAL, "it is a folder, a device or a pipe, not a file")
     if not target.parent.is_dir():
         raise OSError(errno.ENOENT, f"there is no folder {target.parent}")

@@ -205,3 +205,7 @@ def test_unsupported_model_with_off(cli, tmp_path):
     assert cli("cache_prompt", "-p", "The city", *words, *OFF).code == 0
     result = cli("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
     assert (result.code, result.err, result.json["plan"]) == (0, "", None)
+
+
+def test_a_device_is_refused_before_the_prompt_is_read(cli):
+    refused(cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", "/dev/null"), "a device or a pipe", code=2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from processes import killed_on_failure
 
 START_S = 30
 STOP_S = 30
@@ -28,12 +29,8 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rescue_svc.cli", "serve"], env=environment, stderr=log
             )
-        try:
+        with killed_on_failure(self.process):
             self.url = self._wait_for_url()
-        except BaseException:
-            self.process.kill()
-            self.process.wait()
-            raise
         token = settings.get("token")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60)

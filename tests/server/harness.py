@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import httpx
 import openai
 from cli.tools import command, environment
+from processes import killed_on_failure
 
 START_S = 300
 STOP_S = 120
@@ -29,12 +30,8 @@ class Server:
                 stderr=log,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
-        try:
+        with killed_on_failure(self.process):
             self.url = self._wait_for_url()
-        except BaseException:
-            self.process.kill()
-            self.process.wait()
-            raise
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", max_retries=0, timeout=120)
