@@ -13,11 +13,11 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
+from report import write
 
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.dispatch import make_prompt_cache
-from mlx_tq.environment import environment
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.haystack import load_text
 from mlx_tq.models import load
@@ -66,9 +66,7 @@ def main() -> None:
     for options in ({}, *({"granularity": size} for size in (8, 16, 32, 64)), {"segment_tokens": 64}):
         rows.append(measure(model, plain, ids, **options))
         print(rows[-1], flush=True)
-        if args.json:
-            command = f"python benchmarks/evict/bench_blocks.py --length {args.length}"
-            args.json.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
+        write(args.json, f"python benchmarks/evict/bench_blocks.py --length {args.length}", rows)
 
 
 if __name__ == "__main__":

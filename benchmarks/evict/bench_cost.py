@@ -9,7 +9,6 @@ and rounds on copies. CPU time, of all threads, does not depend on what else the
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,12 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from report import write
 
 from mlx_tq.cache.factory import LayerPlan, build_caches, compressed_caches
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, plan_caches
-from mlx_tq.environment import environment
 from mlx_tq.evict.queries import QueryStats
 from mlx_tq.models import load
 
@@ -100,9 +99,7 @@ def main() -> None:
     for length in map(int, args.contexts.split(",")):
         rows.append(measure(model, length))
         print(rows[-1], flush=True)
-        if args.json:
-            command = f"python benchmarks/evict/bench_cost.py --contexts {args.contexts}"
-            args.json.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
+        write(args.json, f"python benchmarks/evict/bench_cost.py --contexts {args.contexts}", rows)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ are packed in each format, and the same tokens scored and the worst share of the
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from report import write
 
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import build_caches
@@ -21,7 +21,6 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import format_names
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, plan_caches
-from mlx_tq.environment import environment
 from mlx_tq.evict.policy import Body, PackedLayer
 from mlx_tq.evict.selection import Span, select
 from mlx_tq.haystack import load_text
@@ -87,9 +86,7 @@ def main() -> None:
             row[f"jaccard_{share:g}"] = len(found & wanted) / len(found | wanted)
         rows.append(row)
         print(row, flush=True)
-    if args.json:
-        command = f"python benchmarks/evict/bench_formats.py --length {args.length} --shares {args.shares}"
-        args.json.write_text(json.dumps({"command": command, **environment(), "rows": rows}, indent=1) + "\n")
+    write(args.json, f"python benchmarks/evict/bench_formats.py --length {args.length} --shares {args.shares}", rows)
 
 
 if __name__ == "__main__":

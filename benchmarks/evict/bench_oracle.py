@@ -12,7 +12,6 @@ Oracles know what nobody knows beforehand: the attention of the very questions a
 
 import argparse
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -20,13 +19,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from report import write
 from scores import Queries, as_maximum, as_paper, attention_of, by_head, by_policy, record, recorded, statistics
 
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, make_prompt_cache
-from mlx_tq.environment import environment
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.scenes import plant
 from mlx_tq.evict.queries import SKIP
@@ -156,10 +155,8 @@ def main() -> None:
             for retention in RETENTIONS:
                 cells.setdefault(f"{name} | {retention}", []).append(scene.measure(worth, retention))
         rows = [summary(key, found) for key, found in cells.items()]
-        if args.json:
-            command = f"python benchmarks/evict/bench_oracle.py --seeds {args.seeds} --length {args.length}"
-            done = {"command": command, "scenes": number + 1, **environment(), "rows": rows}
-            args.json.write_text(json.dumps(done, indent=1) + "\n")
+        command = f"python benchmarks/evict/bench_oracle.py --seeds {args.seeds} --length {args.length}"
+        write(args.json, command, rows, scenes=number + 1)
         print(f"scene {number + 1} of {len(scenes)}", flush=True)
     for row in rows:
         print(

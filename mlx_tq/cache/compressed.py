@@ -132,7 +132,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             originals = self._originals(self._full, self._kept, self._packed(self.offset), self.offset)
             prefix = (x[:, :, : min(self.offset, self.spec.prefix)] for x in self._full)
             full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(prefix, originals, strict=True))
-        rows = None if self._rows is None else self._rows[:, :, : self._row(self._packed(self.offset))]
+        rows = self._body()
         learned = (None, None) if self._fitted is None else self._fitted.learned
         return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(self.spec.to_dict())
 
@@ -157,7 +157,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def body_nbytes(self) -> int:
         """Bytes of the packed tokens, without spare capacity."""
-        return 0 if self._rows is None else self._rows[:, :, : self._row(self._packed(self.offset))].nbytes
+        rows = self._body()
+        return 0 if rows is None else rows.nbytes
+
+    def _body(self) -> mx.array | None:
+        """The body's rows without spare capacity."""
+        return None if self._rows is None else self._rows[:, :, : self._row(self._packed(self.offset))]
 
     @property
     def clamped(self) -> int:

@@ -69,8 +69,7 @@ class MixedKVCache(CompressedKVCache):
     @property
     def state(self) -> tuple[Any, ...]:
         """As of `CompressedKVCache`, then the cold rows and where the body's own begin."""
-        end = self._cold_end(self._packed(self.offset)) - self.spec.prefix
-        return *super().state, None if self._cold is None else self._cold[:, :, :end], self._cooled
+        return *super().state, self._cold_body(), self._cooled
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
@@ -85,10 +84,13 @@ class MixedKVCache(CompressedKVCache):
     @property
     def body_nbytes(self) -> int:
         """Bytes of the packed tokens, without spare capacity."""
-        cold = 0
-        if self._cold is not None:
-            cold = self._cold[:, :, : self._cold_end(self._packed(self.offset)) - self.spec.prefix].nbytes
-        return super().body_nbytes + cold
+        cold = self._cold_body()
+        return super().body_nbytes + (0 if cold is None else cold.nbytes)
+
+    def _cold_body(self) -> mx.array | None:
+        """The cold rows without spare capacity."""
+        end = self._cold_end(self._packed(self.offset)) - self.spec.prefix
+        return None if self._cold is None else self._cold[:, :, :end]
 
     def fork(self) -> "MixedKVCache":
         """A copy that shares no change with this one."""

@@ -1,0 +1,13 @@
+"""The JSON that the benchmarks of this folder write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.environment import environment
+
+
+def write(path: Path | None, command: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Write rows with the command that made them and the machine; nothing where no path is given."""
+    if path is not None:
+        path.write_text(json.dumps({"command": command, **more, **environment(), "rows": rows}, indent=1) + "\n")
