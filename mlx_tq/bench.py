@@ -175,7 +175,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tune(args: argparse.Namespace) -> int:
-    shown = table(f"thresholds, {phases.machine()}", "threshold", "value", "seconds, or of few: times a prefill")
+    shown = table(
+        f"thresholds, {phases.machine()}", "threshold", "value", "seconds, or of few and short: times the other way"
+    )
     measured = list(tune(args.tokens, args.rounds))
     for name, value, figure, _ in measured:
         shown.add_row(name, str(value), f"{figure:.3g}")

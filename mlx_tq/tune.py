@@ -1,12 +1,13 @@
 """Measures the thresholds of `kernels.phases` on this machine.
 
 One value after the other, the others kept: each candidate's attention is timed in turn, several rounds, and the least
-median wins. Without a GPU only `few` matters, and only it is measured.
+median wins. `few` and `short`, up to which one way serves, are raised while it is faster than the other. Without a GPU
+only `few` matters, and only it is measured.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.phases import Phases
 from mlx_tq.kernels.prefill import prefill
 
+SHORT = (320, 384, 512, 768, 1024, 1536, 2048, 4096)  # tokens
 QUERIES = (8, 12, 16, 24, 32, 48, 64)
 CANDIDATES = {
     "simdgroups": (128, 256, 512, 1024, 2048, 4096, 8192),
@@ -30,16 +32,20 @@ _FULL = 256  # tokens in the model's type
 _TARGET = 0.05  # seconds of chained calls in one measurement
 
 
-def tune(tokens: list[int], rounds: int) -> Iterator[tuple[str, int, float, Phases]]:
-    """Measure at contexts of so many packed tokens, tq4 in fp16.
+_Step = tuple[str, int, float, Phases]
+
+
+def tune(tokens: list[int], rounds: int) -> Iterator[_Step]:
+    """Measure at contexts of so many packed tokens, and `short` at its own, tq4 in fp16.
 
     Yields:
-        A threshold's name, a value of it, its seconds summed over the contexts (of `few`: by how many times attending
-        to packed rows is faster than decoding them first), and the best thresholds so far.
+        A threshold's name, a value of it, its seconds summed over the contexts (of `few` and `short`: by how many times
+        attending to packed rows, or one kernel, is faster than the other way), and the best thresholds so far.
     """
     best = phases.current()
     problems = [_Problem(count) for count in tokens]
     if impl.current() != "ops":
+        best = replace(best, short=0)
         for name, values in CANDIDATES.items():
             candidates = [replace(best, **{name: value}) for value in values]
             seconds = _seconds([(problem, attend, 1, cut) for cut in candidates for problem in problems], rounds)
@@ -47,16 +53,33 @@ def tune(tokens: list[int], rounds: int) -> Iterator[tuple[str, int, float, Phas
             best = candidates[totals.index(min(totals))]
             for value, total in zip(values, totals, strict=True):
                 yield name, value, total, best
-    best = replace(best, few=QUERIES[0])
-    for count in QUERIES:
-        packed, decoded = (
+
+        def in_one_and_in_two(count: int, best: Phases) -> list[float]:
+            problem = _Problem(count - _FULL)
+            return _seconds([(problem, attend, 1, replace(best, short=short)) for short in (count, 0)], rounds)
+
+        best = yield from _raised("short", SHORT, best, in_one_and_in_two)
+
+    def packed_and_decoded(count: int, best: Phases) -> list[float]:
+        return [
             sum(_seconds([(problem, run, count, best) for problem in problems], rounds)) for run in (attend, prefill)
-        )
-        if packed < decoded:
-            best = replace(best, few=count)
-        yield "few", count, decoded / packed, best
-        if packed >= decoded:
-            return
+        ]
+
+    yield from _raised("few", QUERIES, replace(best, few=QUERIES[0]), packed_and_decoded)
+
+
+def _raised(
+    name: str, values: tuple[int, ...], best: Phases, seconds: Callable[[int, Phases], list[float]]
+) -> Generator[_Step, None, Phases]:
+    """Raise a threshold while what serves up to it takes less time than what serves above."""
+    for value in values:
+        below, above = seconds(value, best)
+        if below < above:
+            best = replace(best, **{name: value})
+        yield name, value, above / below, best
+        if below >= above:
+            break
+    return best
 
 
 class _Problem:

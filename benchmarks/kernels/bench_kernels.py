@@ -28,7 +28,7 @@ from mlx_tq.kernels.phases import Phases
 ROOT = Path(__file__).parents[2]
 CALLS, ROUNDS = 50, 7
 COUNTED = (96, 224)  # tokens
-ONE_BLOCK = Phases(least_block=4096)  # what merging several costs is no cost of a token
+ONE_BLOCK = Phases(least_block=4096, short=0)  # what merging several costs is no cost of a token
 
 
 def seconds(call: Callable[[], list[mx.array]]) -> float:

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl, phases
-from mlx_tq.kernels.constants import check_can_run, codec_constants, flips, layout_constants, table
+from mlx_tq.kernels.constants import LEAST, check_can_run, codec_constants, flips, layout_constants, table
 from mlx_tq.kernels.lanes import Stream, lanes
 from mlx_tq.kernels.masks import (
     Mask,
@@ -185,6 +185,11 @@ MERGE = build.Kernel(
     inputs=("block_outputs", "block_maxima", "block_sums", "value_flips", "sink_logits", "merge_sizes"),
     outputs=("attended",),
 )
+ATTEND_SHORT = build.Kernel(
+    "attend_short",
+    inputs=(*ATTEND.inputs, "value_flips", "sink_logits"),
+    outputs=("attended",),
+)
 # A kernel decodes a code once for this many query rows, as many as fit a lane's registers.
 QUERIES = 4
 
@@ -203,7 +208,9 @@ def _attend_gpu(
     sinks: mx.array | None = None,
     visible: mx.array | None = None,
 ) -> mx.array:
-    """`attend` in two kernels. The last axis of `rows`, `keys` and `values` must be contiguous.
+    """`attend` in one kernel or in two, by the number of tokens.
+
+    The last axis of `rows`, `keys` and `values` must be contiguous.
 
     Raises:
         KernelUnavailableError: there is no GPU, its compiler refuses the kernel, or kernels do not have the format,
@@ -216,42 +223,70 @@ def _attend_gpu(
     per_head = query_heads // heads * length
     taken = min(QUERIES, 1 << (per_head - 1).bit_length())
     tiles = batch * heads * -(-per_head // taken)
-    packed_blocks, full_blocks = _blocks(body, tiles), _blocks(tokens, tiles)
-    blocks = packed_blocks + full_blocks
-    rows_of_queries = (batch, query_heads, length)
+    short = tokens + body <= phases.current().short
+    simdgroups = _SHARING if layout.key.head_dim <= _WIDE else _SHARING // 2
+    packed_blocks = _share(body, tokens, simdgroups) if short else _blocks(body, tiles)
+    inputs = [
+        queries,
+        flips(layout.key.rotation),
+        rows.view(mx.uint16),
+        keys.view(mx.uint16),
+        values.view(mx.uint16),
+        visible_ranges(mask, visible, batch, length, tokens + body),
+        mask_bias(mask, (batch, query_heads, length, tokens + body)),
+        table([scale], mx.float32),
+        table([prefix, body, packed_blocks]),
+    ]
+    constants: build.Constants = (
+        ("T", queries.dtype),
+        ("QUERIES", taken),
+        ("MASKED", isinstance(mask, mx.array)),
+        ("FULL_BITS", 8 * keys.dtype.size),
+        ("FULL_WORD", keys.dtype if keys.dtype.size == 2 else mx.float16),
+        *layout_constants(layout),
+    )
+    if not short:
+        blocks = packed_blocks + _blocks(tokens, tiles)
+        return _attend_in_two(inputs, constants, layout, sinks, (packed_blocks, blocks), tiles)
+    (attended,) = build.run(
+        ATTEND_SHORT,
+        inputs=[*inputs, flips(layout.value.rotation), _logits(sinks)],
+        constants=(*constants, ("SINKS", sinks is not None), ("SIMDGROUPS", simdgroups)),
+        grid=(32 * simdgroups, 1, tiles),
+        threadgroup=(32 * simdgroups, 1, 1),
+        output_shapes=[(batch, query_heads, length, layout.value.head_dim)],
+        output_dtypes=[queries.dtype],
+    )
+    return attended
+
+
+def _attend_in_two(
+    inputs: list[mx.array],
+    constants: build.Constants,
+    layout: RowLayout,
+    sinks: mx.array | None,
+    cut: tuple[int, int],
+    tiles: int,
+) -> mx.array:
+    """Blocks side by side, of which `cut` are packed and all, and their merge."""
+    queries, (packed_blocks, blocks) = inputs[0], cut
+    batch, query_heads, length, _ = queries.shape
+    partial_shape = (batch, query_heads, length, blocks)
     outputs, maxima, sums = build.run(
         ATTEND,
-        inputs=[
-            queries,
-            flips(layout.key.rotation),
-            rows.view(mx.uint16),
-            keys.view(mx.uint16),
-            values.view(mx.uint16),
-            visible_ranges(mask, visible, batch, length, tokens + body),
-            mask_bias(mask, (*rows_of_queries, tokens + body)),
-            table([scale], mx.float32),
-            table([prefix, body, packed_blocks]),
-        ],
-        template=(
-            ("T", queries.dtype),
-            ("QUERIES", taken),
-            ("MASKED", isinstance(mask, mx.array)),
-            ("FULL_BITS", 8 * keys.dtype.size),
-            ("FULL_WORD", keys.dtype if keys.dtype.size == 2 else mx.float16),
-            *layout_constants(layout),
-        ),
+        inputs=inputs,
+        constants=constants,
         grid=(32, blocks, tiles),
         threadgroup=(32, 1, 1),
-        output_shapes=[(*rows_of_queries, blocks, layout.value.head_dim), *[(*rows_of_queries, blocks)] * 2],
+        output_shapes=[(*partial_shape, layout.value.head_dim), partial_shape, partial_shape],
         output_dtypes=[mx.float32] * 3,
     )
-    logits = table([]) if sinks is None else mx.pad(sinks.astype(mx.float32), (0, max(0, 8 - query_heads)))
-    sizes = table([packed_blocks, blocks, query_heads, length])
     merging = phases.current().merging
+    sizes = table([packed_blocks, blocks, query_heads, length])
     (attended,) = build.run(
         MERGE,
-        inputs=[outputs, maxima, sums, flips(layout.value.rotation), logits, sizes],
-        template=(
+        inputs=[outputs, maxima, sums, flips(layout.value.rotation), _logits(sinks), sizes],
+        constants=(
             ("T", queries.dtype),
             ("SINKS", sinks is not None),
             ("SIMDGROUPS", merging),
@@ -259,13 +294,29 @@ def _attend_gpu(
         ),
         grid=(32 * merging, batch * query_heads * length, 1),
         threadgroup=(32 * merging, 1, 1),
-        output_shapes=[(*rows_of_queries, layout.value.head_dim)],
+        output_shapes=[(batch, query_heads, length, layout.value.head_dim)],
         output_dtypes=[queries.dtype],
     )
     return attended
+
+
+def _logits(sinks: mx.array | None) -> mx.array:
+    """Sinks for a kernel; any numbers where there are none."""
+    if sinks is None:
+        return table([], mx.float32)
+    return mx.pad(sinks.astype(mx.float32), (0, max(0, LEAST - sinks.size)))
 
 
 def _blocks(tokens: int, tiles: int) -> int:
     """Into how many blocks tokens are cut that so many simdgroups each attend to."""
     cut = phases.current()
     return min(-(-tokens // cut.least_block), max(1, cut.simdgroups // tiles), cut.most_blocks)
+
+
+# Simdgroups that share a short context, and keys up to this wide: their threadgroup memory fits Metal's 32 KB.
+_SHARING, _WIDE = 8, 256
+
+
+def _share(body: int, tokens: int, simdgroups: int) -> int:
+    """How many simdgroups take the packed tokens, in proportion; the others take those in the model's type."""
+    return min(max(round(simdgroups * body / (body + tokens)), 1), simdgroups - 1) if body else 0

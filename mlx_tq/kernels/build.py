@@ -10,7 +10,9 @@ import mlx.core as mx
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels.source import text
 
-Template = tuple[tuple[str, Any], ...]
+# What a kernel's text leaves open, by name: each set of values is compiled by itself.
+Constant = int | bool | mx.Dtype
+Constants = tuple[tuple[str, Constant], ...]
 
 
 @dataclass(frozen=True)
@@ -36,38 +38,60 @@ def backend() -> str | None:
 
 
 @cache
-def built(kernel: Kernel, where: str) -> Callable[..., list[mx.array]]:
-    """The object of `mx.fast` for a kernel; its text is compiled when it first runs. Inputs are never copied."""
+def built(kernel: Kernel, where: str, constants: Constants) -> Callable[..., list[mx.array]]:
+    """The object of `mx.fast` for a kernel with these constants; its text is compiled when it first runs.
+
+    The constants stand in the text, and not in `template`, which mlx takes apart at every call: twenty values take
+    3 us. As mlx keeps one text for a name, they are in the name too. Inputs are never copied.
+    """
     make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-    header, source = text(kernel.name)
+    header, body = text(kernel.name, where)
     made: Callable[..., list[mx.array]] = make(
-        name=f"mlx_tq_{kernel.name}",
+        name="_".join(["mlx_tq", kernel.name, *(_written(value, "plain") for _, value in constants)]),
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         header=header,
-        source=source,
+        source="".join(_declared(name, value, where) for name, value in constants) + body,
         ensure_row_contiguous=False,
     )
     return made
 
 
-# Kernels and template values that have run: the compiler has accepted them.
-_proven: set[tuple[Kernel, Template]] = set()
+_TYPES = {
+    "metal": {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"},
+    "cuda": {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"},
+    "plain": {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"},
+}
+
+
+def _written(value: Constant, where: str) -> str:
+    return str(int(value)) if isinstance(value, int) else _TYPES[where][value]
+
+
+def _declared(name: str, value: Constant, where: str) -> str:
+    written = _written(value, where)
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {written};\n"
+    return f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {written};\n"
+
+
+# Kernels that have run: the compiler has accepted them.
+_proven: set[Callable[..., list[mx.array]]] = set()
 
 
 def run(
     kernel: Kernel,
     *,
     inputs: Sequence[mx.array],
-    template: Template,
+    constants: Constants,
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     output_shapes: Sequence[tuple[int, ...]],
     output_dtypes: Sequence[mx.Dtype],
 ) -> list[mx.array]:
-    """Call a kernel; the arguments are those of `mx.fast.metal_kernel`'s objects.
+    """Call a kernel; the arguments but `constants` are those of `mx.fast.metal_kernel`'s objects.
 
-    The first call with given template values waits for its result, because that is when mlx compiles the text.
+    The first call with given constants waits for its result, because that is when mlx compiles the text.
 
     Raises:
         KernelUnavailableError: there is no GPU, or its compiler refuses the text; with the compiler's message.
@@ -80,16 +104,16 @@ def run(
             "operations there."
         )
     try:
-        outputs = built(kernel, where)(
+        made = built(kernel, where, constants)
+        outputs = made(
             inputs=list(inputs),
-            template=list(template),
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=list(output_shapes),
             output_dtypes=list(output_dtypes),
         )
-        if (kernel, template) not in _proven and _evaluated(outputs):
-            _proven.add((kernel, template))
+        if made not in _proven and _evaluated(outputs):
+            _proven.add(made)
     except (RuntimeError, ValueError) as error:
         raise KernelUnavailableError(f"kernel {kernel.name!r} cannot run on {where}: {error}") from error
     return outputs

@@ -36,7 +36,7 @@ def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     (compacted,) = build.run(
         KERNEL,
         inputs=[rows, kept, table([kept.size, capacity])],
-        template=(),
+        constants=(),
         grid=(32, -(-kept.size // ROWS) * ROWS, batch * heads),
         threadgroup=(32, ROWS, 1),
         output_shapes=[(batch, heads, capacity, words)],

@@ -1,4 +1,4 @@
-"""What a kernel must know about a codec: constants for its template, and which values its rotation flips."""
+"""What a kernel must know about a codec: the constants of its text, and which values its rotation flips."""
 
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.rotation import Rotation, WalshHadamard
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import KernelUnavailableError
-from mlx_tq.kernels.build import Template
+from mlx_tq.kernels.build import Constant, Constants
 
 _LANES = 32
 _LARGEST = 512
@@ -73,16 +73,16 @@ def _known(codec: Codec) -> bool:
     return codec.has_kernels and fits
 
 
-def layout_constants(layout: RowLayout) -> Template:
-    """Template values KEY_... and VALUE_..., see `codec_constants`."""
+def layout_constants(layout: RowLayout) -> Constants:
+    """KEY_... and VALUE_..., see `codec_constants`."""
     return (*codec_constants("KEY", layout.key), *codec_constants("VALUE", layout.value))
 
 
-def codec_constants(prefix: str, codec: Codec) -> Template:
-    """Template values PREFIX_...: DIM, ORDER, BITS, RULE, ROTATED, WIDE and FULL."""
+def codec_constants(prefix: str, codec: Codec) -> Constants:
+    """PREFIX_...: DIM, ORDER, BITS, RULE, ROTATED, WIDE and FULL."""
     order, _ = split_order(codec.head_dim) or (1, 0)
     rule = codec.rule if isinstance(codec, TurboCodec) else SCALE_RULES[0]
-    values = {
+    values: dict[str, Constant] = {
         "DIM": codec.head_dim,
         "ORDER": order if codec.rotation else 1,
         "BITS": 16 * codec.words // codec.head_dim,

@@ -31,7 +31,7 @@ def _dequantize_gpu(rows: mx.array, layout: RowLayout, dtype: mx.Dtype) -> tuple
     keys, values = build.run(
         KERNEL,
         inputs=[rows.view(mx.uint16)],
-        template=(("T", dtype), *layout_constants(layout)),
+        constants=(("T", dtype), *layout_constants(layout)),
         grid=(threads, 2, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(*lead, layout.key.head_dim), (*lead, layout.value.head_dim)],

@@ -32,7 +32,7 @@ def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
     words, flags = build.run(
         KERNEL,
         inputs=[keys, values, flips(layout.key.rotation), flips(layout.value.rotation)],
-        template=(("T", keys.dtype), ("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
+        constants=(("T", keys.dtype), ("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
         grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 2),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],

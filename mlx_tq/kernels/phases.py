@@ -27,6 +27,7 @@ VERSION = 1
 # decoding counts on; a threadgroup of MERGING simdgroups must fit D = 512.
 _RANGES = {
     "few": (8, 64),
+    "short": (0, 65536),
     "simdgroups": (1, 65536),
     "least_block": (32, 4096),
     "most_blocks": (1, 1024),
@@ -40,7 +41,8 @@ class Phases:
 
     Attributes:
         few: up to this many queries attend to packed rows; more are a prefill, which decodes the past first.
-        simdgroups: attention cuts tokens into blocks until that many simdgroups are at work,
+        short: up to this many tokens one kernel attends to; of more, one attends to blocks and a second merges them.
+        simdgroups: the first of the two cuts tokens into blocks until that many simdgroups are at work,
         least_block: of this many tokens at least,
         most_blocks: and into this many at most.
         merging: simdgroups that merge the blocks of a query row.
@@ -50,6 +52,7 @@ class Phases:
     """
 
     few: int = 8
+    short: int = 512
     simdgroups: int = 1024
     least_block: int = 64
     most_blocks: int = 256

@@ -85,7 +85,7 @@ def _score_gpu(
             *lengths,
             table([body, count]),
         ],
-        template=(("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
+        constants=(("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
         grid=(32 * SIMDGROUPS, -(-body // SIMDGROUPS), batch * heads),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(batch, heads, queries.shape[1], body)],

@@ -1,13 +1,13 @@
 """Every kernel against its twin in mlx's operations, on small random arrays, for people who have a GPU."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import impl, phases
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.dequantize import dequantize
@@ -64,12 +64,16 @@ def _check_case(where: str, key: str, value: str, dim: int, dtype: mx.Dtype) -> 
     full = keys[:, :, :9], values[:, :, :9]
     virtual = mx.random.normal((_HEADS, _GROUP, dim), key=mx.random.key(3))
     pairs = mx.arange(dim, dtype=mx.int32).reshape(2, -1)
+
+    def attended(short: int) -> list[mx.array]:
+        with phases.using(replace(phases.current(), short=short)):
+            return [attend(queries, rows, _TOKENS, layout, *full, prefix=4, scale=dim**-0.5, mask="causal")]
+
     calls: dict[str, Callable[[], list[mx.array]]] = {
         "encode": lambda: list(encode(keys, values, layout)),
         "dequantize": lambda: list(dequantize(rows, layout, dtype)),
-        "attend": lambda: [
-            attend(queries, rows, _TOKENS, layout, *full, prefix=4, scale=dim**-0.5, mask="causal"),
-        ],
+        "attend": lambda: attended(0),
+        "attend_short": lambda: attended(2 * _TOKENS),
         "score": lambda: [score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs)],
         "compact": lambda: [compact(rows, mx.arange(0, _TOKENS, 3, dtype=mx.int32), 64)[:, :, :33]],
     }

@@ -12,7 +12,9 @@ from mlx_tq.errors import KernelUnavailableError
 _BODY = "//// body\n"
 _COMMENT = re.compile(r"[ \t]*//.*")
 _INDENT = re.compile(r"\n\s+")
-_INCLUDE = re.compile(r'#include "(\w+\.h)"\n')
+# In tq_compat.h: the part for CUDA, and the one for Metal.
+_DIALECTS = re.compile(r"#if defined\(__CUDACC__\).*?\n(.*?)\n#else\n(.*?)\n#endif\n", re.S)
+_INCLUDE = re.compile(r'#include "(\w+\.(?:h|inc))"\n')
 
 
 class Text(NamedTuple):
@@ -39,11 +41,11 @@ def folder() -> Traversable:
 
 
 @cache
-def text(name: str) -> Text:
-    """The text of the kernel in metal/`name`.metal, its includes put in place, once each.
+def text(name: str, where: str = "metal") -> Text:
+    """The text of the kernel in metal/`name`.metal for "metal" or "cuda", its includes put in place, once each.
 
-    Comments are dropped: mlx looks for names in the text, and would find them there too. So are indents and empty
-    lines: mlx copies the text at every call.
+    mlx copies the text and compares it at every call, so comments, indents, empty lines and the other dialect are
+    dropped. It also looks for names in the text, and would find them in comments.
     """
     seen: set[str] = set()
 
@@ -53,5 +55,6 @@ def text(name: str) -> Text:
         seen.add(file)
         return _INCLUDE.sub(lambda match: included(match.group(1)), (folder() / file).read_text(encoding="utf-8"))
 
-    header, body = included(f"{name}.metal").split(_BODY)
+    whole = _DIALECTS.sub(lambda match: match.group(1 if where == "cuda" else 2), included(f"{name}.metal"))
+    header, body = whole.split(_BODY)
     return Text(*(_INDENT.sub("\n", _COMMENT.sub("", part)) for part in (header, body)))

@@ -30,7 +30,7 @@ def _wht_gpu(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.ar
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     count = x.size // rotation.dim
     order, _ = split_order(rotation.dim) or (1, 0)
-    template = (
+    constants = (
         ("T", x.dtype),
         ("DIM", rotation.dim),
         ("ORDER", order),
@@ -40,7 +40,7 @@ def _wht_gpu(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.ar
     (rotated,) = build.run(
         KERNEL,
         inputs=[vectors, flips(rotation)],
-        template=template,
+        constants=constants,
         grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[x.shape],

@@ -128,7 +128,9 @@ def test_a_command_shows_the_warning_without_its_place(broken, capsys):
 
 def test_inside_mx_compile_a_kernel_is_traced(metal, monkeypatch):
     """Where nothing can be waited for, nothing is; the text is proven by the first call outside."""
-    monkeypatch.setattr(build, "built", lambda kernel, where: lambda **call: [call["inputs"][0].reshape(2, 64) + 1])
+    monkeypatch.setattr(
+        build, "built", lambda kernel, where, constants: lambda **call: [call["inputs"][0].reshape(2, 64) + 1]
+    )
     monkeypatch.setattr(build, "_proven", set())
     assert mx.array_equal(mx.compile(lambda x: wht(x, ROTATION))(X), X + 1)
     assert build._proven == set()

@@ -70,8 +70,9 @@ def test_other_machines_keep_their_tables(file):
         ([], "an object with version 1"),
         ({"version": 2, "tables": {}}, "an object with version 1"),
         ({"version": 1, "tables": 3}, "an object with version 1"),
-        ({"few": 9}, "a table has the values few, simdgroups, least_block"),
+        ({"few": 9}, "a table has the values few, short, simdgroups, least_block"),
         (asdict(TUNED) | {"few": 7}, "few is 7; valid are whole numbers from 8 to 64"),
+        (asdict(TUNED) | {"short": -1}, "short is -1; valid are whole numbers from 0 to 65536"),
         (asdict(TUNED) | {"merging": True}, "merging is True; valid are whole numbers from 1 to 8"),
         (asdict(TUNED) | {"least_block": "64"}, "least_block is '64'"),
     ],
@@ -110,11 +111,17 @@ def test_the_command_measures_and_keeps(file, monkeypatch, capsys):
 
 
 def test_the_fastest_is_chosen(monkeypatch):
-    """With times that are made up: 512 simdgroups and blocks of 128 are best, and 12 queries still few."""
+    """With times that are made up: 512 simdgroups, blocks of 128, one kernel up to 512 tokens, and up to 12 queries."""
 
     def seconds(cases, rounds):
         return [
-            abs(cut.simdgroups - 512) + abs(cut.least_block - 128) + cut.merging + (count > 12) * (run is tune.attend)
+            1
+            + abs(cut.simdgroups - 512)
+            + abs(cut.least_block - 128)
+            + cut.merging
+            + (cut.short > 512)
+            - (0 < cut.short <= 512) * (run is tune.attend)
+            + (2 if count > 12 else -2) * (run is tune.attend)
             for _, run, count, cut in cases
         ]
 
@@ -127,7 +134,10 @@ def test_the_fastest_is_chosen(monkeypatch):
     assert steps[-1][-1].simdgroups == 512
     assert steps[-1][-1].least_block == 128
     assert steps[-1][-1].merging == 1
-    assert [name for name, *_ in steps] == ["simdgroups"] * 7 + ["least_block"] * 4 + ["merging"] * 4 + ["few"]
+    assert steps[-1][-1].short == 512
+    assert steps[-1][-1].few == 12
+    names = [*["simdgroups"] * 7, *["least_block"] * 4, *["merging"] * 4, *["short"] * 4, *["few"] * 3]
+    assert [name for name, *_ in steps] == names
 
 
 def test_doctor_says_which(file, capsys):

@@ -19,8 +19,8 @@ def simulated(
     """The simulator is the GPU meanwhile, and is chosen; yields the counters of each call."""
     counters: list[Counters] = []
 
-    def run(kernel: build.Kernel, **call: Any) -> list[Any]:
-        result = simulate(build.built(kernel, "metal"), **call, order=order, sanitize=sanitize, edit=edit)
+    def run(kernel: build.Kernel, constants: build.Constants, **call: Any) -> list[Any]:
+        result = simulate(build.built(kernel, "metal", constants), **call, order=order, sanitize=sanitize, edit=edit)
         counters.append(result.counters)
         return result.outputs
 

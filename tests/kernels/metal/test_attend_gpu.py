@@ -1,6 +1,7 @@
 """attend.metal and merge.metal on the simulator: as accurate as mx.fast attention over the decoded cache."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -43,10 +44,10 @@ PEAK = 3.0  # of the largest error: see run_case's other users
 
 
 def on_simulator(**how):
-    """`_attend_gpu`, run there."""
+    """`_attend_gpu`, run there, in two kernels."""
 
     def solve(*arguments, **options) -> mx.array:
-        with simulated(**how):
+        with simulated(**how), phases.using(replace(phases.current(), short=0)):
             return _attend_gpu(*arguments, **options)
 
     return solve
@@ -129,18 +130,20 @@ def test_windows_and_padding(solve, window, padding, mask):
     assert_as_good_as_reference(problem, found, array, peak=PEAK)
 
 
-def test_one_kernel_for_every_window():
+@pytest.mark.parametrize("short", [0, 4096])
+def test_one_text_for_every_window(short):
     """Ranges, lengths and blocks are data: none of them compiles another text."""
-    with simulated() as counters, mock.patch("simulated.simulate", wraps=mock.DEFAULT) as run:
+    chosen = phases.using(Phases(short=short))
+    with simulated() as counters, chosen, mock.patch("simulated.simulate", wraps=mock.DEFAULT) as run:
         run.side_effect = Stopped
-        templates = set()
+        texts = set()
         for body, window in ((33, None), (97, [[0, 50]] * 3), (257, [[9, 60]] * 3)):
             problem = make_problem(body=body, batch=1)
             visible = None if window is None else mx.array([window])
             with pytest.raises(Stopped):
                 _attend_gpu(**problem.arguments, visible=visible)
-            templates.add(run.call_args.kwargs["template"])
-    assert len(templates) == 1
+            texts.add(run.call_args.args[0])
+    assert len(texts) == 1
     assert counters == []
 
 

@@ -4,7 +4,7 @@ import re
 import shutil
 import subprocess
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import mlx.core as mx
@@ -14,11 +14,12 @@ from kernel_cases import make_layout, random
 from metal_sim.capture import capture
 
 from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.kernels import build
+from mlx_tq.kernels import build, phases, source
 from mlx_tq.kernels.attend import _attend_gpu
 from mlx_tq.kernels.compact import _compact_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
+from mlx_tq.kernels.phases import Phases
 from mlx_tq.kernels.score import _score_gpu
 from mlx_tq.kernels.wht import _wht_gpu
 
@@ -38,28 +39,28 @@ LAYOUTS = {
 
 
 @contextmanager
-def capturing():
+def capturing(dialect):
     """The texts of the kernels called meanwhile, by name; their outputs are zeros."""
     texts = {}
 
-    def run(kernel, *, inputs, template, output_shapes, output_dtypes, **call):
+    def run(kernel, *, inputs, constants, output_shapes, output_dtypes, **call):
         sizes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
-        texts[kernel.name] = capture(
-            build.built(kernel, "metal"), list(inputs), template=list(template), **sizes, **call
-        )
+        made = build.built.__wrapped__(kernel, "metal", constants)
+        texts[kernel.name] = capture(made, list(inputs), **sizes, **call)
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
-    with mock.patch.object(build, "run", run):
+    text = partial(source.text, where=dialect)
+    with mock.patch.object(build, "run", run), mock.patch.object(build, "text", lambda name, _: text(name)):
         yield texts
 
 
 @cache
-def texts() -> dict[str, str]:
-    """Generated texts by name."""
+def texts(dialect: str = "metal") -> dict[str, str]:
+    """Generated texts by name; the functions in which dialects differ are those of one."""
     found = {}
 
     def add(name, kernel, *arguments, **options):
-        with capturing() as captured:
+        with capturing(dialect) as captured:
             kernel(*arguments, **options)
         found.update({f"{kernel_name} {name}": text for kernel_name, text in captured.items()})
 
@@ -73,19 +74,23 @@ def texts() -> dict[str, str]:
         add(name, _score_gpu, rows, 4, layout, *virtual)
         queries = random((1, 4, 1, case["key_dim"]), case["dtype"])
         options = {"mask": mx.zeros((1, 8)), "sinks": mx.zeros(4)} if "rule" in case else {}
-        add(name, _attend_gpu, queries, rows, 4, layout, keys, values, prefix=1, scale=1.0, **options)
+        for short in (0, 8):
+            with phases.using(Phases(short=short)):
+                add(name, _attend_gpu, queries, rows, 4, layout, keys, values, prefix=1, scale=1.0, **options)
     for dim in (80, 128, 512):
         add(str(dim), _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
     add("any", _compact_gpu, mx.zeros((1, 2, 9, 33), mx.uint32), mx.arange(8), 8)
     return found
 
 
-NAMES = [f"{kernel} {name}" for kernel in ("encode", "dequantize", "attend", "merge", "score") for name in LAYOUTS] + [
+BY_LAYOUT = ("encode", "dequantize", "attend", "merge", "attend_short", "score")
+NAMES = [f"{kernel} {name}" for kernel in BY_LAYOUT for name in LAYOUTS] + [
     "compact any",
     "wht 80",
     "wht 128",
     "wht 512",
 ]
+SHARED = 32768  # bytes of threadgroup memory that Metal has
 
 
 def complaints(text: str) -> list[str]:
@@ -113,7 +118,8 @@ def test_address_spaces(name):
         ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
         ("attend q8 and tq4", "auto vector = queries", "constant bfloat16_t* vector = queries"),
         ("attend q8 and tq4", "auto key = keys", "device ushort* key = keys"),
-        ("merge q8 and tq4", "auto outputs = block_outputs", "threadgroup const float* outputs = block_outputs"),
+        ("attend_short q8 and tq4", "auto query = asking", "thread float4* query = asking"),
+        ("merge q8 and tq4", "Outputs outputs, Numbers", "threadgroup const float* outputs, Numbers"),
         ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
     ],
 )
@@ -129,11 +135,13 @@ def test_nvcc_compiles_without_spills(name, tmp_path):
     if not shutil.which("nvcc"):
         pytest.skip("no nvcc here: CUDA is not compiled")
     source = tmp_path / "kernel.cu"
-    source.write_text(cuda(texts()[name]))
+    source.write_text(cuda(texts("cuda")[name]))
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "cubin", source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     registers = int(re.search(r"Used (\d+) registers", done.stderr).group(1))
-    print(f"{name}: {registers} registers")
+    shared = sum(map(int, re.findall(r"(\d+) bytes smem", done.stderr)))
+    print(f"{name}: {registers} registers, {shared} bytes shared")
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
     assert registers <= 128
+    assert shared <= SHARED

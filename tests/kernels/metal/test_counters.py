@@ -65,7 +65,7 @@ def test_packed_bytes_are_loaded_once_for_four_query_heads(groups, times):
 
 
 def test_lane_operations(monkeypatch):
-    with phases.using(Phases(least_block=1024)):
+    with phases.using(Phases(least_block=1024, short=0)):
         ours, plain = attend_operations(4), sdpa_operations(4)
         monkeypatch.setattr(attend, "QUERIES", 1)
         per_head = attend_operations(4)

@@ -17,7 +17,8 @@ from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.dispatch import attention, make_prompt_cache
 from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.layers import Side, measure_layers
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import build, impl, phases
+from mlx_tq.kernels.phases import Phases
 from mlx_tq.models import load
 
 PROMPT, ANSWER = 120, 6
@@ -52,13 +53,15 @@ def test_a_generation_calls_the_kernels_and_says_the_same(embedded):
     ids, layers = mx.array(tokenizer.encode(TEXT)[:PROMPT]), len(model.layers)
     with impl.using("ops"):
         expected = tokens_of(model, ids, ANSWER, CONFIG)
-    found, calls = on_simulator(model, ids, ANSWER, CONFIG)
+    with phases.using(Phases(short=ids.size + 2)):
+        found, calls = on_simulator(model, ids, ANSWER, CONFIG)
     assert found == expected
     # The chunks before the last token leave 2, 1 and 1 blocks; the third and fourth attend to what is packed.
     assert calls["encode"] == 3 * layers
     assert calls["dequantize"] == 2 * layers
     assert calls["wht"] == 2 * 4 * layers  # queries, keys, values, and the output
-    assert calls["attend"] == calls["merge"] == (ANSWER + 1) * layers
+    assert calls["attend_short"] == 3 * layers  # of the prompt's last token and two more
+    assert calls["attend"] == calls["merge"] == (ANSWER - 2) * layers
 
 
 def test_eviction_scores_and_compacts_with_kernels(embedded):
@@ -100,7 +103,7 @@ def implementation(request, monkeypatch):
 
     if request.param == "kernels":
         monkeypatch.setattr(build, "backend", lambda: "metal")
-        monkeypatch.setattr(build, "built", lambda kernel, where: zeros)
+        monkeypatch.setattr(build, "built", lambda kernel, where, constants: zeros)
     with impl.using("ops" if request.param == "ops" else "metal"):
         yield
 

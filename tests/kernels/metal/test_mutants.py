@@ -7,10 +7,12 @@ from metal_sim.run import SimulationError
 from simulated import ORDERS, simulated
 
 from mlx_tq.codec.rotation import get_rotation
+from mlx_tq.kernels import phases
 from mlx_tq.kernels.attend import _attend_gpu, attend_ref
 from mlx_tq.kernels.compact import _compact_gpu, compact_ref
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
+from mlx_tq.kernels.phases import Phases
 from mlx_tq.kernels.score import _score_gpu, score_ref
 from mlx_tq.kernels.wht import _wht_gpu, wht_ref
 
@@ -57,10 +59,10 @@ def rotated(**how) -> bool:
     return mx.array_equal(found, wht_ref(x, rotation, inverse=True)).item()
 
 
-def attends(tokens: int, **how) -> bool:
+def attends(tokens: int, value_dim: int = 112, short: int = 0, **how) -> bool:
     """5 queries; the first batch row does not see the last token, the second one only a window."""
-    layout = make_layout({**CASE, "value": "tq3", "value_dim": 112})
-    shapes = [(2, 1, tokens, dim) for dim in (80, 112)]
+    layout = make_layout({**CASE, "value": "tq3", "value_dim": value_dim})
+    shapes = [(2, 1, tokens, dim) for dim in (80, value_dim)]
     keys, values = (random(shape, "float16", seed) for seed, shape in enumerate(shapes))
     rows = encode_ref(keys, values, layout).rows
     arguments = {
@@ -75,7 +77,7 @@ def attends(tokens: int, **how) -> bool:
         "sinks": mx.arange(5) / 5,
         "visible": mx.array([[[0, tokens + 28]], [[33, 111]]]),
     }
-    with simulated(**how):
+    with simulated(**how), phases.using(Phases(short=short)):
         found = _attend_gpu(**arguments)
     return mx.allclose(found, attend_ref(**arguments), rtol=1e-4, atol=1e-5).item()
 
@@ -83,6 +85,11 @@ def attends(tokens: int, **how) -> bool:
 def attended(**how) -> bool:
     """Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39."""
     return attends(110, **how)
+
+
+def attended_at_once(**how) -> bool:
+    """The same in one kernel: of eight simdgroups, four attend to packed tokens, two to others, and two to none."""
+    return attends(110, value_dim=192, short=1000, **how)
 
 
 def scored(**how) -> bool:
@@ -104,6 +111,7 @@ def compacted(**how) -> bool:
 
 
 BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);"
+WAIT = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 # The kernel -> what is wrong with it: the text, and what it becomes.
 MUTANTS = {
@@ -155,7 +163,7 @@ MUTANTS = {
     attended: {
         "weights before they are whole": (f"{BARRIER}\nint tokens", "int tokens"),
         "weights of the next tile": (f"{BARRIER}\nweight[lane]", "weight[lane]"),
-        "queries before they are loaded": (f"{BARRIER}\nuint at", "uint at"),
+        "queries before they are whole": (f"{WAIT}\ntq_sums", "tq_sums"),
         "tail of a block unmasked": ("there && place >= first[q]", "place >= first[q]"),
         "window's first token unseen": ("place >= first[q]", "place > first[q]"),
         "token past the window seen": ("place < last[q]", "place <= last[q]"),
@@ -188,15 +196,49 @@ MUTANTS = {
         ),
         "last block not merged": ("side == 0 ? packed_blocks : blocks", "side == 0 ? packed_blocks : blocks - 1"),
         "block of the tail rotated back": (
-            "simdgroup + side * packed_blocks",
-            "simdgroup + side * (packed_blocks - 1)",
+            "first + side * packed_blocks",
+            "first + side * (packed_blocks - 1)",
         ),
         "sink of another head": ("/ length % heads", "/ length % (heads - 1)"),
         "sink left out of the sum": ("if (SINKS) total", "if (false) total"),
-        "parts before they are whole": ("threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+        "parts before they are whole": (f"{WAIT}\nif (simdgroup", "if (simdgroup"),
         "parts of two simdgroups in one place": ("(simdgroup * 2 * N + i) * 32", "(simdgroup * N + i) * 32"),
         "a simdgroup's part forgotten": ("other = 1; other", "other = 2; other"),
-        "values rotated forth, not back": ("value_flips + (N + VALUE_ORDER)", "value_flips + N"),
+        "values rotated forth, not back": ("flips + (N + M)", "flips + N"),
+    },
+    attended_at_once: {
+        "queries before the other simdgroup has them": (f"{WAIT}\ntq_sums", "tq_sums"),
+        "queries of one kind for both": ("? 0 : KEY_DIM", "? 0 : 0"),
+        "queries of others rotated": ("KEY_ROTATED && packed", "KEY_ROTATED"),
+        "nobody loads the queries of others": ("block == 0 || int(block) == attend_sizes[2]", "block == 0"),
+        "leader off by one": ("int(block) == attend_sizes[2]", "int(block) == attend_sizes[2] - 1"),
+        "weights of two simdgroups in one place": ("weights + 32 * int(block)", "weights + 0 * int(block)"),
+        "barrier that orders nothing": (f"{WAIT}\nint q", "threadgroup_barrier(mem_flags::mem_none);\nint q"),
+        "parts before they are whole": (f"{WAIT}\nint q", "int q"),
+        "barrier of a simdgroup alone": (f"{WAIT}\nint q", f"{BARRIER}\nint q"),
+        "parts of the round before, still read": (f"if (start > 0) {WAIT}", ""),
+        "parts of the round before": (
+            "tq_store<PACKED_VALUES>(int(lane), start + i",
+            "if (start == 0) tq_store<PACKED_VALUES>(int(lane), start + i",
+        ),
+        "a query's parts where another's are": ("uint(i * SIMDGROUPS) + block", "uint(i) + block"),
+        "query of the round before": ("int q = start + int(block)", "int q = int(block)"),
+        "last simdgroup not merged": ("packed_blocks, SIMDGROUPS, sink", "packed_blocks, SIMDGROUPS - 1, sink"),
+        "first simdgroup not merged": (
+            "tq_merge<VALUE_DIM, SINKS>(int(lane), 0, 1",
+            "tq_merge<VALUE_DIM, SINKS>(int(lane), 1, 1",
+        ),
+        "every other simdgroup merged": (
+            "tq_merge<VALUE_DIM, SINKS>(int(lane), 0, 1",
+            "tq_merge<VALUE_DIM, SINKS>(int(lane), 0, 2",
+        ),
+        "merged by another row's maxima": ("maxima + place, totals", "maxima, totals"),
+        "rows of the last tile past the end": ("ROUND && q < count", "ROUND"),
+        "sink of another query": (
+            "sink_logits[head * group + (row + uint(q)) / length]",
+            "sink_logits[head * group + row / length]",
+        ),
+        "room for one row": ("outputs[ROUND *", "outputs[1 *"),
     },
     scored: {
         "key rotated before it is whole": (f"{BARRIER}\nfloat x[N];", "float x[N];"),

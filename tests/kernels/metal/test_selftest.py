@@ -6,7 +6,7 @@ from simulated import simulated
 from mlx_tq import cli, doctor
 from mlx_tq.kernels import build, selftest
 
-KERNELS = {"encode", "dequantize", "attend", "score", "compact", "wht"}
+KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "compact", "wht"}
 
 
 def few(monkeypatch):

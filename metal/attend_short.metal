@@ -1,0 +1,50 @@
+// Attention of a few queries over a short context: attend.metal and merge.metal in one.
+//
+// A threadgroup takes QUERIES query rows of one KV head and all tokens, a block of them each simdgroup. What blocks found
+// goes through threadgroup memory, ROUND query rows at a time, and a simdgroup merges it for each row.
+//
+//   inputs: those of attend.metal, then value_flips and sink_logits as in merge.metal
+//   attended [B, Hq, L, VALUE_DIM]: T
+//
+// Grid (32 SIMDGROUPS, 1, B H ceil(N / QUERIES)), threadgroup (32 SIMDGROUPS, 1, 1). SIMDGROUPS is at least ROUND.
+#include "attention.h"
+#include "merging.h"
+
+//// body
+
+using PACK = typename tq_numbers<QUERIES>::type;
+constexpr int ROUND = QUERIES * VALUE_DIM <= 512 ? QUERIES : VALUE_DIM < 512 ? 512 / VALUE_DIM : 1;
+threadgroup PACK asking[2 * KEY_DIM];  // of packed tokens, then of others
+threadgroup PACK weights[32 * SIMDGROUPS];
+threadgroup float outputs[ROUND * SIMDGROUPS * VALUE_DIM];
+threadgroup float maxima[ROUND * SIMDGROUPS];
+threadgroup float totals[ROUND * SIMDGROUPS];
+uint block = simdgroup_index_in_threadgroup, blocks = SIMDGROUPS;
+bool leads = block == 0 || int(block) == attend_sizes[2];
+auto query = asking + (int(block) < attend_sizes[2] ? 0 : KEY_DIM);
+auto weight = weights + 32 * int(block);
+
+#include "tile.inc"
+
+TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
+  if (start > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+  TQ_UNROLL for (int i = 0; i < ROUND; i++)
+    if (start + i < QUERIES) {
+      uint place = uint(i * SIMDGROUPS) + block;
+      if (packed) {
+        tq_store<PACKED_VALUES>(int(lane), start + i, place, sums, outputs, maxima, totals);
+      } else {
+        tq_store<FULL_VALUES>(int(lane), start + i, place, sums, outputs, maxima, totals);
+      }
+    }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  int q = start + int(block), place = int(block) * SIMDGROUPS;
+  if (int(block) < ROUND && q < count) {
+    float part[2 * ((VALUE_DIM + 31) / 32)];
+    float sink = SINKS ? tq_mul(sink_logits[head * group + (row + uint(q)) / length], TQ_LOG2E) : TQ_MASKED;
+    float total = tq_merge<VALUE_DIM, SINKS>(int(lane), 0, 1, packed_blocks, SIMDGROUPS, sink, outputs + place * VALUE_DIM,
+                                             maxima + place, totals + place, part);
+    tq_finish<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED>(int(lane), part, total, value_flips,
+                                                        attended + (at + uint(q)) * uint(VALUE_DIM));
+  }
+}

@@ -1,0 +1,163 @@
+// Attention of QUERIES query rows over one block of tokens, by one simdgroup: what attend.metal and attend_short.metal
+// share.
+//
+// Tokens are taken 32 at a time. For scores a lane is a token: each code is decoded once for all queries, and no lane
+// waits for another. For values a lane is a unit of the vector (see units.h), or as many lanes as there are units share
+// the 32 tokens.
+#include "rotation.h"
+#include "softmax.h"
+#include "units.h"
+
+// Tokens [start, stop) of one kind. In the sequence, those from `fold` on stand `shift` tokens later.
+struct tq_block {
+  int start, stop, fold, shift;
+};
+
+// Block number `block` of `blocks` that tokens [start, stop) are cut into, each of whole 32 but the last.
+TQ_FN void tq_cut(int start, int stop, int block, int blocks, TQ_THREAD tq_block& tokens) {
+  int size = ((stop - start + blocks - 1) / blocks + 31) / 32 * 32;
+  tokens.start = start + block * size;
+  tokens.stop = tokens.start + size < stop ? tokens.start + size : stop;
+}
+
+// A number of each query row, loaded and stored at once.
+template <int QUERIES>
+struct tq_numbers {
+  using type = float;
+  static TQ_FN type pack(TQ_THREAD const float* x) { return x[0]; }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed; }
+};
+template <>
+struct tq_numbers<2> {
+  using type = float2;
+  static TQ_FN type pack(TQ_THREAD const float* x) {
+    float2 packed;
+    packed.x = x[0], packed.y = x[1];
+    return packed;
+  }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed.x, x[1] = packed.y; }
+};
+template <>
+struct tq_numbers<4> {
+  using type = float4;
+  static TQ_FN type pack(TQ_THREAD const float* x) {
+    float4 packed;
+    packed.x = x[0], packed.y = x[1], packed.z = x[2], packed.w = x[3];
+    return packed;
+  }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) {
+    x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
+  }
+};
+
+// What the lanes keep of each query row, and of each row's values.
+template <int QUERIES, int VALUES>
+struct tq_sums {
+  float maximum[QUERIES], sum[QUERIES], output[QUERIES * VALUES];
+};
+
+// How values are shared among lanes: SPAN lanes to a token, SLOTS tokens at once, and UNITS units to a lane.
+template <class V>
+struct tq_share {
+  enum {
+    SPAN = int(V::COUNT) < 32 ? int(V::COUNT) : 32,
+    SLOTS = 32 / SPAN,
+    UNITS = (int(V::COUNT) + 31) / 32,
+    VALUES = UNITS * int(V::VALUES)
+  };
+};
+
+// Attend to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES numbers.
+template <int QUERIES, bool MASKED, class K, class V, class Query, class Weight, class Keys, class Values, class Bias, class Sums>
+TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, int64_t key_stride, Values values, int64_t value_stride, TQ_THREAD const int* first, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, int64_t bias_stride, TQ_THREAD Sums& sums) {
+  using SHARE = tq_share<V>;
+  using NUMBERS = tq_numbers<QUERIES>;
+  constexpr int UNIT = V::VALUES, SPAN = SHARE::SPAN, VALUES = SHARE::VALUES;
+  TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
+    sums.maximum[q] = TQ_MASKED;
+    sums.sum[q] = 0.0f;
+    TQ_UNROLL for (int i = 0; i < VALUES; i++) sums.output[q * VALUES + i] = 0.0f;
+  }
+  for (int base = block.start; base < block.stop; base += 32) {
+    int token = base + lane;
+    int place = token < block.fold ? token : token + block.shift;  // in the sequence
+    bool there = token < block.stop;
+    float score[QUERIES];
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = 0.0f;
+    float value_gain = 0.0f;
+    if (there) {
+      auto key = keys + token * key_stride;
+      for (int unit = 0; unit < int(K::COUNT); unit++) {
+        float decoded[K::VALUES];
+        K::load(key, unit, decoded);
+        TQ_UNROLL for (int i = 0; i < int(K::VALUES); i++) {
+          float asked[QUERIES];
+          NUMBERS::unpack(query[K::dim(unit, i)], asked);
+          TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(asked[q], decoded[i], score[q]);
+        }
+      }
+      float gain = K::gain(key);
+      TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
+        score[q] = tq_mul(score[q], gain);
+        if (MASKED) score[q] = tq_larger(tq_fma(bias[bias_rows[q] + place * bias_stride], TQ_LOG2E, score[q]), TQ_MASKED);
+      }
+      value_gain = V::gain(values + token * value_stride);
+    }
+    float p[QUERIES];
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
+      bool seen = there && place >= first[q] && place < last[q];
+      float largest = tq_simd_max(seen ? score[q] : TQ_MASKED);
+      if (largest > sums.maximum[q]) {  // all lanes alike
+        float factor = tq_exp2(tq_sub(sums.maximum[q], largest));
+        sums.maximum[q] = largest;
+        sums.sum[q] = tq_mul(sums.sum[q], factor);
+        TQ_UNROLL for (int i = 0; i < VALUES; i++) sums.output[q * VALUES + i] = tq_mul(sums.output[q * VALUES + i], factor);
+      }
+      p[q] = seen ? tq_exp2(tq_sub(score[q], sums.maximum[q])) : 0.0f;
+      sums.sum[q] = tq_add(sums.sum[q], p[q]);
+      p[q] = tq_mul(p[q], value_gain);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    weight[lane] = NUMBERS::pack(p);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    int tokens = block.stop - base < 32 ? block.stop - base : 32;
+    if (lane < int(SHARE::SLOTS) * SPAN) {
+      for (int slot = lane / SPAN; slot < tokens; slot += int(SHARE::SLOTS)) {
+        auto value = values + (base + slot) * value_stride;
+        NUMBERS::unpack(weight[slot], p);
+        TQ_UNROLL for (int u = 0; u < int(SHARE::UNITS); u++) {
+          int unit = u * 32 + lane % SPAN;
+          if (unit < int(V::COUNT)) {
+            float decoded[UNIT];
+            V::load(value, unit, decoded);
+            TQ_UNROLL for (int q = 0; q < QUERIES; q++)
+              TQ_UNROLL for (int i = 0; i < UNIT; i++) {
+                int at = q * VALUES + u * UNIT + i;
+                sums.output[at] = tq_fma(p[q], decoded[i], sums.output[at]);
+              }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Store query row number q of a block at place `at`.
+template <class V, class Outputs, class Numbers, class Sums>
+TQ_FN void tq_store(int lane, int q, uint at, TQ_THREAD const Sums& sums, Outputs outputs, Numbers maxima, Numbers totals) {
+  using SHARE = tq_share<V>;
+  float total = tq_simd_sum(sums.sum[q]);
+  if (lane == 0) {
+    maxima[at] = sums.maximum[q];
+    totals[at] = total;
+  }
+  TQ_UNROLL for (int u = 0; u < int(SHARE::UNITS); u++)
+    TQ_UNROLL for (int i = 0; i < int(V::VALUES); i++) {
+      float mine = sums.output[q * int(SHARE::VALUES) + u * int(V::VALUES) + i];
+      float all = mine;
+      TQ_UNROLL for (int slot = 1; slot < int(SHARE::SLOTS); slot++)
+        all = tq_add(all, simd_shuffle(mine, ushort((lane + slot * int(SHARE::SPAN)) & 31)));
+      int unit = u * 32 + lane;
+      if (lane < int(SHARE::SPAN) && unit < int(V::COUNT)) outputs[at * uint(V::DIM) + V::dim(unit, i)] = all;
+    }
+}
