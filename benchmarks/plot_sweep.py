@@ -18,7 +18,7 @@ from mlx_tq.evaluate.sweep_table import survival
 COLOURS = {
     "v3": "#08519c",
     "v3:stats=questions.safetensors": "#238b45",
-    "v3:stats=both.safetensors": "#a1d99b",
+    "v1:stats=questions.safetensors": "#a1d99b",
     "v3:nope=off": "#6baed6",
     "v3:evict=highest": "#cb181d",
     "v3:evict=highest:nope=off": "#fb6a4a",
@@ -31,8 +31,11 @@ COLOURS = {
 }
 
 LABELS = {
-    "v3:stats=questions.safetensors": "v3, calibrated on questions",
-    "v3:stats=both.safetensors": "v3, on text and questions",
+    "v3:stats=questions.safetensors": "v3, questions",
+    "v1:stats=questions.safetensors": "v1, questions",
+    "v3:stats=questions.safetensors:aggregation=v3": "v3 aggregation, questions",
+    "v3:stats=questions.safetensors:aggregation=expected_attention": "expected_attention, questions",
+    "v3:evict=highest": "v3, highest leave",
 }
 
 Record = dict[str, Any]

@@ -23,7 +23,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evict.calibration import save_calibration
 from mlx_tq.evict.queries import SKIP, Calibrator, QueryStats
 from mlx_tq.haystack import load_text
-from mlx_tq.models import fingerprint, load
+from mlx_tq.models import DTYPES, fingerprint, load
 from mlx_tq.probe import position_limit
 from mlx_tq.questions import scenes
 
@@ -40,6 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type to compute in, which is that of the runs it is for (default: that of the model's weights)",
+    )
     parser.add_argument("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
     parser.add_argument("--tokens", type=int, default=4096, help="that are read (default: 4096)")
     parser.add_argument(
@@ -70,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the text {args.text} cannot be read: {error}. Give a UTF-8 file.") from error
     options = {"trust_remote_code": args.trust_remote_code}
-    model, tokenizer = load(args.model, tokenizer_config=options, **options)
+    model, tokenizer = load(args.model, dtype=args.dtype, tokenizer_config=options, **options)
     if args.plain:
         ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: args.tokens + SKIP]
         calibrate(model, ids, args.output, covariance=args.covariance)

@@ -89,7 +89,7 @@ class EvictConfig:
         segment_tokens: a constant width of segments instead of their number; 0 is off.
         boundary_skip: tokens on each side of a segment's boundary that stay.
         warmup: tokens whose queries calibrate; nothing is evicted before.
-        ema: weight of the newest token in an exponential mean of the queries, 0 for their plain mean.
+        ema: weight of each later `warmup` tokens in an exponential mean of the queries, 0 for the first ones alone.
         recalibrate: tokens after which the calibration starts anew, 0 for never.
         stats: file of `mlx_tq.calibrate` that replaces the calibration on the run's own tokens.
         nope: count the dims that RoPE leaves alone.

@@ -135,14 +135,24 @@ def plan_caches(model: Any, config: KVConfig) -> Plan:
         ConfigError: a head size that the configured formats cannot take, or an eviction that the model cannot meet.
         CacheFormatError: calibration statistics that are damaged or of another model.
     """
-    calibration = None
-    if config.evict is not None and config.evict.stats is not None:
-        calibration = load_calibration(config.evict.stats, fingerprint(model))
+    return planner(model)(config)
+
+
+def planner(model: Any) -> Callable[[KVConfig], Plan]:
+    """`plan_caches` for any number of configurations, with one run of the model for all; raises as it does."""
     _seam.open()
     try:
-        return make_plan(probe_model(model), config, calibration)
+        facts = probe_model(model)
     finally:
         _seam.close()
+
+    def plan(config: KVConfig) -> Plan:
+        calibration = None
+        if config.evict is not None and config.evict.stats is not None:
+            calibration = load_calibration(config.evict.stats, fingerprint(model))
+        return make_plan(facts, config, calibration)
+
+    return plan
 
 
 def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) -> list[Any]:

@@ -10,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 
+DTYPES = ("float32", "float16", "bfloat16")
 # A 7M-parameter model that finds facts in long text; see the README.md beside its weights.
 EMBEDDED = "needle"
 _REMEDY = (
@@ -26,11 +28,12 @@ def embedded_path() -> Path:
     return Path(str(files("mlx_tq") / "assets" / EMBEDDED))
 
 
-def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
+def load(model: str | Path | None = None, *, dtype: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
     Args:
         model: a folder, a hub name, or None for the model inside the package.
+        dtype: to compute in, one of DTYPES, or None for that of the weights.
         options: of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
 
     Raises:
@@ -38,6 +41,8 @@ def load(model: str | Path | None = None, **options: Any) -> tuple[Any, Any]:
         UnsupportedModelError: mlx-lm does not know the architecture.
     """
     loaded, tokenizer, _ = load_with_config(model, **options)
+    if dtype is not None:
+        loaded.set_dtype(dtype_of(dtype))
     return loaded, tokenizer
 
 

@@ -45,7 +45,8 @@ def packed_as(key: str, number: int, layer: PackedLayer, tokens: int) -> PackedL
     keys, values = (codec.decode(part(rows)) for codec, part in (
         (layer.layout.key, layer.layout.keys), (layer.layout.value, layer.layout.values)
     ))  # fmt: skip
-    spec = CacheSpec.for_layer(CONFIG, number, key, "fp16")
+    pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
+    spec = CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs)
     layout = spec.layout(keys.shape[-1], values.shape[-1], mx.bfloat16).fit(keys[:, :, :PREFIX], values[:, :, :PREFIX])
     pair = (x.astype(mx.bfloat16) for x in (keys, values))
     return replace(layer, rows=layout.encode(*pair).rows, layout=layout)

@@ -1,7 +1,7 @@
 """Measure what docs/quality.md reports: one `mlx_tq.evaluate` command after another, each with its JSON.
 
 python benchmarks/quality/run.py [NAME ...] runs those that have no results yet; remove a file of ../results to repeat
-it. Needle, format and sweep runs resume where they stopped.
+it. Needle and format runs resume where they stopped.
 """
 
 import subprocess
@@ -53,9 +53,6 @@ RUNS = {
     "mixed_long": "formats --pairs tq4/tq4,tq3/tq4,q8/tq4,q8~tq4/tq4,q8~tq3/tq4,tq4~tq3/tq4,tq4~spectral16/tq4 "
     f"--kv-recent 256 --chunks 1 --length 2048 --step 1024 {SMALL}",
     "mixed": f"formats --pairs {MIXED} --kv-recent 256 {PARETO}",
-    "sweep": "sweep --policies v3,v3:evict=highest,v1,random --retentions 90,75,50 --triggers 32 --prefixes 32 "
-    "--kv-window 64 --warmup 256 --chunks 2 --length 1000 --lengths 800 --depths middle --kinds multi --seeds 2 "
-    "--max-tokens 24",
     "layers": f"layers --profiles balanced,small --length 512 --step 128 {SMALL}",
     "layers_float32": f"layers --profiles balanced,small --against float32 --length 512 --step 128 {SMALL}",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles balanced,small",
@@ -67,7 +64,7 @@ def main(names: list[str]) -> int:
     for name in names or RUNS:
         target = RESULTS / f"quality_{name}.json"
         words = RUNS[name].split()
-        if target.exists() and words[0] not in ("needle", "formats", "sweep"):
+        if target.exists() and words[0] not in ("needle", "formats"):
             continue
         print(f"$ python -m mlx_tq evaluate {RUNS[name]}", flush=True)
         code = subprocess.run([sys.executable, "-m", "mlx_tq", "evaluate", *words, "--json", str(target)]).returncode

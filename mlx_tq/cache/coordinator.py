@@ -182,6 +182,8 @@ class Coordinator:
         started = time.perf_counter()
         first, config = members[0], self.plan.config
         positions = first.body_positions
+        if not len(positions):  # prefix and tail alone are above the budget
+            return
         body = Body([member.packed_layer() for member in members], positions, first.offset, self.stats.rounds)
         worth = self.policy.score(body)
         if config.evict == "highest":

@@ -171,7 +171,8 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
         source = f"the first {config.warmup:,} tokens"
         found: list[QueryStats | None] = [None] * len(ropes)
         if calibration is not None:
-            found, source = list(calibration.check(ropes)), str(config.stats)
+            needs_covariance = config.aggregation == "expected_attention"
+            found, source = list(calibration.check(ropes, covariance=needs_covariance)), str(config.stats)
         layers = [
             replace(layer, rope=rope, queries=queries)
             for layer, rope, queries in zip(plan.layers, ropes, found, strict=True)

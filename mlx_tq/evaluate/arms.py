@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_tq.args import OPTIONS, PROFILE, config_from_args, evict_from_args, option_value
-from mlx_tq.cache.factory import build_caches
+from mlx_tq.cache.factory import Plan, build_caches
 from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
-from mlx_tq.dispatch import plan_caches
+from mlx_tq.dispatch import planner
 from mlx_tq.errors import ConfigError
 from mlx_tq.probe import native_caches
 
@@ -20,8 +20,8 @@ class Arm:
     name: str
     config: KVConfig
 
-    def caches(self, model: Any) -> Callable[[], list[Any]]:
-        """A function that makes fresh caches; the model is probed once, here.
+    def caches(self, model: Any, plan: Callable[[KVConfig], Plan] | None = None) -> Callable[[], list[Any]]:
+        """A function that makes fresh caches; the model is probed once, here, or by the `dispatch.planner` given.
 
         Raises:
             UnsupportedModelError: the model cannot run on compressed caches.
@@ -29,8 +29,8 @@ class Arm:
         """
         if self.config.is_off:
             return lambda: native_caches(model)
-        plan = plan_caches(model, self.config)
-        return lambda: build_caches(plan)
+        planned = (plan or planner(model))(self.config)
+        return lambda: build_caches(planned)
 
 
 OFF = Arm("off", PROFILES["off"])

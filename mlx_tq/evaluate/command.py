@@ -52,6 +52,7 @@ def _read_text(path: str | None) -> str:
 def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     return load(
         args.model,
+        dtype=args.dtype,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         trust_remote_code=args.trust_remote_code,
     )
@@ -61,6 +62,7 @@ def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], 
     """The results of a measurement under the settings called `names`."""
     settings = {"model": args.model or "embedded", "text": args.text or "embedded"}
     settings |= {name: getattr(args, name) for name in names}
+    settings |= {} if args.dtype is None else {"dtype": args.dtype}
     settings["arms"] = {arm.name: asdict(arm.config) for arm in arms}
     return Results(args.json, args.measurement, settings, resume=resume)
 

@@ -12,7 +12,6 @@ from typing import Any
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import Plan, build_caches, compressed_caches
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evict.policy import get_policy
@@ -21,8 +20,8 @@ from mlx_tq.evict.policy import get_policy
 class Readings:
     """Texts that were read under `configs`, which may differ in prefix and eviction."""
 
-    def __init__(self, model: Any, configs: Sequence[KVConfig], step: int) -> None:
-        """Plan all of them.
+    def __init__(self, model: Any, plan: Callable[[KVConfig], Plan], configs: Sequence[KVConfig], step: int) -> None:
+        """Plan all of them, with the model's `dispatch.planner`.
 
         Raises:
             ConfigError: one calibrates while it reads on, or an eviction that the model cannot meet.
@@ -32,8 +31,9 @@ class Readings:
             if evict is not None and (evict.ema or evict.recalibrate):
                 raise ConfigError("ema and recalibrate change the scores while a text is read. Measure without --once.")
         self._model, self._step = model, step
-        self._plans = {config: plan_caches(model, config) for config in configs}
-        self._readers = {config.prefix: plan_caches(model, self._reading(config)) for config in configs}
+        self._plans = {config: plan(config) for config in configs}
+        by_prefix = {config.prefix: config for config in configs}
+        self._readers = {prefix: plan(self._reading(config)) for prefix, config in by_prefix.items()}
         self._ids: list[int] = []
         self._read: dict[int, list[Any]] = {}
 
@@ -48,8 +48,15 @@ class Readings:
         return replace(config, evict=evict)
 
     def maker(self, config: KVConfig) -> Callable[[list[int]], list[Any]]:
-        """Caches that hold a text and evict as `config` says before they take in more."""
-        return lambda ids: under(self._plans[config], self._caches(ids, config.prefix))
+        """Caches that hold a text, from which was evicted as `config` says."""
+
+        def make(ids: list[int]) -> list[Any]:
+            caches = under(self._plans[config], self._caches(ids, config.prefix))
+            for cache in compressed_caches(caches)[:1]:
+                cache.begin(1)  # the round comes here, once, and not with every question
+            return caches
+
+        return make
 
     def _caches(self, ids: list[int], prefix: int) -> list[Any]:
         if ids != self._ids:

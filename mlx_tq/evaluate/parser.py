@@ -7,6 +7,7 @@ from mlx_tq.evaluate import needle, perplexity
 from mlx_tq.evaluate.arms import add_arm_arguments
 from mlx_tq.evaluate.scenes import KINDS
 from mlx_tq.evaluate.settings import DEFAULT_VARIANTS
+from mlx_tq.models import DTYPES
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -20,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=what)
         made.add_argument("--model", help="folder or hub name (default: the embedded model)")
         made.add_argument("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
+        made.add_argument("--dtype", choices=DTYPES, help="type to compute in (default: that of the model's weights)")
         made.add_argument("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
         made.add_argument(
             "--json", metavar="FILE", help="write the results here too; - is stdout, instead of the table"

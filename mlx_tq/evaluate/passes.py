@@ -10,7 +10,7 @@ import numpy as np
 from mlx_tq.cache.evicting import EvictingKVCache
 from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.dispatch import attention
+from mlx_tq.dispatch import attention, planner
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.probe import position_limit
@@ -156,7 +156,8 @@ def read_side_by_side(
         NonFiniteError: the model's logits are NaN.
     """
     check_reading(model, min(map(len, chunks)), step, arms)
-    makers = [arm.caches(model) for arm in (OFF, *arms)]
+    plan = planner(model)
+    makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
     scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
     attended, packed, nbytes = 0, [0] * len(makers), [0] * len(makers)
     rounds, kept = [0] * len(makers), [1.0] * len(makers)

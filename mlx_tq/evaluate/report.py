@@ -39,6 +39,7 @@ class Results:
             ConfigError: the file cannot be written, or holds something else that must not be mixed in.
         """
         self.rows: dict[str, dict[str, Any]] = {}
+        self._lines: dict[str, str] = {}  # the rows as they are written
         self._target = target
         self._head = {
             "command": command,
@@ -51,7 +52,8 @@ class Results:
         if not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
         if resume and path.exists():
-            self.rows = self._load(path)
+            for key, row in self._load(path).items():
+                self._keep(key, row)
 
     def _load(self, path: Path) -> dict[str, dict[str, Any]]:
         try:
@@ -66,9 +68,13 @@ class Results:
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Keep a row, on disk too."""
-        self.rows[key] = row
+        self._keep(key, row)
         if self._target not in (None, STDOUT):
             self._write(Path(str(self._target)))
+
+    def _keep(self, key: str, row: dict[str, Any]) -> None:
+        self.rows[key] = row
+        self._lines[key] = f"  {json.dumps(key)}: {json.dumps(row)}"
 
     def _write(self, path: Path) -> None:
         try:
@@ -78,8 +84,9 @@ class Results:
             raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from error
 
     def dumps(self) -> str:
-        """The JSON text."""
-        return json.dumps({**self._head, "results": self.rows}, indent=1) + "\n"
+        """The JSON text, a row a line."""
+        head = json.dumps(self._head, indent=1).removesuffix("\n}")
+        return head + ',\n "results": {\n' + ",\n".join(self._lines.values()) + "\n }\n}\n"
 
     def show(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], note: str = "") -> None:
         """Print a table, or the JSON where that goes to stdout."""

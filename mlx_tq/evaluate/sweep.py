@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from mlx_tq.config import KVConfig
+from mlx_tq.dispatch import planner
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
@@ -21,7 +22,7 @@ from mlx_tq.evaluate.settings import Setting
 from mlx_tq.evict.policy import get_policy
 
 # Text is read by this many settings beside one fp16 cache: few, so that a stopped sweep loses little.
-_SIDE_BY_SIDE = 6
+_SIDE_BY_SIDE = 9
 # Of the context, prefix and window may take this much: what they keep, no policy kept.
 _PROTECTED = 8
 
@@ -222,10 +223,11 @@ def _makers(
         return caches
 
     configs = {setting: setting.config(base, warmup) for setting in settings}
-    readings = Readings(model, [config for setting, config in configs.items() if setting.once], step)
+    plan = planner(model)
+    readings = Readings(model, plan, [config for setting, config in configs.items() if setting.once], step)
     made: list[tuple[Setting | None, Callable[[list[int]], list[Any]]]] = [(None, partial(reads, OFF.caches(model)))]
     for setting, config in configs.items():
-        own = readings.maker(config) if setting.once else partial(reads, Arm(setting.name, config).caches(model))
+        own = readings.maker(config) if setting.once else partial(reads, Arm(setting.name, config).caches(model, plan))
         made.append((setting, own))
     return made
 

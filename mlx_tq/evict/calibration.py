@@ -35,11 +35,11 @@ class Calibration:
     layers: list[QueryStats]
     ropes: list[mx.array]
 
-    def check(self, ropes: Sequence[Rope]) -> list[QueryStats]:
+    def check(self, ropes: Sequence[Rope], *, covariance: bool = False) -> list[QueryStats]:
         """The statistics, for layers with these RoPEs.
 
         Raises:
-            CacheFormatError: other layers, or another RoPE.
+            CacheFormatError: other layers, another RoPE, or no covariance though it is needed.
         """
         if len(ropes) != len(self.layers):
             raise CacheFormatError(f"{self.path} has {len(self.layers)} layers, the model {len(ropes)}. {_REMEDY}")
@@ -48,6 +48,11 @@ class Calibration:
             own = rope.fingerprint(dim) if dim == 2 * rope.pairs.shape[1] + rope.free.size else None
             if own is None or float(mx.abs(own - wanted).max()) > _SAME:
                 raise CacheFormatError(f"{self.path} was made under another RoPE than layer {number} has. {_REMEDY}")
+        if covariance and any(stats.moment is None for stats in self.layers):
+            raise CacheFormatError(
+                f"{self.path} has no covariance, which expected_attention needs. Make it again with mlx_tq.calibrate "
+                "--covariance, let the run calibrate itself, or take another aggregation."
+            )
         return self.layers
 
 

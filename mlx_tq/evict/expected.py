@@ -25,10 +25,7 @@ def turned_covariance(rope: Rope, stats: QueryStats, last: int) -> mx.array:
         CacheFormatError: the statistics lack it.
     """
     if stats.moment is None:
-        raise CacheFormatError(
-            "the statistics have no covariance, which expected_attention needs. Let the run calibrate itself, or take "
-            "another aggregation."
-        )
+        raise CacheFormatError("the statistics have no covariance, which expected_attention needs.")
     covariance = stats.moment - stats.centre[:, :, None] * stats.centre[:, None, :]
 
     def turned(offset: int) -> mx.array:

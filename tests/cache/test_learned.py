@@ -4,9 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.tools import DIM, check_attention, feed, filled, leaves, make_spec, random, same_bits
-from mlx_tq.cache import BatchCompressedKVCache, CompressedKVCache
-from mlx_tq.cache.persist import load_prompt_cache, save_prompt_cache
+from cache.tools import DIM, check_attention, copies, feed, filled, leaves, make_spec, random, same_bits
 from mlx_tq.config import BLOCK, KVConfig
 
 LENGTH = 200
@@ -56,14 +54,7 @@ def test_through_state_fork_and_file(tmp_path):
     keys, values = uneven(LENGTH)
     config = KVConfig(key="tq35", value="tq25", prefix=4, window=24)
     cache = filled(make_spec("tq35", "tq25"), keys[:, :, :100], values[:, :, :100])
-    save_prompt_cache(tmp_path / "x.safetensors", [cache], model="m", config=config)
-    (loaded,) = load_prompt_cache(tmp_path / "x.safetensors", model="m", config=config).caches
-    twins = [
-        loaded,
-        CompressedKVCache.from_state(cache.state),
-        cache.fork(),
-        BatchCompressedKVCache.merge([cache]).rows[0],
-    ]
+    twins = copies(cache, config, tmp_path / "x.safetensors")
     for twin in twins:
         assert same_bits(twin.state, cache.state)
     for each in (cache, *twins):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from zoo import build
 
-from cache.tools import DIM, HEADS, error, exact_attention, feed, make_spec, random, random_pair, same_bits
-from mlx_tq.cache import BatchCompressedKVCache, MixedKVCache
+from cache.tools import DIM, HEADS, copies, error, exact_attention, feed, make_spec, random, random_pair, same_bits
+from mlx_tq.cache import MixedKVCache
 from mlx_tq.cache.factory import build_caches
 from mlx_tq.cache.persist import load_prompt_cache, save_prompt_cache
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
@@ -145,17 +145,10 @@ def test_any_history_equals_a_list_of_tokens(seed):
 def test_other_formats_through_state_fork_file_and_batch(key, tmp_path):
     config = KVConfig(key=key, value="tq25", prefix=PREFIX, window=WINDOW, recent=RECENT)
     cache = filled(200, spec=make_spec(key, "tq25", recent=RECENT))
-    save_prompt_cache(tmp_path / "x.safetensors", [cache], model="m", config=config)
-    (loaded,) = load_prompt_cache(tmp_path / "x.safetensors", model="m", config=config).caches
-    twins = [
-        loaded,
-        MixedKVCache.from_state(cache.state),
-        cache.fork(),
-        BatchCompressedKVCache.merge([cache]).rows[0],
-    ]
+    twins = copies(cache, config, tmp_path / "x.safetensors")
     for each in (cache, *twins):
         feed(each, KEYS, VALUES, [7, 40, 53])
-    assert isinstance(loaded, MixedKVCache)
+    assert all(isinstance(twin, MixedKVCache) for twin in twins)
     assert all(same_bits(twin.state, cache.state) for twin in twins)
 
 

@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_tq.cache import CompressedKVCache
+from mlx_tq.cache import BatchCompressedKVCache, CompressedKVCache
+from mlx_tq.cache.persist import load_prompt_cache, save_prompt_cache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import KVConfig
 
@@ -69,6 +70,14 @@ def same_bits(a, b):
 
 def _bits(x):
     return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+
+
+def copies(cache, config, path):
+    """A cache as it comes from a file, a state, a fork and a batch."""
+    save_prompt_cache(path, [cache], model="m", config=config)
+    (loaded,) = load_prompt_cache(path, model="m", config=config).caches
+    merged = BatchCompressedKVCache.merge([cache]).rows[0]
+    return [loaded, type(cache).from_state(cache.state), cache.fork(), merged]
 
 
 def decoded(view):

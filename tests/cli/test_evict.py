@@ -94,6 +94,21 @@ def test_calibrate_and_use(cli, tmp_path):
         assert (refused.code, f"-o {taken} " in refused.err) == (2, True)
 
 
+def test_a_type_to_compute_in(cli, tmp_path):
+    """Statistics are for the type that they were gathered in."""
+    folder, path = zoo_model(tmp_path / "tiny", "llama"), tmp_path / "stats.safetensors"
+    assert cli("calibrate", "--model", folder, "--plain", "--tokens", 90, "--dtype", "bfloat16", "-o", path).code == 0
+    words = ("evaluate", "divergence", "--model", folder, "--profiles", "balanced", "--chunks", 1, "--length", 200)
+    words = (*words, "--step", 64, "--kv-prefix", 4, "--kv-window", 24, *TRI, "--kv-budget", 40, "--json", "-")
+    narrow = cli(*words, "--kv-stats", path, "--dtype", "bfloat16").json
+    assert narrow["settings"]["dtype"] == "bfloat16"
+    refused = cli(*words, "--kv-stats", path)
+    assert (refused.code, "was made with another model" in refused.err) == (1, True)
+    wide = cli(*words, "--kv-warmup", 32).json
+    assert "dtype" not in wide["settings"]
+    assert wide["results"]["balanced"]["kld"] != narrow["results"]["balanced"]["kld"]
+
+
 def test_calibrate_on_questions(cli, tmp_path):
     """The centre of the first layer is the mean query of questions and answers, which depends on nothing else."""
     folder, path = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512), tmp_path / "stats.safetensors"

@@ -1,14 +1,12 @@
 """Formats by name: sizes, refusals, levels, and formats of other packages."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec
+from foreign import run_beside
 
 from mlx_tq.codec import Codec, CodecOptions, codebook, format_names, get_format
 from mlx_tq.codec.packing import pack
@@ -124,17 +122,10 @@ class Foreign(Full):
 
 
 def test_format_of_another_package_is_found(tmp_path):
-    """In a process of its own: an installed distribution with an entry point, and nothing imported by hand."""
-    (tmp_path / "foreign_format.py").write_text(FOREIGN_FORMAT)
-    info = tmp_path / "foreign_format-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign-format\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mlx_tq.formats]\nforeign = foreign_format:Foreign\n")
     code = (
-        f"import sys; sys.path[:0] = {[str(tmp_path), str(Path(__file__).parents[2])]}\n"
         "from mlx_tq.codec import format_names, get_format\n"
         "print(*format_names(), get_format('foreign').bytes_per_vector(64))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[:2] == ["fp16", "foreign"]
-    assert done.stdout.split()[-1] == "128"
+    found = run_beside(tmp_path, "mlx_tq.formats", "foreign:Foreign", FOREIGN_FORMAT, code).split()
+    assert found[:2] == ["fp16", "foreign"]
+    assert found[-1] == "128"

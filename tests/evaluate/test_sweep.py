@@ -10,6 +10,7 @@ from mlx_tq.evaluate.scenes import KINDS, questions
 from mlx_tq.evaluate.settings import DEFAULT_VARIANTS, Setting, grid, parse_variant
 from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
 from mlx_tq.evaluate.sweep_table import sweep_lines
+from mlx_tq.evict.triattention import TriAttention
 from mlx_tq.haystack import load_text
 
 BASE = KVConfig(prefix=0, window=32)
@@ -115,15 +116,20 @@ def test_known_cells_are_not_measured_again(tiny, needle):
 
 
 @pytest.mark.parametrize("variant", ["v3", "v1"])
-def test_once_is_a_text_that_is_read_at_once(tiny, needle, variant):
+def test_once_is_a_text_that_is_read_at_once(tiny, needle, variant, monkeypatch):
     """Where a text is read in one step, nothing leaves before the question either way; settings share no cache."""
     found = []
+    rounds = []
+    score = TriAttention.score
+    monkeypatch.setattr(TriAttention, "score", lambda self, body: rounds.append(0) or score(self, body))
     for once in (False, True):
+        rounds.clear()
         settings = grid([variant], [75, 50], [1], [16], [16], once=once)
         records = Records()
         ask(tiny, needle[1], settings, records, kinds=["multi"], step=512, prefix=16)
         found.append([{**r, "name": "", "once": None} for r in records.values() if r["name"] != "off"])
     assert found[0] == found[1]
+    assert len(rounds) == 2  # of both settings, and not again for every question
     assert {record["rounds"] for record in found[1]} == {1}
     assert len({record["live"] for record in found[1]}) > 1
 
@@ -193,7 +199,7 @@ def test_counts_of_the_progress_bar(tiny, needle):
     settings = [Setting("random", 50, trigger=16, prefix=0)]
     ask(tiny, needle[1], settings, records, kinds=list(KINDS), depths=[0, 1])
     assert len(records) == 2 * questions(list(KINDS), 2)
-    assert text_passes(settings * 7, {}.get, 3, 512) == 9
+    assert text_passes(settings * 10, {}.get, 3, 512) == 12
     assert text_passes(settings, lambda key: {}, 3, 512) == 0
 
 
@@ -216,6 +222,7 @@ def test_the_command_writes_one_record_a_cell_and_takes_up_more(tmp_path, capsys
     assert main(words) == 0
     first = json.loads(target.read_text())["results"]
     assert len(first) == 2
+    assert all(f"  {json.dumps(key)}: {json.dumps(row)}" in target.read_text() for key, row in first.items())  # a line
     assert all(cell["rounds"] > 0 and 0.6 <= cell["kept"] < 0.95 and cell["kld"] > 0 for cell in first.values())
     assert "What eviction costs" in capsys.readouterr().out
     assert main([*words, "--policies", "knorm"]) == 0

@@ -110,6 +110,8 @@ def test_foreign_statistics_are_refused(tmp_path):
             loaded.check([learn_rope(module, DIM)])
     with pytest.raises(CacheFormatError, match="another RoPE than layer 0"):
         loaded.check([learn_rope(nn.RoPE(64), 64)])
+    with pytest.raises(CacheFormatError, match=r"has no covariance.*mlx_tq\.calibrate --covariance"):
+        loaded.check([ROPE], covariance=True)
     for text, message in (("", "damaged or holds no"), ("x" * 40, "damaged or holds no")):
         path.write_text(text)
         with pytest.raises(CacheFormatError, match=message):

@@ -129,8 +129,15 @@ def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, serv
 def test_the_last_position_is_the_end(chat, embedded, monkeypatch):
     monkeypatch.setattr(embedded[0].args, "max_position_embeddings", 400)
     session = chat(EVICTS)
-    say(session, "word " * 355, max_tokens=1)
-    assert any("of the model's 400 positions" in warning for warning in chat.warned)
+    overhead = len(session._around.opening()) + len(session._around.closing())
+    say(session, "word" + " word" * (357 - overhead), max_tokens=1)
+    assert len(session.ids) == 360  # 90 %
+    assert session.stats.evicted > 0
+    assert not any("positions" in warning for warning in chat.warned)
+    say(session, "word", max_tokens=1)
+    assert [w for w in chat.warned if "positions" in w] == [
+        f"the conversation has {len(session.ids)} of the model's 400 positions; it ends there, evicted tokens included."
+    ]
     before = session.ids
     with pytest.raises(ConfigError, match=r"3\d\d tokens and this turn .* Start a new conversation"):
         say(session, "word " * 50)

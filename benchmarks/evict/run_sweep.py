@@ -1,0 +1,81 @@
+"""Measure the sweep of docs/eviction.md: parts of one `mlx_tq.evaluate sweep`, all into the same JSON.
+
+python benchmarks/evict/run_sweep.py [PART ...] [--seeds N] runs the cells that are not there yet, after a calibration
+on questions where the current folder has no questions.safetensors. Remove results/quality_sweep.json to begin anew.
+
+The embedded model in float32: mlx's CPU wheel comes with the reference BLAS, and with another one before it, such as
+LD_PRELOAD=libopenblas.so, reads six times as fast.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+JSON = Path(__file__).resolve().parent.parent / "results" / "quality_sweep.json"
+STATS = Path("questions.safetensors")
+QUESTIONS = f"v3:stats={STATS}"
+V1_QUESTIONS = f"v1:stats={STATS}"
+OTHERS = f"{QUESTIONS}:aggregation=v3,{QUESTIONS}:aggregation=expected_attention"
+MAIN = f"v3,{QUESTIONS},v3:evict=highest,v1,{V1_QUESTIONS},random"
+ALL = f"{MAIN},v2,recency,knorm,{OTHERS}"
+
+# Prefix and window take an eighth of the shortest context.
+COMMON = "--dtype float32 --kv-window 64 --warmup 256 --max-tokens 24"
+RETENTIONS = "95,90,85,80,75,65,50,25,10"
+FEW = "90,75,50"
+TEXT = "--chunks 3 --length 1000 --seeds 0"
+MULTI = "--chunks 0 --lengths 800 --depths middle --kinds multi"
+ONCE = f"{MULTI} --once"
+
+PARTS = {
+    # Needles of all policies, then what the text loses.
+    "needles": f"--policies {ALL} --retentions {RETENTIONS} {ONCE}",
+    "text": f"--policies v3,{QUESTIONS},v3:evict=highest,v1,random --retentions {RETENTIONS} {TEXT}",
+    "text_others": f"--policies v2,{V1_QUESTIONS},recency,knorm,{OTHERS} --retentions {FEW} {TEXT}",
+    "rounds": f"--policies {MAIN} --retentions {FEW} {MULTI}",
+    "kinds": f"--policies v3,{QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 800 "
+    "--kinds single,paraphrased,decoys --once",
+    # Granularity and segments.
+    "blocks": f"--policies v3,{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
+    "segments": f"--policies v3:segment_tokens=64,{QUESTIONS}:segment_tokens=64,v3:boundary_skip=8,"
+    f"{QUESTIONS}:boundary_skip=8 --retentions {FEW} {ONCE}",
+    "blocks_text": f"--policies v3,{QUESTIONS} --retentions 75 --granularities 8,16,32,64 {TEXT}",
+    "segments_text": f"--policies v3:segment_tokens=64,v3:boundary_skip=8 --retentions {FEW} {TEXT}",
+    # What changes while a text is read.
+    "calibration": f"--policies v3:ema=0.1,v3:recalibrate=256 --retentions {FEW} {MULTI}",
+    "calibration_text": f"--policies v3:ema=0.1,v3:recalibrate=256 --retentions {FEW} {TEXT}",
+    "prefixes": f"--policies v3,{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
+    "prefixes_text": f"--policies v3,random --retentions {FEW} --prefixes 0,16,32 {TEXT}",
+    "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
+    "sinks_text": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {TEXT}",
+    # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
+    "triggers": "--policies v3,random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 --seeds 0",
+    "long": f"--policies v3,{QUESTIONS},v1,{V1_QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 2000 "
+    "--depths middle --kinds multi --once",
+}
+
+
+def run(*words: str) -> None:
+    """Run a command of mlx_tq; ends this one where it fails."""
+    print(f"$ python -m mlx_tq {' '.join(words)}", flush=True)
+    code = subprocess.run([sys.executable, "-m", "mlx_tq", *words]).returncode
+    if code:
+        sys.exit(code)
+
+
+def main() -> None:
+    """Run the parts that are named, or all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
+    parser.add_argument("--seeds", type=int, default=3, help="scenes for each kind, length and depth")
+    args = parser.parse_args()
+    if not STATS.exists():
+        run("calibrate", "--dtype", "float32", "--covariance", "-o", str(STATS))
+    for part in args.parts or PARTS:
+        words = f"{COMMON} --prefixes 32 --triggers 32 --seeds {args.seeds} {PARTS[part]}".split()
+        run("evaluate", "sweep", *words, "--json", str(JSON))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""A package of somebody else, installed, with one entry point."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_beside(folder: Path, group: str, entry: str, source: str, code: str) -> str:
+    """What `code` prints in a process of its own, in which nothing of the package is imported by hand.
+
+    Args:
+        folder: that the package is installed in.
+        group: of the entry point.
+        entry: name of the entry point, and after a colon the class that it leads to.
+        source: of the package.
+        code: to run.
+    """
+    name, _, target = entry.partition(":")
+    (folder / "foreign.py").write_text(source)
+    info = folder / "foreign-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = foreign:{target}\n")
+    paths = [str(folder), str(Path(__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {paths}\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
