@@ -6,15 +6,10 @@ output is rotated back once.
 
 import mlx.core as mx
 
-from mlx_tq.codec.rotation import Rotation
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.masks import Mask, take_columns
 from mlx_tq.kernels.wht import wht
-
-
-def _rotate(x: mx.array, rotation: Rotation | None) -> mx.array:
-    return x if rotation is None else wht(x, rotation)
 
 
 def prefill(
@@ -33,14 +28,12 @@ def prefill(
     """Attend to `prefix | body | tail`; arguments and result as in `attend.attend`, any L."""
     if body == 0:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    past_keys, past_values = dequantize(rows[..., :body, :], layout, keys.dtype)
     tokens = keys.shape[2]
     if isinstance(mask, mx.array):
         mask = take_columns(mask, (prefix, prefix + body), (0, prefix), (prefix + body, tokens + body))
     out = mx.fast.scaled_dot_product_attention(
-        _rotate(queries, layout.key.rotation),
-        mx.concatenate([past_keys, _rotate(keys, layout.key.rotation)], axis=2),
-        mx.concatenate([past_values, _rotate(values, layout.value.rotation)], axis=2),
+        queries if layout.key.rotation is None else wht(queries, layout.key.rotation),
+        *dequantize(rows[..., :body, :], layout, keys.dtype, (keys, values)),
         scale=scale,
         mask=mask,
         sinks=sinks,

@@ -69,7 +69,7 @@ def texts(dialect: str = "metal") -> dict[str, str]:
         keys, values = (random((1, 1, 4, case[f"{part}_dim"]), case["dtype"]) for part in ("key", "value"))
         add(name, _encode_gpu, keys, values, layout)
         rows = encode_ref(keys, values, layout).rows
-        add(name, _dequantize_gpu, rows, layout, keys.dtype)
+        add(name, _dequantize_gpu, rows, layout, keys.dtype, (keys, values))
         virtual = random((1, 2, case["key_dim"]), "float32"), mx.zeros((1, 2, 8)), mx.zeros((2, 8), mx.int32)
         add(name, _score_gpu, rows, 4, layout, *virtual)
         queries = random((1, 4, 1, case["key_dim"]), case["dtype"])

@@ -21,8 +21,10 @@ from kernel_cases import (
 from simulated import ORDERS, simulated
 
 from mlx_tq.codec import RowLayout
+from mlx_tq.kernels import dequantize
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import encode_ref
+from mlx_tq.kernels.wht import wht_ref
 
 PARAMETERS = {
     "key_dim": DIMS,
@@ -96,3 +98,30 @@ def test_type_of_the_result_is_a_choice(out):
     for ours, theirs in zip(found, dequantize_ref(rows, layout, dtype_of(out)), strict=True):
         assert ours.dtype == theirs.dtype
         assert mx.allclose(ours, theirs, rtol=1e-2 if out == "bfloat16" else 1e-3)
+
+
+@pytest.mark.parametrize("number", range(0, len(CASES), 9), ids=lambda number: case_id(CASES[number]))
+def test_what_follows_is_rotated_behind_the_past(number):
+    """Exactly what decoding and rotation give one by one; what follows lies in a larger buffer."""
+    case = CASES[number]
+    layout, dtype = make_layout(case), dtype_of(case["dtype"])
+    rows = poisoned_rows(case, layout)
+    keys, values = (random((3, 2, 9, case[f"{part}_dim"]), case["dtype"])[1:, :, 2:7] for part in ("key", "value"))
+    with simulated(order=ORDERS[number % len(ORDERS)]) as counters:
+        found = _dequantize_gpu(rows, layout, dtype, (keys, values))
+        past = _dequantize_gpu(rows, layout, dtype)
+    assert counters[0].stored["keys_out"] == found[0].nbytes, "each value is stored once"
+    for whole, decoded, codec, full in zip(found, past, (layout.key, layout.value), (keys, values), strict=True):
+        rotated = full if codec.rotation is None else wht_ref(full, codec.rotation)
+        assert same_bits(whole, mx.concatenate([decoded, rotated], axis=2))
+
+
+def test_mlx_operations_decode_in_blocks(monkeypatch):
+    """Any number of them gives what one gives."""
+    case = {"key_dim": 64, "value_dim": 80, "key": "q8", "value": "tq3", "dtype": "bfloat16", "tokens": 97}
+    layout = make_layout(case)
+    full = random((2, 2, 5, 64), "bfloat16"), random((2, 2, 5, 80), "bfloat16")
+    arguments = poisoned_rows(case, layout), layout, mx.bfloat16, full
+    whole = dequantize_ref(*arguments)
+    monkeypatch.setattr(dequantize, "BLOCK_TOKENS", 32)
+    assert all(same_bits(a, b) for a, b in zip(dequantize_ref(*arguments), whole, strict=True))

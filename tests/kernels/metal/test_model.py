@@ -59,7 +59,7 @@ def test_a_generation_calls_the_kernels_and_says_the_same(embedded):
     # The chunks before the last token leave 2, 1 and 1 blocks; the third and fourth attend to what is packed.
     assert calls["encode"] == 3 * layers
     assert calls["dequantize"] == 2 * layers
-    assert calls["wht"] == 2 * 4 * layers  # queries, keys, values, and the output
+    assert calls["wht"] == 2 * 2 * layers  # queries, and the output
     assert calls["attend_short"] == 3 * layers  # of the prompt's last token and two more
     assert calls["attend"] == calls["merge"] == (ANSWER - 2) * layers
 

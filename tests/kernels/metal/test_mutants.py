@@ -44,12 +44,11 @@ def encoded_q8(**how) -> bool:
 def decoded(**how) -> bool:
     layout = make_layout(CASE)
     rows = encode_ref(random((1, 2, 9, 80), "float16"), random((1, 2, 9, 128), "float16", seed=1), layout).rows
-    rows = rows[:, :, :5]
+    following = tuple(random((1, 3, 6, dim), "float16", seed=dim)[:, 1:, :3] for dim in (80, 128))
+    arguments = rows[:, :, :5], layout, mx.float16, following
     with simulated(**how):
-        found = _dequantize_gpu(rows, layout, mx.float16)
-    return all(
-        mx.array_equal(a, b).item() for a, b in zip(found, dequantize_ref(rows, layout, mx.float16), strict=True)
-    )
+        found = _dequantize_gpu(*arguments)
+    return all(mx.array_equal(a, b).item() for a, b in zip(found, dequantize_ref(*arguments), strict=True))
 
 
 def rotated(**how) -> bool:
@@ -146,7 +145,7 @@ MUTANTS = {
     rotated: {
         "transform without its last stage": ("stride < P && stride < 32", "stride < P / 2 && stride < 32"),
         "odd minus even": ("tq_sub(other, x[j])", "tq_sub(x[j], other)"),
-        "matrix for its transpose": ("INVERSE ? N + ORDER : N", "INVERSE ? N : N"),
+        "matrix for its transpose": ("INVERSE ? N + M : N", "INVERSE ? N : N"),
         "signs forgotten": ("if (INVERSE) tq_flip_signs", "if (false) tq_flip_signs"),
         "shuffle mask that differs": (
             "other = simd_shuffle_xor(x[j], ushort(stride))",
@@ -158,7 +157,17 @@ MUTANTS = {
         "wrong unit count": ("units = key ? KEY_UNITS", "units = key ? VALUE_UNITS"),
         "planes interleaved": ("i * COUNT + unit", "i + VALUES * unit"),
         "key's scale for the value": ("words + int(ROW::VALUE_SCALE)", "words + int(ROW::KEY_SCALE)"),
-        "grid's spare threads write": ("if (row < packed_rows_shape", "if (row < 1 + packed_rows_shape"),
+        "grid's spare threads write": (
+            "if (row < packed_rows_shape[0] * heads * tokens)",
+            "if (row < 1 + packed_rows_shape[0] * heads * tokens)",
+        ),
+        "room for nothing that follows": ("* all + token;", "* tokens + token;"),
+        "what follows over the past": ("* all + tokens + token", "* all + token"),
+        "a vector past the last that follows": ("if (row < packed_rows_shape[0] * heads * following)", "if (true)"),
+        "what follows with the flips of values": ("key_flips, keys_out", "value_flips, keys_out"),
+        "what follows not rotated": ("if (ROTATED)", "if (false)"),
+        "strides of another array for what follows": ("head * full_values_strides[1]", "head * full_keys_strides[1]"),
+        "threads that decode rotate too": (".x - decoding) / 32u", ".x) / 32u"),
     },
     attended: {
         "weights before they are whole": (f"{BARRIER}\nint tokens", "int tokens"),
