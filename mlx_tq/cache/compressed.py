@@ -6,6 +6,7 @@ tokens arrived, and a trim of up to 32 tokens leads back to exactly the cache th
 """
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -208,13 +209,13 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             self._pack(full, packed, target)
         if keys.shape[2] > phases.current().few:
             view = self._view(full, packed, after, packed)
+            self._retain(full, packed, target)
         else:
-            view = self._view(full, packed, after, target)
-            alone = self._packed(before + 1)
+            alone, earlier = self._packed(before + 1), None
             if target > alone:
                 leaves = target + self.spec.window  # the length at which the last block is packed
-                view = replace(view, earlier=(leaves - 1 - before, self._view(full, packed, leaves - 1, alone)))
-        self._retain(full, packed, target)
+                earlier = (leaves - 1 - before, self._view(full, packed, leaves - 1, alone))
+            view = replace(self._view(self._retain(full, packed, target), target, after, target), earlier=earlier)
         if target > packed:
             view = replace(view, pending=tuple(self._arrays()))
         if self.spec.shared:
@@ -277,7 +278,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         """Encode positions [packed, target) into the body."""
         if packed > self.spec.prefix:
-            self.check_health()  # of earlier blocks, long computed: nothing waits
+            with suppress(ValueError):  # from mlx inside of `mx.compile`, where nothing has been computed
+                self.check_health()  # of earlier blocks, long computed: nothing waits
         else:
             self._fit(full)
         prefix = self.spec.prefix
@@ -298,14 +300,14 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         fitted = layout.fit(*(x[:, :, : self.spec.prefix + BLOCK] for x in full))
         self._fitted = None if fitted is layout else fitted
 
-    def _retain(self, full: Pair, tail: int, packed: int) -> None:
-        """Keep what is behind `packed`, and one block before it as slack."""
+    def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
+        """Keep what is behind `packed`, and one block before it as slack; returns the buffers."""
         if packed == tail and full is self._full:
-            return
+            return full
         start = tail if packed - tail >= BLOCK else self._kept
         originals = self._originals(full, start, tail, self.offset)
         self._kept = max(start, packed - BLOCK)
-        self._lay_out(full, originals, start)
+        return self._lay_out(full, originals, start)
 
     def _originals(self, full: Pair, start: int, tail: int, length: int) -> Pair:
         """Tokens [start, length) in the model's type, where those before position `tail` are in the slack."""

@@ -145,10 +145,11 @@ class MixedKVCache(CompressedKVCache):
             self._cold = buffer([rows[:, :, :0] if self._cold is None else self._cold], -(-last // STEP) * STEP)
         self._cold[:, :, first:last] = rows
 
-    def _retain(self, full: Pair, tail: int, packed: int) -> None:
-        super()._retain(full, tail, packed)
+    def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
+        kept = super()._retain(full, tail, packed)
         cooled = max(self._cold_end(packed) - BLOCK, self._cooled)
         if self._rows is not None and cooled > self._cooled:
             rows = self._rows[:, :, self._row(cooled) : self._row(packed)]
             self._cooled = cooled
             self._rows = buffer([rows], -(-rows.shape[2] // STEP) * STEP)
+        return kept

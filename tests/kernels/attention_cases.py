@@ -4,10 +4,9 @@ A kernel is right when its error is at most twice that of mx.fast attention, in 
 The error is the root mean square over the output, which is steady; the largest is bounded too, so that no part hides.
 """
 
-import itertools
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -169,39 +168,20 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x * x)))
 
 
-def pairwise_cases(parameters: Mapping[str, Sequence], seed: int = 0) -> list[dict]:
-    """A small list of cases in which every two values of different parameters meet; greedy."""
-    rng = random.Random(seed)
-    names = list(parameters)
-
-    def pairs(case: Mapping) -> Iterable[tuple]:
-        return itertools.combinations([(name, case[name]) for name in names if name in case], 2)
-
-    missing = dict.fromkeys(
-        pair
-        for a, b in itertools.combinations(names, 2)
-        for pair in itertools.product([(a, x) for x in parameters[a]], [(b, y) for y in parameters[b]])
-    )
-    cases = []
-    while missing:
-        case = dict(next(iter(missing)))
-        rest = [name for name in names if name not in case]
-        for name in rng.sample(rest, len(rest)):
-            order = rng.sample(list(parameters[name]), len(parameters[name]))
-            case[name] = max(order, key=lambda x: sum(p in missing for p in pairs({**case, name: x})))
-        for pair in pairs(case):
-            missing.pop(pair, None)
-        cases.append({name: case[name] for name in names})
-    return cases
-
-
-def case_id(case: Mapping) -> str:
-    return "-".join("x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in case.values())
-
-
 def random_cases(parameters: Mapping[str, Sequence], count: int, seed: int = 0) -> list[dict]:
     rng = random.Random(seed)
     return [{name: rng.choice(values) for name, values in parameters.items()} for _ in range(count)]
+
+
+def random_mask(problem: Problem, kind: str) -> mx.array:
+    """A "bool" or an "additive" mask array [L, S]; each query sees its own token."""
+    length = problem.queries.shape[2]
+    rng = np.random.default_rng(8)
+    visible = rng.random((length, problem.tokens)) < 0.6
+    visible[np.arange(length), np.arange(-length, 0)] = True
+    if kind == "bool":
+        return mx.array(visible)
+    return mx.array(np.where(visible, rng.standard_normal(visible.shape), -np.inf)).astype(problem.queries.dtype)
 
 
 def run_case(kernel, case: Mapping, seed: int, peak: float = 2.0) -> None:
@@ -209,5 +189,7 @@ def run_case(kernel, case: Mapping, seed: int, peak: float = 2.0) -> None:
     sizes = dict(case)
     mask, with_sinks = sizes.pop("mask"), sizes.pop("sinks")
     problem = make_problem(**sizes, seed=seed)
+    if mask in ("bool", "additive"):
+        mask = random_mask(problem, mask)
     sinks = random_sinks(problem) if with_sinks else None
     assert_as_good_as_reference(problem, problem.solve(kernel, mask, sinks), mask, sinks, peak=peak)

@@ -8,21 +8,20 @@ import pytest
 from attention_cases import (
     PARAMETERS,
     assert_as_good_as_reference,
-    case_id,
     double,
     expected,
     make_problem,
-    pairwise_cases,
     poison,
     random_cases,
     random_sinks,
     run_case,
 )
+from covering import case_id, covering
 
 from mlx_tq.kernels.attend import attend
 
 BLOCK_TOKENS = "mlx_tq.kernels.attend.BLOCK_TOKENS"
-CASES = pairwise_cases(PARAMETERS)
+CASES = covering(PARAMETERS)
 
 
 def test_cases_cover_all_pairs():

@@ -10,15 +10,14 @@ import pytest
 from attention_cases import (
     PARAMETERS,
     assert_as_good_as_reference,
-    case_id,
     double,
     make_problem,
-    pairwise_cases,
     poison,
     random_cases,
     random_sinks,
     run_case,
 )
+from covering import case_id, covering
 
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.dequantize import dequantize
@@ -26,7 +25,7 @@ from mlx_tq.kernels.prefill import prefill
 
 LENGTHS = {**PARAMETERS, "length": (1, 8, 9, 17, 32, 33, 64, 100)}
 FEWER = {**LENGTHS, "length": (1, 9, 32, 33, 100), "body": (0, 1, 33, 97, 257), "groups": (1, 4, 7)}
-CASES = pairwise_cases(FEWER)
+CASES = covering(FEWER)
 PEAK = 4.0
 
 

@@ -5,10 +5,11 @@ writes. Both are made from the text that mlx generates for Metal, CUDA with its 
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from metal_sim.translate import parameters
+from metal_sim.translate import Parameter, parameters
 
 _SIGNATURE = re.compile(r"\[\[kernel\]\] void (?P<name>\w+)\(\n.*?\) \{\n", re.S)
 
@@ -37,14 +38,20 @@ def opencl(text: str) -> str:
     return "\n".join([OPENCL_PRELUDE, header, f"kernel void {name}({', '.join(arguments)}) {{", body])
 
 
-def cuda(text: str) -> str:
-    """One kernel as `mx.fast.cuda_kernel` writes it; shapes and strides come by value there."""
-    header, name, body = _parts(text)
-    arguments = []
-    for parameter in parameters(text):
-        if parameter.index is None:
-            continue
-        plain = re.sub(r"\b(device|constant)\b\s*", "", parameter.type)
-        by_value = re.search(r"_(shape|strides)$", parameter.name)
-        arguments.append(f"{by_value.group(1).title() if by_value else plain} {parameter.name}")
-    return "\n".join([CUDA_PRELUDE, header, f"__global__ void {name}({', '.join(arguments)}) {{", body])
+def cuda(texts: Sequence[str]) -> str:
+    """Kernels as `mx.fast.cuda_kernel` writes them; shapes and strides come by value there.
+
+    Kernel number n is in a namespace, kernel_n_, of its own.
+    """
+    parts = [CUDA_PRELUDE]
+    for number, text in enumerate(texts):
+        header, name, body = _parts(text)
+        arguments = ", ".join(_cuda_parameter(p) for p in parameters(text) if p.index is not None)
+        parts += [f"namespace kernel_{number}_ {{", header, f"__global__ void {name}({arguments}) {{", body, "}"]
+    return "\n".join(parts)
+
+
+def _cuda_parameter(parameter: Parameter) -> str:
+    plain = re.sub(r"\b(device|constant)\b\s*", "", parameter.type)
+    by_value = re.search(r"_(shape|strides)$", parameter.name)
+    return f"{by_value.group(1).title() if by_value else plain} {parameter.name}"

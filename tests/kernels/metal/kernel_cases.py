@@ -1,11 +1,8 @@
-"""What the tests of the kernels share: covering arrays of settings, layouts, inputs, and a measure of error."""
-
-from collections.abc import Mapping, Sequence
-from itertools import combinations
-from typing import Any
+"""What the tests of the kernels share: settings, layouts, inputs, and a measure of error."""
 
 import mlx.core as mx
 import numpy as np
+from covering import Case
 
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
@@ -16,35 +13,7 @@ FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
 DTYPES = ("float16", "bfloat16", "float32")
 RULES = ("raw", "matched", "ls", "unbiased")
 TOKENS = (1, 31, 32, 33, 97)
-
-Case = dict[str, Any]
-
-
-def pairwise(parameters: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Cases in which every pair of values of every two parameters occurs; greedy, and always the same."""
-    names = list(parameters)
-    missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in parameters[a] for y in parameters[b]}
-    cases: list[Case] = []
-    while missing:
-        (a, x), (b, y) = min(missing, key=repr)
-        case = {a: x, b: y}
-        for name in (name for name in names if name not in case):
-            case[name] = max(
-                parameters[name],
-                key=lambda value: sum(_key(names, name, value, other, case[other]) in missing for other in case),
-            )
-        missing -= {((a, case[a]), (b, case[b])) for a, b in combinations(names, 2)}
-        cases.append({name: case[name] for name in names})
-    return cases
-
-
-def _key(names: list[str], name: str, value: Any, other: str, other_value: Any) -> tuple[Any, Any]:
-    pair = ((name, value), (other, other_value))
-    return pair if names.index(name) < names.index(other) else pair[::-1]
-
-
-def case_id(case: Case) -> str:
-    return "-".join(str(value) for value in case.values())
+ALL_TOKENS = (1, 2, 31, 32, 33, 97, 255, 256, 257, 1025, 4096)
 
 
 def dtype_of(name: str) -> mx.Dtype:

@@ -1,44 +1,37 @@
 """attend.metal and merge.metal on the simulator: as accurate as mx.fast attention over the decoded cache."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from attention_cases import (
-    DIMS,
-    DTYPES,
     PARAMETERS,
     assert_as_good_as_reference,
-    case_id,
     expected,
     make_problem,
-    pairwise_cases,
     poison,
     random_sinks,
     run_case,
 )
+from covering import case_id, covering
 from simulated import ORDERS, simulated
 
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import phases
-from mlx_tq.kernels.attend import QUERIES, _attend_gpu, attend_ref
+from mlx_tq.kernels.attend import _attend_gpu, attend_ref
 from mlx_tq.kernels.phases import Phases
 
-BODIES = (*PARAMETERS["body"], 4096)
-# What makes another text, and what is data to one. Sizes that need the same text stand together.
-FORMATS = {name: PARAMETERS[name] for name in ("dims", "key", "value", "dtype")}
-TEXTS = pairwise_cases({**FORMATS, "dims": [dims for dims in DIMS if dims != (192, 192)]})
-LENGTHS = (1, 2, 3, 5, 8)
+# What makes another text, wide heads last, and what is data to one, large sizes first: the two meet in this order.
+TEXTS = sorted(
+    covering({name: PARAMETERS[name] for name in ("dims", "key", "value", "dtype")}), key=lambda text: sum(text["dims"])
+)
 SIZES = sorted(
-    pairwise_cases(
-        {name: PARAMETERS[name] for name in ("body", "batch", "groups", "prefix", "recent", "mask", "sinks")}
-        | {"length": LENGTHS}
-    ),
-    key=lambda sizes: (sizes["sinks"], min(sizes["groups"] * sizes["length"], QUERIES)),
+    covering({name: PARAMETERS[name] for name in PARAMETERS if name not in TEXTS[0]}),
+    key=lambda sizes: -math.prod(sizes[name] for name in ("body", "batch", "groups", "length")),
 )
 PEAK = 3.0  # of the largest error: see run_case's other users
 
@@ -69,26 +62,6 @@ def test_every_size_runs():
     assert len(TEXTS) <= len(SIZES)
     ran = [sizes for number in range(len(TEXTS)) for sizes in sizes_of(number)]
     assert sorted(map(str, ran)) == sorted(map(str, SIZES))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_all_pairs_of_formats(dims, dtype):
-    for number, (key, value) in enumerate(product(PARAMETERS["key"], PARAMETERS["value"])):
-        case = {"dims": dims, "key": key, "value": value, "dtype": dtype}
-        sizes = SIZES[(7 * number) % len(SIZES)]
-        for order in ORDERS:
-            run_case(on_simulator(order=order), {**case, **sizes}, seed=number, peak=PEAK)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("groups", PARAMETERS["groups"])
-@pytest.mark.parametrize("body", BODIES)
-def test_all_sizes(body, groups):
-    for batch, length in product((1, 3), LENGTHS):
-        case = {**SIZES[length], "body": body, "groups": groups, "batch": batch, "length": length}
-        run_case(on_simulator(), {**TEXTS[7], **case}, seed=length, peak=PEAK)
 
 
 @pytest.mark.parametrize("key", ["fp16", "tq3"])

@@ -1,20 +1,18 @@
 """dequantize.metal on the simulator, against the codec and float64."""
 
-from itertools import product
-
 import mlx.core as mx
 import pytest
+from covering import case_id, covering
 from kernel_cases import (
+    ALL_TOKENS,
     DIMS,
     DTYPES,
     FORMATS,
     TOKENS,
-    case_id,
     dtype_of,
     exact,
     largest_error,
     make_layout,
-    pairwise,
     random,
     same_bits,
 )
@@ -34,58 +32,64 @@ PARAMETERS = {
     "wide": (False, True),
     "tokens": TOKENS,
 }
-CASES = [{**case, "value_dim": DIMS[(number * 4 + 1) % len(DIMS)]} for number, case in enumerate(pairwise(PARAMETERS))]
+CASES = [{**case, "value_dim": DIMS[(number * 4 + 1) % len(DIMS)]} for number, case in enumerate(covering(PARAMETERS))]
+PARTS = 20
 CAPACITY = 16  # unused tokens after the used ones
 
 
 def poisoned_rows(case: dict, layout: RowLayout) -> mx.array:
     """Rows [2, 2, S, W], a part of a buffer whose unused capacity would decode to NaN or nonsense."""
-    tokens = case["tokens"]
-    keys = random((2, 2, tokens, case["key_dim"]), case["dtype"]) * 5
-    values = random((2, 2, tokens, case["value_dim"]), case["dtype"], seed=1)
+    batch, tokens = case.get("batch", 2), case["tokens"]
+    keys = random((batch, 2, tokens, case["key_dim"]), case["dtype"]) * 5
+    values = random((batch, 2, tokens, case["value_dim"]), case["dtype"], seed=1)
     rows = encode_ref(keys, values, layout).rows
-    poison = mx.full((2, 2, CAPACITY, layout.words), 0xFFFFFFFF, mx.uint32)
+    poison = mx.full((batch, 2, CAPACITY, layout.words), 0xFFFFFFFF, mx.uint32)
     return mx.concatenate([rows, poison], axis=2)[:, :, :tokens]
 
 
-def check(case: dict, **how) -> None:
+def check(case: dict, *orders: int, **how) -> None:
     layout, dtype = make_layout(case), dtype_of(case["dtype"])
     rows = poisoned_rows(case, layout)
-    with simulated(**how) as counters:
-        found = _dequantize_gpu(rows, layout, dtype)
     expected = dequantize_ref(rows, layout, dtype)
     parts = ((layout.key, layout.keys(rows)), (layout.value, layout.values(rows)))
-    for ours, theirs, (codec, encoded) in zip(found, expected, parts, strict=True):
-        assert ours.shape == theirs.shape
-        assert ours.dtype == dtype
-        if encoded.scale is None:
-            assert same_bits(ours, theirs)
-        truth = exact(codec, encoded)
-        assert largest_error(ours, truth) <= 2 * largest_error(theirs, truth)
-    (counted,) = counters
-    assert counted.stored["keys_out"] == found[0].nbytes, "each value is stored once"
-    assert counted.stored["values_out"] == found[1].nbytes
+    truths = [exact(codec, encoded) for codec, encoded in parts]
+    for order in orders:
+        with simulated(order=order, **how) as counters:
+            found = _dequantize_gpu(rows, layout, dtype)
+        for ours, theirs, truth, (_, encoded) in zip(found, expected, truths, parts, strict=True):
+            assert ours.shape == theirs.shape
+            assert ours.dtype == dtype
+            if encoded.scale is None:
+                assert same_bits(ours, theirs)
+            assert largest_error(ours, truth) <= 2 * largest_error(theirs, truth)
+        (counted,) = counters
+        assert counted.stored["keys_out"] == found[0].nbytes, "each value is stored once"
+        assert counted.stored["values_out"] == found[1].nbytes
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case_id(case) for case in CASES])
 def test_error_is_at_most_twice_the_reference(number):
-    check(CASES[number], order=ORDERS[number % len(ORDERS)])
+    check(CASES[number], ORDERS[number % len(ORDERS)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("key_dim", DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_pairs_of_formats(key_dim, dtype):
-    for number, (key, value) in enumerate(product(FORMATS, FORMATS)):
-        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype, "wide": number % 2 == 1}
-        case |= {"value_dim": DIMS[(number * 4 + 1) % len(DIMS)], "tokens": TOKENS[number * 3 % 5]}
-        for order in ORDERS:
-            check(case, order=order)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_texts(part):
+    """Every three values of any parameters, in all orders of threads."""
+    for case in covering({**PARAMETERS, "value_dim": DIMS}, ways=3)[part::PARTS]:
+        check(case, *ORDERS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", ALL_TOKENS)
+def test_all_sizes(tokens):
+    for number, batch in enumerate((1, 3)):
+        check({**CASES[number], "tokens": tokens, "batch": batch}, *ORDERS)
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), 12), ids=lambda number: case_id(CASES[number]))
 def test_under_sanitizers(number):
-    check({**CASES[number], "tokens": 3}, sanitize=True)
+    check({**CASES[number], "tokens": 3}, 0, sanitize=True)
 
 
 @pytest.mark.parametrize("out", DTYPES)

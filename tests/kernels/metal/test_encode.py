@@ -1,22 +1,9 @@
 """encode.metal on the simulator: every bit of the rows equals the codec's."""
 
-from itertools import product
-
 import mlx.core as mx
 import pytest
-from kernel_cases import (
-    DIMS,
-    DTYPES,
-    FORMATS,
-    RULES,
-    TOKENS,
-    case_id,
-    dtype_of,
-    make_layout,
-    pairwise,
-    random,
-    same_bits,
-)
+from covering import case_id, covering
+from kernel_cases import ALL_TOKENS, DIMS, DTYPES, FORMATS, RULES, TOKENS, dtype_of, make_layout, random, same_bits
 from simulated import ORDERS, simulated
 
 from mlx_tq.kernels import impl
@@ -33,19 +20,15 @@ PARAMETERS = {
     "tokens": TOKENS,
 }
 
-
-def with_value_dim(case: dict, number: int) -> dict:
-    return {**case, "value_dim": DIMS[(number * 4 + 1) % len(DIMS)]}
-
-
-CASES = [with_value_dim(case, number) for number, case in enumerate(pairwise(PARAMETERS))]
+CASES = [{**case, "value_dim": DIMS[(number * 4 + 1) % len(DIMS)]} for number, case in enumerate(covering(PARAMETERS))]
+PARTS = 20
 
 
 def vectors(case: dict, seed: int = 0) -> list[mx.array]:
     """Keys and values of a case, some of them zero, tiny, huge or of one value; in memory S comes before H."""
     found = []
     for part, scale in (("key", 3.0), ("value", 0.2)):
-        x = random((1, case["tokens"], 2, case[f"{part}_dim"]), "float32", seed)
+        x = random((case.get("batch", 1), case["tokens"], 2, case[f"{part}_dim"]), "float32", seed)
         x = x * mx.array([scale, 1e-3])[:, None]
         x[:, -1, 0] = 0
         x[:, -1, 1, 1:] = 0
@@ -55,39 +38,43 @@ def vectors(case: dict, seed: int = 0) -> list[mx.array]:
     return found
 
 
-def check(case: dict, **how) -> None:
+def check(case: dict, *orders: int, **how) -> None:
     layout, (keys, values) = make_layout(case), vectors(case)
     expected = encode_ref(keys, values, layout)
-    with simulated(**how) as counters:
-        found = _encode_gpu(keys, values, layout)
-    assert same_bits(found.rows, expected.rows)
-    assert found.health.tolist() == expected.health.tolist()
-    (counted,) = counters
-    assert counted.loaded["keys"] == keys.nbytes, "each value is loaded once"
-    assert counted.loaded["values"] == values.nbytes
-    assert counted.stored["packed_rows"] == found.rows.nbytes, "each word is stored once"
+    for order in orders:
+        with simulated(order=order, **how) as counters:
+            found = _encode_gpu(keys, values, layout)
+        assert same_bits(found.rows, expected.rows)
+        assert found.health.tolist() == expected.health.tolist()
+        (counted,) = counters
+        assert counted.loaded["keys"] == keys.nbytes, "each value is loaded once"
+        assert counted.loaded["values"] == values.nbytes
+        assert counted.stored["packed_rows"] == found.rows.nbytes, "each word is stored once"
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case_id(case) for case in CASES])
 def test_rows_are_the_codecs_bit_for_bit(number):
-    check(CASES[number], order=ORDERS[number % len(ORDERS)])
+    check(CASES[number], ORDERS[number % len(ORDERS)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("key_dim", DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_all_pairs_of_formats(key_dim, dtype):
-    for number, (key, value) in enumerate(product(FORMATS, FORMATS)):
-        case = {"key_dim": key_dim, "key": key, "value": value, "dtype": dtype}
-        case |= {"rule": RULES[number % 4], "wide": number % 2 == 1, "tokens": TOKENS[number * 3 % 5]}
-        case = with_value_dim(case, number)
-        for order in ORDERS:
-            check(case, order=order)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_texts(part):
+    """Every three values of any parameters, in all orders of threads."""
+    for case in covering({**PARAMETERS, "value_dim": DIMS}, ways=3)[part::PARTS]:
+        check(case, *ORDERS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", ALL_TOKENS)
+def test_all_sizes(tokens):
+    for number, batch in enumerate((1, 3)):
+        check({**CASES[number], "tokens": tokens, "batch": batch}, *ORDERS)
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), 12), ids=lambda number: case_id(CASES[number]))
 def test_under_sanitizers(number):
-    check({**CASES[number], "tokens": 3}, sanitize=True)
+    check({**CASES[number], "tokens": 3}, 0, sanitize=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,9 +1,12 @@
 """score.metal and compact.metal on the simulator: against float64, and against what they gather."""
 
+from itertools import product
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_cases import DIMS, FORMATS, case_id, exact, largest_error, make_layout, pairwise, random
+from covering import case_id, covering
+from kernel_cases import ALL_TOKENS, DIMS, DTYPES, FORMATS, exact, largest_error, make_layout, random
 from metal_sim.run import SimulationError
 from simulated import ORDERS, simulated
 
@@ -14,29 +17,42 @@ from mlx_tq.kernels.score import _score_gpu, score_ref
 
 GROUPS = (1, 2, 4, 7, 8, 16)
 TOKENS = (1, 3, 4, 5, 33)
-# RoPE may turn all dims, a quarter of them, or none.
+TURNED = (1, 4, 0)  # RoPE may turn all dims, a quarter of them, or none
 CASES = [
     {
         **case,
         "value_dim": DIMS[(number * 4 + 1) % len(DIMS)],
-        "dtype": ("float16", "bfloat16", "float32")[number % 3],
+        "dtype": DTYPES[number % 3],
         "wide": number % 2 == 1,
         "group": GROUPS[number % len(GROUPS)],
         "tokens": TOKENS[number % len(TOKENS)],
-        "turned": (1, 4, 0)[number % 3],
+        "turned": TURNED[number % 3],
     }
-    for number, case in enumerate(pairwise({"key_dim": DIMS, "key": FORMATS, "value": ("fp16", "q8", "tq3")}))
+    for number, case in enumerate(covering({"key_dim": DIMS, "key": FORMATS, "value": ("fp16", "q8", "tq3")}))
 ]
+ALL = {
+    "key_dim": DIMS,
+    "value_dim": DIMS,
+    "key": FORMATS,
+    "value": FORMATS,
+    "dtype": DTYPES,
+    "wide": (False, True),
+    "group": GROUPS,
+    "tokens": TOKENS,
+    "turned": TURNED,
+}
+PARTS = 20
 CAPACITY = 6
 
 
 def problem(case: dict) -> tuple:
     """Rows of a larger buffer, virtual queries, weights and pairs in no order."""
     layout, dim = make_layout(case), case["key_dim"]
-    shape = (2, 2, case["tokens"])
+    batch = case.get("batch", 2)
+    shape = (batch, 2, case["tokens"])
     keys = random((*shape, dim), case["dtype"])
     rows = encode_ref(keys, random((*shape, case["value_dim"]), case["dtype"], seed=1), layout).rows
-    rows = mx.concatenate([rows, mx.full((2, 2, CAPACITY, layout.words), 0xFFFFFFFF, mx.uint32)], axis=2)
+    rows = mx.concatenate([rows, mx.full((batch, 2, CAPACITY, layout.words), 0xFFFFFFFF, mx.uint32)], axis=2)
     turned = dim // case["turned"] if case["turned"] else 0
     dims = np.random.default_rng(3).permutation(dim)[:turned]
     pairs = mx.array(dims.reshape(2, -1), mx.int32)
@@ -64,31 +80,53 @@ def solution(rows, body, layout, queries, weights, pairs) -> np.ndarray:
     return queries @ keys.swapaxes(-1, -2) + weights @ lengths.swapaxes(-1, -2)
 
 
-def check(case: dict, **how) -> None:
+def check(case: dict, *orders: int, **how) -> None:
     arguments = problem(case)
-    with simulated(**how) as counters:
-        found = _score_gpu(*arguments)
     expected, truth = score_ref(*arguments), solution(*arguments)
     roundings = 8 * 2.0**-24 * np.abs(truth).max()
-    assert found.shape == expected.shape
-    assert largest_error(found, truth) <= max(2 * largest_error(expected, truth), roundings)
-    assert counters[0].stored["key_scores"] == found.nbytes
+    for order in orders:
+        with simulated(order=order, **how) as counters:
+            found = _score_gpu(*arguments)
+        assert found.shape == expected.shape
+        assert largest_error(found, truth) <= max(2 * largest_error(expected, truth), roundings)
+        assert counters[0].stored["key_scores"] == found.nbytes
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), 3), ids=lambda number: case_id(CASES[number]))
 def test_error_is_at_most_twice_the_reference(number):
-    check(CASES[number], order=ORDERS[number // 3 % len(ORDERS)])
+    check(CASES[number], ORDERS[number // 3 % len(ORDERS)])
 
 
 @pytest.mark.full
-def test_every_format_at_every_size():
-    for case in CASES:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_texts(part):
+    """Every three values of any parameters, in all orders of threads."""
+    for case in covering(ALL, ways=3)[part::PARTS]:
+        check(case, *ORDERS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", ALL_TOKENS)
+def test_all_sizes(tokens):
+    for number, (batch, group) in enumerate(product((1, 3), GROUPS)):
+        check({**CASES[number % 4], "tokens": tokens, "batch": batch, "group": group}, *ORDERS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", ALL_TOKENS)
+def test_compact_all_sizes(tokens):
+    rng = np.random.default_rng(tokens)
+    for batch, words, share in product((1, 3), (1, 31, 32, 33, 67, 131), (0.1, 0.5, 1.0)):
+        rows = mx.array(rng.integers(0, 2**32, (batch, 2, tokens, words), np.uint32))
+        index = mx.array(np.flatnonzero(rng.random(tokens) < share), mx.int32)
         for order in ORDERS:
-            check(case, order=order)
+            with simulated(order=order):
+                found = _compact_gpu(rows, index, tokens + 3)
+            assert mx.array_equal(found[:, :, : index.size], mx.take(rows, index, axis=2))
 
 
 def test_under_sanitizers():
-    check({**CASES[7], "tokens": 5}, sanitize=True)
+    check({**CASES[7], "tokens": 5}, 0, sanitize=True)
 
 
 @pytest.mark.parametrize("group", [1, 8])

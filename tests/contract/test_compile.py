@@ -1,0 +1,47 @@
+"""A decode step under `mx.compile`, the cache's state in and out: what mlx-lm's own cache allows, ours does.
+
+The length of either is an int, so each length is a graph of its own: `mx.compile` gains nothing, but it may be tried.
+"""
+
+import mlx.core as mx
+import pytest
+
+from mlx_tq import KVConfig, attention, make_prompt_cache
+from mlx_tq.config import BLOCK, PROFILES
+from mlx_tq.haystack import load_text
+
+PROMPT = 100
+PACKED = KVConfig(key="q8", value="tq4", prefix=8, window=8)
+
+
+def arrays(state):
+    """Of the caches; the rest of a state is numbers and words."""
+    return [[part for part in parts if isinstance(part, mx.array)] for parts in state]
+
+
+@pytest.mark.parametrize("config", [PROFILES["off"], PACKED], ids=["off", "packed"])
+def test_a_step_compiles_once_a_length(embedded, config):
+    """Also where a block is packed."""
+    model, tokenizer = embedded
+    ids, traced = tokenizer.encode(load_text()[:4000])[: PROMPT + BLOCK + 1], []
+    caches = make_prompt_cache(model, config)
+    kinds = [type(cache) for cache in caches]
+
+    @mx.compile
+    def step(token, state):
+        traced.append(state[0])
+        restored = [kind.from_state(parts) for kind, parts in zip(kinds, state, strict=True)]
+        return model(token, cache=restored), arrays(cache.state for cache in restored)
+
+    with attention(model):
+        model(mx.array(ids[:PROMPT])[None], cache=caches)
+        for number, token in enumerate(ids[PROMPT:], start=1):
+            state, token = [cache.state for cache in caches], mx.array([[token]])
+            compiled = [step(token, state) for _ in range(2)]
+            assert len(traced) == number
+            logits, after = model(token, cache=caches), arrays(cache.state for cache in caches)
+            for found_logits, found in compiled:
+                assert mx.allclose(found_logits, logits, rtol=1e-3, atol=1e-3)
+                assert [[x.shape for x in parts] for parts in found] == [[x.shape for x in parts] for parts in after]
+    if config is PACKED:
+        assert caches[0].body_tokens >= 2 * BLOCK
