@@ -1,6 +1,7 @@
 """dequantize.metal on the simulator, against the codec and float64."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from covering import case_id, covering
 from kernel_cases import (
@@ -61,7 +62,8 @@ def check(case: dict, *orders: int, **how) -> None:
             assert ours.dtype == dtype
             if encoded.scale is None:
                 assert same_bits(ours, theirs)
-            assert largest_error(ours, truth) <= 2 * largest_error(theirs, truth)
+            roundings = 4 * 2.0**-24 * np.abs(truth).max()  # of factor, gain, level and product, all in fp32
+            assert largest_error(ours, truth) <= max(2 * largest_error(theirs, truth), roundings)
         (counted,) = counters
         assert counted.stored["keys_out"] == found[0].nbytes, "each value is stored once"
         assert counted.stored["values_out"] == found[1].nbytes
