@@ -8,7 +8,9 @@ from unittest import mock
 import mlx.core as mx
 from metal_sim.run import Counters, simulate
 
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import build, impl, phases
+from mlx_tq.kernels.attend import _attend_gpu
+from mlx_tq.kernels.phases import Phases
 
 ORDERS = (0, 1, 7)
 
@@ -33,21 +35,18 @@ def simulated(
         yield counters
 
 
-def in_all_orders(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's wrapper on the simulator, once in each order of threads: its results must be the same bit for bit."""
+def attend_in_all_orders(short: int) -> Callable[..., mx.array]:
+    """Attention on the simulator, once in each order of threads: the result must be the same bit for bit.
 
-    def solve(*arguments: Any, **options: Any) -> Any:
+    Up to `short` tokens in one kernel, of more in two.
+    """
+
+    def solve(*arguments: Any, **options: Any) -> mx.array:
         found = []
         for order in ORDERS:
-            with simulated(order=order):
-                found.append(kernel(*arguments, **options))
-        assert all(_same(result, found[0]) for result in found)
+            with simulated(order=order), phases.using(Phases(short=short)):
+                found.append(_attend_gpu(*arguments, **options))
+        assert all(mx.array_equal(out, found[0]) for out in found)
         return found[0]
 
     return solve
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, mx.array):
-        return mx.array_equal(a, b, equal_nan=a.dtype in (mx.float16, mx.bfloat16, mx.float32)).item()
-    return all(_same(*pair) for pair in zip(a, b, strict=True))
