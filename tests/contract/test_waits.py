@@ -1,25 +1,40 @@
 """A token waits for the GPU only where mlx-lm's own loop does: everything that can wait is counted.
 
-What is not called by its name, such as the buffer protocol behind `np.array`, is counted where this package calls it.
+The buffer protocol has no name to be counted by; so whatever uses it is: NumPy's functions, and, where this package or
+mlx-lm call them, memoryview and its like.
 """
 
+import builtins
+import sys
 from collections import Counter
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session, attention, make_prompt_cache
 from mlx_tq.cache.factory import compressed_caches
+from mlx_tq.codec import codebook
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.haystack import load_text
+from mlx_tq.session.records import SessionStats
 
 READ, SKIPPED, COUNTED = 200, 2, 70  # tokens; those counted fill two blocks
 PACKED = KVConfig(key="q8", value="tq4", prefix=8, window=8)
 METHODS = ("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__dlpack__")
-FUNCTIONS = ((mx, "eval"), (mx, "synchronize"), (np, "array"), (np, "asarray"))
+METHODS += ("__repr__", "__format__")
+FUNCTIONS = [(mx, name) for name in ("eval", "synchronize", "save", "save_safetensors")]
+FUNCTIONS += [(np, name) for name in ("array", "asarray", "asanyarray", "ascontiguousarray", "frombuffer", "from_dlpack")]
+FUNCTIONS += [(np, name) for name in ("copy", "stack", "concatenate")]
+BUILTINS = ("memoryview", "bytes", "bytearray")
+
+
+def holds_array(x):
+    return isinstance(x, mx.array) or (isinstance(x, list | tuple) and any(map(holds_array, x)))
 
 
 @contextmanager
@@ -27,22 +42,21 @@ def waits():
     """Calls meanwhile that make the host wait, by name."""
     found = Counter()
 
-    def counted(name, function, about):
+    def counted(name, function, *, always=False):
         def call(*arguments, **options):
-            found[name] += about(arguments)
+            found[name] += always or holds_array(arguments)
             return function(*arguments, **options)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
         for name in METHODS:
-            patch.setattr(mx.array, name, counted(name, getattr(mx.array, name), lambda _: 1))
+            patch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
         for module, name in FUNCTIONS:
-            patch.setattr(
-                module,
-                name,
-                counted(name, getattr(module, name), lambda a, m=module: m is mx or isinstance(a[0], mx.array)),
-            )
+            patch.setattr(module, name, counted(name, getattr(module, name), always=module is mx))
+        for name in BUILTINS:  # in the modules' own names: others compare types with these
+            for module in [m for n, m in sys.modules.items() if n.partition(".")[0] in ("mlx_tq", "mlx_lm")]:
+                patch.setattr(module, name, counted(name, getattr(builtins, name)), raising=False)
         yield found
 
 
@@ -78,12 +92,20 @@ def plain(embedded):
     return generated(embedded, PROFILES["off"])[0]
 
 
-def test_a_wait_is_counted():
+def test_a_wait_is_counted(monkeypatch):
     x = mx.arange(3)
     with waits() as found:
-        _ = (x[0].item(), x.tolist(), bool(x[1] > 0), int(x[2]), float(x[2]), np.array(x), np.asarray(x))
+        _ = (x[0].item(), x.tolist(), bool(x[1] > 0), int(x[2]), float(x[2]), np.array(x), np.asarray(x), f"{x[0]}")
+        _ = (np.stack([x, x]), np.concatenate([x]), np.frombuffer(x, np.int32), codebook.memoryview(x), repr(x))
         mx.eval(x + 1)
-    assert set(found) >= {"item", "tolist", "__bool__", "__int__", "__float__", "array", "asarray", "eval"}
+    names = {"item", "tolist", "__bool__", "__int__", "__float__", "array", "asarray", "eval", "stack", "concatenate"}
+    assert set(found) >= names | {"frombuffer", "memoryview", "__format__", "__repr__"}
+
+
+def test_other_arrays_are_not(monkeypatch):
+    with waits() as found:
+        _ = (np.array([1]), np.stack([np.ones(2)] * 2), codebook.bytes(b"1"), isinstance(b"", bytes))
+    assert not found.total()
 
 
 def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
@@ -91,13 +113,13 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
     assert plain.total() <= COUNTED + 2
 
 
-def of_blocks(embedded):
+def of_checks(embedded, checks=COUNTED // BLOCK):
     """When a block is packed each layer reads what the block before it found: computed 32 tokens ago."""
-    return Counter({"array": COUNTED // BLOCK * len(embedded[0].layers)})
+    return Counter({"array": checks * len(embedded[0].layers)})
 
 
 def test_a_compressed_cache_adds_none(embedded, plain):
-    assert generated(embedded, PACKED)[0] == plain + of_blocks(embedded)
+    assert generated(embedded, PACKED)[0] == plain + of_checks(embedded)
 
 
 @pytest.mark.parametrize("policy", ["triattention", "recency"])
@@ -105,28 +127,86 @@ def test_eviction_adds_none_between_rounds(embedded, plain, policy):
     """With a callback, as rescue has; under budget no round comes."""
     found, rounds, _ = generated(embedded, evicting(10_000, policy))
     assert rounds == 0
-    assert found == plain + of_blocks(embedded)
+    assert found == plain + of_checks(embedded)
 
 
 @pytest.mark.parametrize("policy", ["triattention", "recency"])
 def test_a_round_waits_a_fixed_number_of_times(embedded, plain, policy):
     found, rounds, gone = generated(embedded, evicting(96, policy))
-    more = found - plain - of_blocks(embedded)
+    more = found - plain - of_checks(embedded)
     print(f"{rounds} rounds: {dict(more)}")
     assert gone
     assert 0 < rounds < COUNTED / 10
     assert more.total() <= 6 * rounds * len(embedded[0].layers)
 
 
-@pytest.mark.parametrize("config", [PROFILES["off"], evicting(10_000)], ids=["off", "evicting"])
-def test_a_session_adds_none(embedded, config):
-    with Session(*embedded, config, max_tokens=40, warn=lambda message: None) as session:
-        pieces = session.respond(load_text()[:1500] + " Tell me all of it again.")
-        next(pieces)
-        before = len(session.ids)
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """Of rescue, a real one."""
+    server = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield server
+    server.stop()
+
+
+class Conversed(NamedTuple):
+    """What the second answer of a session waits for after its first tokens, and what happens then."""
+
+    waits: Counter
+    checks: int
+    rounds: int
+    stats: SessionStats
+
+
+def conversed(embedded, config, rescue="off"):
+    model, tokenizer = embedded
+    ends = mx.zeros(model.args.vocab_size).at[mx.array(list(tokenizer.eos_token_ids))].add(mx.inf)
+    with Session(
+        model, tokenizer, config, rescue=rescue, sampler=lambda logprobs: mx.argmax(logprobs - ends, axis=-1)
+    ) as session:
+        cache, evicts = session.cache[0], session._evicting
+
+        def done():
+            packed = 0 if config.is_off else cache.spec.packed_until(cache.offset) // BLOCK
+            return packed, evicts.eviction.rounds if evicts else 0
+
+        list(session.respond(load_text()[:800], max_tokens=2))
+        pieces = session.respond("And what did it say at its beginning?", max_tokens=SKIPPED + COUNTED)
+        for _ in range(SKIPPED):
+            next(pieces)
+        before = done()
         with waits() as found:
-            list(pieces)
-        tokens = len(session.ids) - before
-    print(f"{tokens} tokens: {dict(found)}")
-    assert found["item"] <= tokens + 2
-    assert found.total() <= 2 * tokens + 4
+            assert len(list(pieces)) == COUNTED
+        blocks, rounds = (now - then for now, then in zip(done(), before, strict=True))
+        checks = blocks + (not config.is_off)  # the last at the end of the answer
+        if rescue != "off":
+            assert session.client.flush(30)
+        return Conversed(found, checks, rounds, session.stats)
+
+
+@pytest.fixture(scope="module")
+def plain_session(embedded):
+    """Of a session on mlx-lm's own cache."""
+    return conversed(embedded, PROFILES["off"]).waits
+
+
+def test_a_session_waits_once_a_token(plain_session):
+    assert plain_session["item"] == COUNTED
+    assert plain_session.total() <= COUNTED + 2
+
+
+def test_a_session_adds_none_between_rounds(embedded, plain_session, service):
+    """The service is asked before the answer, and there is nothing to write."""
+    found = conversed(embedded, evicting(10_000), service.url)
+    assert found.rounds == 0
+    assert found.waits == plain_session + of_checks(embedded, found.checks)
+
+
+def test_a_session_with_rescue_waits_only_in_rounds(embedded, plain_session, service):
+    """What leaves is written to the service meanwhile, and that waits for no array."""
+    found = conversed(embedded, evicting(96, "recency"), service.url)
+    more = found.waits - plain_session - of_checks(embedded, found.checks)
+    print(f"{found.rounds} rounds: {dict(more)}")
+    assert found.stats.evicted
+    assert found.stats.rescue.written
+    assert 0 < found.rounds < COUNTED / 10
+    assert more.total() <= 6 * found.rounds * len(embedded[0].layers)
