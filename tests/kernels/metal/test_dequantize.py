@@ -89,7 +89,7 @@ def test_all_sizes(tokens):
         check({**CASES[number], "tokens": tokens, "batch": batch}, *ORDERS)
 
 
-@pytest.mark.parametrize("number", range(0, len(CASES), 12), ids=lambda number: case_id(CASES[number]))
+@pytest.mark.parametrize("number", range(0, len(CASES), 24), ids=lambda number: case_id(CASES[number]))
 def test_under_sanitizers(number):
     check({**CASES[number], "tokens": 3}, 0, sanitize=True)
 
