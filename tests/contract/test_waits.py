@@ -27,9 +27,9 @@ READ, SKIPPED, COUNTED = 200, 2, 70  # tokens; those counted fill two blocks
 PACKED = KVConfig(key="q8", value="tq4", prefix=8, window=8)
 METHODS = ("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__dlpack__")
 METHODS += ("__repr__", "__format__")
+NUMPY = ("array", "asarray", "asanyarray", "ascontiguousarray", "frombuffer", "from_dlpack", "copy", "stack")
 FUNCTIONS = [(mx, name) for name in ("eval", "synchronize", "save", "save_safetensors")]
-FUNCTIONS += [(np, name) for name in ("array", "asarray", "asanyarray", "ascontiguousarray", "frombuffer", "from_dlpack")]
-FUNCTIONS += [(np, name) for name in ("copy", "stack", "concatenate")]
+FUNCTIONS += [(np, name) for name in (*NUMPY, "concatenate")]
 BUILTINS = ("memoryview", "bytes", "bytearray")
 
 
