@@ -11,13 +11,12 @@ from attention_cases import (
     DTYPES,
     PARAMETERS,
     assert_as_good_as_reference,
-    case_id,
     expected,
     make_problem,
-    pairwise_cases,
     poison,
     random_sinks,
 )
+from covering import case_id, covering
 from simulated import ORDERS, simulated
 
 from mlx_tq.kernels import build, phases
@@ -40,7 +39,7 @@ FEW_TEXTS = [
     for i in range(len(DIMS))
 ]
 # What is data to a text.
-SIZES = pairwise_cases(
+SIZES = covering(
     {
         "body": (0, 1, 31, 32, 33, 97, 256, 257),
         "prefix": (0, 5, 128),
@@ -90,7 +89,7 @@ def test_the_normal_run_holds_every_value():
 
 @pytest.mark.full
 def test_pairs_of_everything():
-    for number, text in enumerate(pairwise_cases(TEXTS)):
+    for number, text in enumerate(covering(TEXTS)):
         for i, order in enumerate(ORDERS):
             check(text, SIZES[(3 * number + i) % len(SIZES)], seed=number, order=order)
 
