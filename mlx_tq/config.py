@@ -3,7 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import ROTATIONS
@@ -16,7 +16,7 @@ SCHEDULE = "+"
 # Between the key format of recent tokens and that of older ones.
 COLD = "~"
 # Tokens that one short span, what stands around it and the marks of a quotation take.
-LEAST_QUOTATION = 160
+LEAST_QUOTATION = 128
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _CHOICES = {
     "mode": ("v1", "v2", "v3"),
@@ -67,7 +67,7 @@ def _check_types(settings: Any) -> None:
     hints = get_type_hints(type(settings))
     for field in fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
-        fits = isinstance(value, (int, float) if hint is float else hint)
+        fits = isinstance(value, hint | int if float in (hint, *get_args(hint)) else hint)
         if not fits or (isinstance(value, bool) and hint is not bool):
             raise ConfigError(f"{field.name} is {value!r}; it must be of type {getattr(hint, '__name__', hint)}.")
 
@@ -258,7 +258,7 @@ class RescueConfig:
     Attributes:
         service: "off", "auto" (the service on this machine, or a private one), or a URL.
         top_k: spans asked for.
-        score_floor: least similarity of a span.
+        score_floor: least similarity of a span, from -1 to 1, or None for what the service's embedder is known to need.
         max_tokens: of the quotation in a turn, LEAST_QUOTATION or more; 0 is an eighth of the model's positions, 2,048
             at most.
         timeout: seconds that a turn waits for the service at most.
@@ -269,7 +269,7 @@ class RescueConfig:
 
     service: str = "off"
     top_k: int = 8
-    score_floor: float = 0.0
+    score_floor: float | None = None
     max_tokens: int = 0
     timeout: float = 1.0
 
@@ -277,7 +277,7 @@ class RescueConfig:
         _check_types(self)
         for name, least, most in (("top_k", 1, 64), ("score_floor", -1, 1), ("max_tokens", 0, 2**20)):
             value = getattr(self, name)
-            if not least <= value <= most:
+            if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} is {value}; it must be from {least} to {most:,}.")
         if 0 < self.max_tokens < LEAST_QUOTATION:
             raise ConfigError(

@@ -24,7 +24,7 @@ from mlx_tq.probe import position_limit
 from mlx_tq.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
 from mlx_tq.prompts import encode, read_prompt, render, template_config
 from mlx_tq.stats import GenerationStats, cache_stats, tokens_seen
-from mlx_tq.ui import plan_dict, prefill_progress, show_plan, show_stats, warn
+from mlx_tq.ui import console, plan_dict, prefill_progress, show_plan, show_stats, warn
 
 _NEARLY = 0.9  # of the model's positions
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     max_tokens = _check_limits(model, opened, len(ids), args)
     if args.verbose and opened.plan is not None:
         show_plan(opened.plan, tokens_seen(opened.caches) + len(ids) + max(max_tokens, 0))
+    elif args.verbose:
+        console.print(_describe_native(args), style="dim")
 
     options: dict[str, Any] = {"sampler": _sampler(tokenizer, args), "prefill_step_size": args.prefill_step_size}
     if embeddings is not None:
@@ -99,6 +101,12 @@ def run(args: argparse.Namespace) -> int:
     elif args.verbose:
         show_stats(answer.stats)
     return INTERRUPTED if answer.stats.finish_reason == "interrupted" else 0
+
+
+def _describe_native(args: argparse.Namespace) -> str:
+    if args.kv_bits is None:
+        return "KV cache: mlx-lm's own"
+    return f"KV cache: mlx-lm's own, at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on"
 
 
 def _check_request(args: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def load_with_config(model: str | Path | None = None, **options: Any) -> tuple[A
         ) from error
     except ValueError as error:
         raise UnsupportedModelError(f"the model {where!r} cannot be loaded: {_one_line(str(error))}.") from error
+    tokenizer.model_max_length = sys.maxsize  # else transformers warns of its own of what is refused or said by us
     return loaded, tokenizer, config
 
 

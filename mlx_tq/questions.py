@@ -34,7 +34,7 @@ def scenes(tokenizer: Any, text: str, count: int, length: int, seed: int = 0) ->
     """Scenes with a fact of every kind, `length` tokens each with a question; raises as `haystack.build_scene`."""
     rng = random.Random(seed)
     for _ in range(count):
-        facts = [make(rng) for make in rng.sample(_KINDS, len(_KINDS))]
+        facts = [make(rng) for make in rng.sample(KINDS, len(KINDS))]
         depths = sorted(rng.random() for _ in facts)
         scene: Scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, prefix=0, window=0)
         answers = [tokenizer.encode(fact.answer, add_special_tokens=False) for fact in facts]
@@ -66,4 +66,4 @@ def _meeting(rng: random.Random) -> Fact:
     return Fact(f"The meeting in the {place} begins at {time}.", f"When does the meeting in the {place} begin?", time)
 
 
-_KINDS: tuple[Callable[[random.Random], Fact], ...] = (_place, _colour, _price, _thing, _meeting)
+KINDS: tuple[Callable[[random.Random], Fact], ...] = (_place, _colour, _price, _thing, _meeting)

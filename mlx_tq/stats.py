@@ -52,7 +52,8 @@ def tokens_seen(caches: Sequence[Any]) -> int:
 def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     """Measure a cache; `plan` is how it was made, None for mlx-lm's own. Waits for its arrays."""
     tokens = tokens_seen(caches)
-    total = sum(cache.nbytes for cache in caches if not cache.empty())
+    caches = [cache for cache in caches if not cache.empty()]
+    total = sum(cache.nbytes for cache in caches)
     compressed = compressed_caches(caches)
     quantized = [part for part in cache_parts(caches) if isinstance(part, QuantizedKVCache) and not part.empty()]
     native = total - sum(cache.nbytes for cache in (*compressed, *quantized)) + sum(map(_unquantized, quantized))

@@ -90,17 +90,20 @@ class RetrieveRequest(Wire):
     session_id: SessionId | None = None
     query: Text
     top_k: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
-    score_floor: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] = 0.0
+    score_floor: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = Field(
+        default=0.0, description="least similarity; null: the embedder's own floor, for spans of a sentence or two"
+    )
     hybrid_alpha: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
         default=0.7, description="weight of the dense score; 0 is BM25 alone, 1 dense alone"
     )
     exclude_ranges: Annotated[list[TokenRange], Field(max_length=4096, fail_fast=True)] = Field(
         default=[], description="a span that lies wholly in these is left out: it is still in the cache"
     )
+    join: bool = Field(default=True, description="spans that touch are one chunk; false: each by itself")
 
 
 class FoundChunk(BaseModel):
-    """One stretch of text that was found; neighbouring spans are joined."""
+    """One stretch of text that was found: a span, or neighbouring ones that were joined."""
 
     text: str
     token_range: TokenRange

@@ -83,12 +83,15 @@ def test_refused_types_of_the_others():
     with pytest.raises(ConfigError, match="timeout is '1'; it must be of type float"):
         RescueConfig(timeout="1")
     assert RescueConfig(timeout=1).timeout == 1
+    assert [RescueConfig(score_floor=floor).score_floor for floor in (None, 0, 0.3)] == [None, 0, 0.3]
+    with pytest.raises(ConfigError, match="score_floor is 2; it must be from -1 to 1"):
+        RescueConfig(score_floor=2)
 
 
 def test_a_quotation_has_room_for_a_span():
-    with pytest.raises(ConfigError, match="max_tokens is 20, which no span fits; it must be 160 or more, or 0"):
+    with pytest.raises(ConfigError, match="max_tokens is 20, which no span fits; it must be 128 or more, or 0"):
         RescueConfig(max_tokens=20)
-    assert [RescueConfig(max_tokens=tokens).max_tokens for tokens in (0, 160)] == [0, 160]
+    assert [RescueConfig(max_tokens=tokens).max_tokens for tokens in (0, 128)] == [0, 128]
 
 
 @pytest.mark.parametrize("field", ["prefix", "window", "boundary", "outlier", "seed"])

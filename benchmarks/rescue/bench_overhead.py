@@ -1,15 +1,21 @@
 """What rescue costs a session: the same turns, with the service and without it, one after the other.
 
-    python -m benchmarks.rescue.bench_overhead [--tokens 1000] [--budget 50%] [--rounds 5]
+    python -m benchmarks.rescue.bench_overhead [--tokens 1000,2000] [--budget 50%] [--rounds 5]
 
 Turn 1 reads a text of the rescue ramp, turn 2 asks for the fact in it. With rescue, what leaves the cache is written to
 `mlx-tq-rescue serve` (FAISS, hashing embedder) and a quotation comes back. Without, a session that is handed the very
-same quotation for nothing: both read the same tokens over the same cache, so the difference is what spans, writing,
-asking and waiting take, and the service's share of the processor. What the quotation's own tokens take to read stands
-beside it, and what asking and writing take of the session's own time. Writes benchmarks/results/rescue_overhead.json.
+same quotation for nothing: both read the same tokens over the same cache. Writes
+benchmarks/results/rescue_overhead.json, of each length:
+
+    share       the bound: seconds that the session waits for spans, writing and asking, and the processor's seconds of
+                the client's thread, of the service and of its embedder, as if none of it ran beside the model; of the
+                session's seconds. Neither part is a difference of two noisy times.
+    cpu         processor seconds of the session over those of the one without a service, less 1, by pairs
+    reading     share of the session that reading the quotation's own tokens takes
 """
 
 import argparse
+import asyncio
 import json
 import os
 import tempfile
@@ -18,12 +24,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
-from benchmarks.rescue.process import service
+from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
 from mlx_tq.config import RescueConfig
 from mlx_tq.environment import environment
 from mlx_tq.haystack import QUESTION, build_case, load_text
+from mlx_tq.rescue import RescueClient
 from mlx_tq.session import Rehydration
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_overhead.json"
@@ -40,6 +49,22 @@ class Given(Session):
         return self.given if query == QUESTION else super().rehydrate(query)
 
 
+def thread_s(client: RescueClient) -> float:
+    """Processor seconds of a client's thread so far."""
+
+    async def spent() -> float:
+        return time.thread_time()
+
+    return asyncio.run_coroutine_threadsafe(spent(), client._loop).result()
+
+
+def service_s(running: Service) -> float:
+    """Processor seconds of the service and its embedder so far."""
+    process = psutil.Process(running.process.pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
 def measure(session: Session, text: str) -> dict[str, Any]:
     """Two turns, and their seconds."""
     memory, writing = session._memory, [0.0]
@@ -51,13 +76,14 @@ def measure(session: Session, text: str) -> dict[str, Any]:
         writing[0] += time.perf_counter() - started
 
     memory.write = clocked  # type: ignore[method-assign]
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     "".join(session.respond(text, max_tokens=ANSWER))
     "".join(session.respond(QUESTION, max_tokens=ANSWER))
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     turn = session.turns[-1]
     return {
         "seconds": seconds,
+        "cpu_s": cpu,
         "asking_s": turn.rescue_seconds,
         "writing_s": writing[0],
         "prompt_tps": turn.prompt_tps,
@@ -67,47 +93,76 @@ def measure(session: Session, text: str) -> dict[str, Any]:
     }
 
 
+def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, running: Service) -> dict[str, Any]:
+    """Pairs at one length, the order alternating; a first one warms up."""
+    margins = {"prefix": PREFIX, "window": WINDOW + 64}
+    case = build_case(tokenizer, load_text(), tokens=tokens, depth=0.5, seed=0, **margins, chat=False)
+    text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", budget)
+    quotation: Rehydration | None = None
+    pairs = []
+
+    def rescued() -> dict[str, Any]:
+        nonlocal quotation
+        with Session(model, tokenizer, config, rescue=RescueConfig(running.url)) as session:
+            client = session.client
+            assert client is not None
+            client.ready(30)
+            thread, there = thread_s(client), service_s(running)
+            found = measure(session, text)
+            client.flush(30)
+            quotation = session.turns[-1].rehydration
+            return {**found, "thread_s": thread_s(client) - thread, "service_s": service_s(running) - there}
+
+    def given() -> dict[str, Any]:
+        assert quotation is not None
+        with Given(model, tokenizer, config, warn=lambda _: None) as session:
+            session.given = quotation
+            return measure(session, text)
+
+    for number in range(rounds + 1):
+        arms = {"rescue": rescued, "given": given}
+        order = reversed(arms) if number % 2 else list(arms)
+        pairs.append({name: arms[name]() for name in order})
+        print(json.dumps(pairs[-1]), flush=True)
+    pairs = pairs[1:]
+    cpu = [pair["rescue"]["cpu_s"] / pair["given"]["cpu_s"] - 1 for pair in pairs]
+    names = ("asking_s", "writing_s", "thread_s", "service_s")
+    share = [sum(pair["rescue"][name] for name in names) / pair["rescue"]["seconds"] for pair in pairs]
+    reading = [p["given"]["quoted_tokens"] / p["given"]["prompt_tps"] / p["given"]["seconds"] for p in pairs]
+    return {
+        "share": median(share),
+        "share_most": max(share),
+        "cpu": median(cpu),
+        "cpu_of_each_pair": cpu,
+        "reading": median(reading),
+        "pairs": pairs,
+    }
+
+
 def main() -> None:
-    """Measure, in pairs."""
+    """Measure at each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--tokens", default="1000,2000")
     parser.add_argument("--budget", default="50%")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     model, tokenizer = load()
-    margins = {"prefix": PREFIX, "window": WINDOW + 64}
-    case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=0.5, seed=0, **margins, chat=False)
-    text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", args.budget)
-    pairs = []
     with tempfile.TemporaryDirectory() as folder, service(Path(folder), "hashing") as running:
-        for _ in range(args.rounds + 1):
-            with Session(model, tokenizer, config, rescue=RescueConfig(running.url)) as session:
-                rescued = measure(session, text)
-                quotation = session.turns[-1].rehydration
-            with Given(model, tokenizer, config, warn=lambda _: None) as plain:
-                plain.given = quotation
-                pairs.append({"rescue": rescued, "given": measure(plain, text)})
-            print(json.dumps(pairs[-1]), flush=True)
-    pairs = pairs[1:]  # the first warmed up
-    share = [pair["rescue"]["seconds"] / pair["given"]["seconds"] - 1 for pair in pairs]
-    reading = [p["given"]["quoted_tokens"] / p["given"]["prompt_tps"] / p["given"]["seconds"] for p in pairs]
+        running.wait_until_hybrid()
+        lengths = {
+            tokens: compare(model, tokenizer, int(tokens), args.budget, args.rounds, running)
+            for tokens in args.tokens.split(",")
+        }
     report = {
         "command": f"python -m benchmarks.rescue.bench_overhead --tokens {args.tokens} --budget {args.budget} "
         f"--rounds {args.rounds}",
         "environment": environment(),
         "load_average": os.getloadavg()[0],
-        "overhead": median(share),
-        "overhead_of_each_pair": share,
-        "in_the_session": median(
-            (p["rescue"]["asking_s"] + p["rescue"]["writing_s"]) / p["rescue"]["seconds"] for p in pairs
-        ),
-        "reading_the_quotation": median(reading),
-        "pairs": pairs,
+        "lengths": lengths,
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        f"overhead {median(share):+.2%}, in the session {report['in_the_session']:.2%}, quotation {median(reading):.1%}"
-    )
+    for tokens, found in lengths.items():
+        print(f"{tokens} tokens: share {found['share']:.2%}, cpu {found['cpu']:+.2%}, reading {found['reading']:.1%}")
 
 
 if __name__ == "__main__":

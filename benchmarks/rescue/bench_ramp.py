@@ -1,19 +1,23 @@
 """The rescue ramp: a fact in a text that outgrows the budget, asked for a turn later, in four arms.
 
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
+                                           [--policy triattention] [--embedder hashing] [--json FILE]
 
-Writes benchmarks/results/rescue_ramp.json after each cell and goes on where it stopped. `--table` only prints what is
-there. Real processes: the service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
+Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and goes on where it stopped. `--table` only prints
+what is there. Real processes: the service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in
+`mlx_tq.evaluate`.
 
     none        the cache keeps every token
-    evict       TriAttention V3 alone
+    evict       tokens are evicted
     rescue      the same, with rescue
     retrieval   every token stays, and the service is asked all the same: what the quotation does by itself
+
+The text is read once for an arm and its twin without rescue: the session is saved after its first turn, and the twin
+goes on from the file. Both answer over the very same cache.
 """
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -23,16 +27,18 @@ from typing import Any
 
 from benchmarks.rescue.process import Service, service
 from mlx_tq import EvictConfig, KVConfig, Session, load
-from mlx_tq.config import RescueConfig
 from mlx_tq.environment import environment
 from mlx_tq.evaluate.asking import whereabouts
 from mlx_tq.haystack import QUESTION, build_case, load_text, verdict
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 ARMS = ("none", "evict", "rescue", "retrieval")
+TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
 WHOLE = ("none", "retrieval")  # arms that evict nothing, so they are the same for every budget
 DEPTHS = (0.0, 0.5, 1.0)
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
+POLICY = "triattention"
+Setting = tuple[str, str, int]  # policy, budget, rung
 
 
 class Everything(Session):
@@ -42,12 +48,13 @@ class Everything(Session):
         return range(0)
 
 
-def configuration(arm: str, budget: str) -> KVConfig:
+def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
     """The cache of an arm."""
     plain = KVConfig(prefix=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
-    return replace(plain, evict=EvictConfig(budget=budget, warmup=WARMUP, granularity=64, trigger=64))
+    evict = EvictConfig(policy=policy, budget=budget, warmup=WARMUP, granularity=64, trigger=64)
+    return replace(plain, evict=evict)
 
 
 def find(ids: list[int], part: list[int]) -> tuple[int, int]:
@@ -56,58 +63,71 @@ def find(ids: list[int], part: list[int]) -> tuple[int, int]:
     return starts[0], starts[0] + len(part)
 
 
-def measure(model: Any, tokenizer: Any, arm: str, cell: dict[str, Any], running: Service) -> dict[str, Any]:
-    """Turn 1: a text with a fact in it. Turn 2: the question."""
+def measure(
+    model: Any, tokenizer: Any, arm: str, cell: dict[str, Any], running: Service, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """The cells of an arm with rescue and of its twin. Turn 1: a text with a fact in it. Turn 2: the question."""
     margins = {"prefix": PREFIX, "window": WINDOW + 64}
     case = build_case(
         tokenizer, load_text(), tokens=cell["rung"], depth=cell["depth"], seed=cell["seed"], **margins, chat=False
     )
-    text = tokenizer.decode(case.ids[: case.question])
-    kind = Everything if arm == "retrieval" else Session
-    where = RescueConfig(running.url if arm in ("rescue", "retrieval") else "off")
-    warnings: list[str] = []
-    with kind(model, tokenizer, configuration(arm, cell["budget"]), rescue=where, warn=warnings.append) as session:
+    config = configuration(arm, cell["budget"], cell["policy"])
+    kind, file = Everything if arm == "retrieval" else Session, folder / "turn.safetensors"
+    with (
+        kind(model, tokenizer, config, rescue=running.url, warn=lambda _: None) as session,
+        Session(model, tokenizer, config, warn=lambda _: None) as twin,
+    ):
         began = time.perf_counter()
-        "".join(session.respond(text, max_tokens=8))
+        "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
         first_s = time.perf_counter() - began
+        session.save(file)
+        twin.load(file)
         if arm == "retrieval":
             session._memory.rewrite(())
             assert session.client is not None
             session.client.flush(30)
         needle = find(session.ids, case.ids[case.needle[0] : case.needle[1]])
         live, _ = whereabouts(session.cache, needle)
-        before = session.stats
-        began = time.perf_counter()
-        answer = "".join(session.respond(QUESTION, max_tokens=24))
-        second_s = time.perf_counter() - began
-        turn, stats = session.turns[-1], session.stats
-        if session.client is not None:
-            session.client.flush(30)
-        stored = running.client.get("/sessions").json()["sessions"]
+        before = twin.stats
         eviction = getattr(session.cache[0], "eviction", None)
-        return {
+        shared = {
             **cell,
-            "arm": arm,
             "needle": needle,
             "live": live,
-            "verdict": verdict(answer, case.answer).value,
-            "answer": answer,
             "expected": case.answer,
-            "quoted": turn.rehydration.ranges,
-            "injected": len(turn.rehydration.ids),
-            "brought": sum(p in range(*needle) for span in turn.rehydration.ranges for p in range(*span)),
-            "rescue_s": turn.rescue_seconds,
             "first_s": first_s,
-            "second_s": second_s,
             "rounds": eviction.rounds if eviction else 0,
             "tokens": before.tokens,
-            "evicted": before.evicted if arm != "retrieval" else 0,
+            "evicted": before.evicted,
             "kv_bytes": before.nbytes,
             "fp16_bytes": before.fp16_nbytes,
-            "stored_bytes": sum(s["text_bytes"] for s in stored if s["session_id"] == session.session_id),
-            "rescue": asdict(stats.rescue) if stats.rescue else None,
-            "warnings": warnings,
         }
+        answers = {arm: ask(session, case.answer, needle), TWINS[arm]: ask(twin, case.answer, needle)}
+        assert session.client is not None
+        session.client.flush(30)
+        stored = running.client.get("/sessions").json()["sessions"]
+        answers[arm]["stored_bytes"] = sum(s["text_bytes"] for s in stored if s["session_id"] == session.session_id)
+        session.client.forget(session.session_id, 30)
+        return {name: {**shared, "arm": name, **answer} for name, answer in answers.items()}
+
+
+def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, Any]:
+    """The second turn."""
+    began = time.perf_counter()
+    answer = "".join(session.respond(QUESTION, max_tokens=24))
+    seconds = time.perf_counter() - began
+    turn, stats = session.turns[-1], session.stats
+    quoted = turn.rehydration.ranges
+    return {
+        "verdict": verdict(answer, expected).value,
+        "answer": answer,
+        "quoted": quoted,
+        "injected": len(turn.rehydration.ids),
+        "brought": sum(p in range(*needle) for span in quoted for p in range(*span)),
+        "rescue_s": turn.rescue_seconds,
+        "second_s": seconds,
+        "rescue": asdict(stats.rescue) if stats.rescue else None,
+    }
 
 
 def outcome(cell: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
@@ -123,49 +143,48 @@ def outcome(cell: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
 
 def key(arm: str, cell: dict[str, Any]) -> str:
     """Names a cell."""
-    budget = [] if arm in WHOLE else [cell["budget"]]
-    return " ".join([arm, *budget, str(cell["rung"]), f"{cell['depth']:g}", str(cell["seed"])])
+    setting = [] if arm in WHOLE else [cell["policy"], cell["budget"]]
+    return " ".join([arm, *setting, str(cell["rung"]), f"{cell['depth']:g}", str(cell["seed"])])
 
 
-def cells_of(arm: str, budget: str, rung: int, cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def cells_of(arm: str, setting: Setting, cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells of an arm where all four arms were measured."""
-    some = [c for c in cells.values() if c["arm"] == arm and c["rung"] == rung and c["budget"] in (budget, None)]
-    return [c for c in some if all(key(a, {**c, "budget": budget}) in cells for a in ARMS)]
+    policy, budget, rung = setting
+    some = [c for c in cells.values() if c["arm"] == arm and c["rung"] == rung]
+    if arm not in WHOLE:
+        some = [c for c in some if (c["policy"], c["budget"]) == (policy, budget)]
+    return [c for c in some if all(key(a, {**c, "policy": policy, "budget": budget}) in cells for a in ARMS)]
+
+
+def settings(cells: dict[str, dict[str, Any]]) -> list[Setting]:
+    """Policies, budgets and rungs that were measured."""
+    return sorted({(c["policy"], c["budget"], c["rung"]) for c in cells.values() if c["arm"] not in WHOLE})
 
 
 def table(cells: dict[str, dict[str, Any]]) -> str:
-    """The cells of each budget, rung and arm in Markdown."""
-    head = (
-        "budget",
-        "rung",
-        "arm",
-        "native",
-        "rescue",
-        "missed",
-        "void",
-        "live",
-        "evicted",
-        "injected",
-        "turn 1",
-        "turn 2",
-    )
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    groups = sorted({(c["budget"], c["rung"]) for c in cells.values() if c["budget"]})
-    for (budget, rung), arm in product(groups, ARMS):
-        whole = cells_of(arm, budget, rung, cells)
+    """The cells of each policy, budget, rung and arm in Markdown; hits and gone by depth: start, middle, end."""
+    head = "policy, budget | tokens | arm | native | rescue | missed | void | gone | evicted | quoted"
+    lines = [head, " | ".join("---" for _ in head.split("|"))]
+    for setting, arm in product(settings(cells), ARMS):
+        whole = cells_of(arm, setting, cells)
         if not whole:
             continue
+        policy, budget, rung = setting
         kinds = [outcome(c, cells) for c in whole]
-        mean = {
-            name: sum(c[name] for c in whole) / len(whole) for name in ("evicted", "injected", "first_s", "second_s")
-        }
+        by_depth = [[(c, k) for c, k in zip(whole, kinds, strict=True) if c["depth"] == depth] for depth in DEPTHS]
+        gone = [sum(not c["live"] for c, _ in some) for some in by_depth]
+        back = [sum(k == "rescue" for _, k in some) for some in by_depth]
+        mean = {name: sum(c[name] for c in whole) / len(whole) for name in ("evicted", "injected")}
         lines.append(
-            f"{budget} | {rung:,} | {arm} | {kinds.count('native')} | {kinds.count('rescue')} | "
-            f"{kinds.count('miss') + kinds.count('luck')} | {kinds.count('void')} | "
-            f"{sum(c['live'] > 0 for c in whole)} of {len(whole)} | {mean['evicted']:.0f} | {mean['injected']:.0f} | "
-            f"{mean['first_s']:.1f} s | {mean['second_s']:.1f} s"
+            f"{policy}, {budget} | {rung:,} | {arm} | {kinds.count('native')} | {_sum(back)} | "
+            f"{kinds.count('miss') + kinds.count('luck')} | {kinds.count('void')} | {_sum(gone)} | "
+            f"{mean['evicted']:,.0f} | {mean['injected']:.0f}"
         )
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def _sum(counts: list[int]) -> str:
+    return f"{sum(counts)} ({' + '.join(map(str, counts))})" if sum(counts) else "0"
 
 
 def main() -> None:
@@ -175,27 +194,41 @@ def main() -> None:
     parser.add_argument("--rungs", default="1000,2000,3000")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--budgets", default="50%,90%")
+    parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--embedder", default="hashing")
+    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
-    done = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}}
+    done = json.loads(args.json.read_text()) if args.json.exists() else {"commands": [], "cells": {}}
+    cells = done["cells"]
     if args.table:
-        print(table(done["cells"]))
+        print(table(cells))
         return
+    command = (
+        f"python -m benchmarks.rescue.bench_ramp --rungs {args.rungs} --seeds {args.seeds} --budgets {args.budgets} "
+        f"--policy {args.policy} --embedder {args.embedder}"
+    )
+    done["commands"] = sorted({*done["commands"], command})
     done["environment"] = environment()
-    done["command"] = "python -m benchmarks.rescue.bench_ramp"
     model, tokenizer = load(args.model)
-    grid = product(range(args.seeds), map(int, args.rungs.split(",")), DEPTHS, ARMS, args.budgets.split(","))
-    with tempfile.TemporaryDirectory() as folder, service(Path(folder), args.embedder) as running:
+    grid = product(range(args.seeds), map(int, args.rungs.split(",")), DEPTHS, TWINS, args.budgets.split(","))
+    with tempfile.TemporaryDirectory() as folder, service(Path(folder) / "service", args.embedder) as running:
         for seed, rung, depth, arm, budget in grid:
-            cell = {"budget": None if arm in WHOLE else budget, "rung": rung, "depth": depth, "seed": seed}
-            if key(arm, cell) in done["cells"]:
+            setting = {"policy": None, "budget": None} if arm in WHOLE else {"policy": args.policy, "budget": budget}
+            cell = {**setting, "rung": rung, "depth": depth, "seed": seed}
+            if key(arm, cell) in cells:
                 continue
-            found = measure(model, tokenizer, arm, cell, running)
-            done["cells"][key(arm, cell)] = {**found, "load_average": os.getloadavg()[0]}
-            RESULTS.write_text(json.dumps(done, indent=1) + "\n")
-            print(key(arm, cell), found["verdict"], f"live {found['live']}", f"brought {found['brought']}", flush=True)
-    print(table(done["cells"]))
+            for name, found in measure(model, tokenizer, arm, cell, running, Path(folder)).items():
+                cells[key(name, cell)] = found
+                print(
+                    key(name, cell),
+                    found["verdict"],
+                    f"live {found['live']}",
+                    f"brought {found['brought']}",
+                    flush=True,
+                )
+            args.json.write_text(json.dumps(done, indent=1) + "\n")
+    print(table(cells))
 
 
 if __name__ == "__main__":

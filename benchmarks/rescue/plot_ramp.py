@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks.rescue.bench_ramp import ARMS, DEPTHS, RESULTS, cells_of, outcome
+from benchmarks.rescue.bench_ramp import ARMS, DEPTHS, RESULTS, cells_of, outcome, settings
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -18,21 +18,21 @@ NAMES = {"none": "no eviction", "evict": "eviction", "rescue": "eviction\nand re
 
 
 def plot(cells: dict[str, dict[str, Any]]) -> None:
-    """One panel for each budget and rung with a case for each depth, one bar for each arm."""
-    groups = sorted({(c["budget"], c["rung"]) for c in cells.values() if c["budget"]})
-    groups = [group for group in groups if len(cells_of("none", *group, cells)) >= len(DEPTHS)]
+    """One panel for each policy, budget and rung with a case for each depth, one bar for each arm."""
+    groups = [group for group in settings(cells) if len(cells_of("none", group, cells)) >= len(DEPTHS)]
     figure, axes = plt.subplots(1, len(groups), figsize=(2.5 * len(groups), 2.9), sharey=True, squeeze=False)
-    for axis, (budget, rung) in zip(axes[0], groups, strict=True):
-        count = len(cells_of("none", budget, rung, cells))
+    for axis, group in zip(axes[0], groups, strict=True):
+        policy, budget, rung = group
+        count = len(cells_of("none", group, cells))
         bottom = [0.0] * len(ARMS)
         for kind, colour in COLOURS.items():
             counts = []
             for arm in ARMS:
-                kinds = [outcome(cell, cells) for cell in cells_of(arm, budget, rung, cells)]
+                kinds = [outcome(cell, cells) for cell in cells_of(arm, group, cells)]
                 counts.append(kinds.count(kind) / len(kinds))
             axis.bar([NAMES[arm] for arm in ARMS], counts, bottom=bottom, color=colour, label=kind)
             bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
-        axis.set_title(f"{rung:,} tokens, budget {budget}, n = {count}", fontsize=8)
+        axis.set_title(f"{rung:,} tokens\n{policy}, {budget}, n = {count}", fontsize=7)
         axis.tick_params(axis="x", labelsize=6)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("share of the cases")

@@ -21,6 +21,7 @@ from mlx_tq.files import written_whole
 
 VERSION = "1"
 _FORMAT = "mlx_tq prompt cache"
+_REMEDY = "Take another copy of it, or begin anew without it."  # it may hold a prompt or a conversation
 _FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
 
 
@@ -94,11 +95,9 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
     if header.get("format") != _FORMAT:
         raise CacheFormatError(f"{path} is not a prompt cache of mlx_tq. Make one with mlx_tq.cache_prompt.")
     if header.get("version") != VERSION:
-        raise CacheFormatError(
-            f"{path} has version {header.get('version')}; this mlx_tq reads {VERSION}. Make it again from the prompt."
-        )
+        raise CacheFormatError(f"{path} has version {header.get('version')}; this mlx_tq reads {VERSION}. {_REMEDY}")
     if header.get("checksum") != checksum(arrays, header):
-        raise CacheFormatError(f"{path} is damaged (its checksum differs). Make it again from the prompt.")
+        raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
     if header.get("model") != model:
         name = read_header(path).model_name or "the embedded model"
         raise CacheFormatError(f"{path} was made with {name}, whose weights are not this model's. Pass that model.")
@@ -110,7 +109,7 @@ def load_prompt_cache(path: str | Path, *, model: str, config: KVConfig | None =
         mx.eval([cache.state for cache in caches])
         metadata = json.loads(header["metadata"])
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again from the prompt.") from error
+        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
     if config is not None and config != stored:
         wanted = asdict(config)
         differs = [f"{k} is {v!r}, not {wanted[k]!r}" for k, v in asdict(stored).items() if v != wanted[k]]
@@ -150,7 +149,5 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
         arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
     except (RuntimeError, ValueError) as error:
-        raise CacheFormatError(
-            f"{path} is damaged or no cache file ({error}). Make it again from the prompt."
-        ) from error
+        raise CacheFormatError(f"{path} is damaged or no cache file ({error}). {_REMEDY}") from error
     return arrays, header

@@ -19,7 +19,7 @@ from mlx_tq.models import load
 from mlx_tq.prompts import template_config
 from mlx_tq.rescue import AUTO, OFF
 from mlx_tq.session import Session
-from mlx_tq.ui import console, show_plan, warn
+from mlx_tq.ui import console, show_plan
 
 _START_S = 60.0
 
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         trust_remote_code=args.trust_remote_code,
     )
+    warnings: list[str] = []
     with Session(
         model,
         tokenizer,
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
         sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
-        warn=warn,
+        warn=warnings.append,
     ) as session:
         if session.plan is not None:
             show_plan(session.plan, session.positions or 32768)
@@ -85,4 +86,4 @@ def run(args: argparse.Namespace) -> int:
         if rescue.service == AUTO and session.client is not None:
             session.client.ready(_START_S)
         console.print("type a message; /help shows what else there is", style="dim")
-        return Chat(session).run()
+        return Chat(session, warnings).run()

@@ -28,10 +28,15 @@ Ctrl-C        stop the answer; twice at the prompt leaves"""
 
 
 class Chat:
-    """A session in a terminal, or with lines from a pipe."""
+    """A session in a terminal, or with lines from a pipe.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        session: to talk in.
+        warnings: that the session leaves, to be shown when its answer has its line to itself.
+    """
+
+    def __init__(self, session: Session, warnings: list[str]) -> None:
+        self._session, self._warnings = session, warnings
         self._terminal = sys.stdin.isatty()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text cost their line, not the chat
@@ -74,6 +79,8 @@ class Chat:
                 self._answer(message)
         except (ConfigError, CacheFormatError) as error:
             warn(str(error))
+        while self._warnings:
+            warn(self._warnings.pop(0))
 
     def _answer(self, message: str) -> None:
         before = len(self._session.turns)

@@ -43,18 +43,21 @@ def show_stats(session: Session) -> None:
     """Print a table of what the conversation takes; to stdout, as it was asked for."""
     stats = session.stats
     shown = table("", "conversation", session.session_id[:8])
-    share = stats.fp16_nbytes / stats.nbytes if stats.nbytes else 1.0
+    size = f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}"
+    if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation
+        size += f" ({stats.fp16_nbytes / stats.nbytes:.1f}x)"
     rows = {
         "turns": f"{stats.turns:,}",
         "tokens": f"{stats.tokens:,}" + (f" of {stats.positions:,}" if stats.positions else ""),
         "live in the cache": f"{stats.live:,}",
         "evicted": f"{stats.evicted:,}",
         "rescued": f"{stats.rescued:,}",
-        "KV cache": f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)} ({share:.1f}x)",
+        "KV cache": size,
     }
     if stats.rescue is not None:
         rescue = stats.rescue
-        rows["spans at the service"] = f"{rescue.written:,} written, {rescue.queued:,} waiting, {rescue.dropped:,} lost"
+        lost = rescue.dropped + rescue.refused
+        rows["spans at the service"] = f"{rescue.written:,} written, {rescue.queued:,} waiting, {lost:,} lost"
         rows["questions to it"] = f"{rescue.asked:,} asked, {rescue.unanswered:,} unanswered"
     for name, value in rows.items():
         shown.add_row(name, value)

@@ -112,7 +112,7 @@ class RescueClient:
         query: str,
         *,
         top_k: int = 8,
-        score_floor: float = 0.0,
+        score_floor: float | None = None,
         exclude: Sequence[Range] = (),
         timeout: float = 1.0,
     ) -> list[Found]:
@@ -122,7 +122,7 @@ class RescueClient:
             session_id: whose spans.
             query: the question.
             top_k: how many at most.
-            score_floor: least similarity.
+            score_floor: least similarity, or None for what the embedder is known to need.
             exclude: ranges of positions; spans that lie wholly in one of them are left out.
             timeout: seconds that the caller waits at most, for earlier writes to arrive too.
         """

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue.breaker import Breaker
-from mlx_tq.rescue.service import Address, Service
+from mlx_tq.rescue.service import TOKEN_VARIABLE, Address, Service
 from mlx_tq.rescue.wire import MAX_ANSWER, http_errors
 
 T = TypeVar("T")
@@ -16,6 +16,7 @@ T = TypeVar("T")
 CALL_S = 5.0  # the longest that one call may take, a slow answer included
 _LATER = {408, 425, 429}  # besides 5xx: the same call may go through later
 _FULL = 507  # it will not
+_UNAUTHORIZED = 401
 
 
 class RefusedError(RescueError):
@@ -104,6 +105,8 @@ class Transport:
         if 200 <= status < 300:
             return bytes(answer)
         said = f"the rescue service answered {status} ({_detail(answer)})"
+        if status == _UNAUTHORIZED:
+            said = f"the rescue service at {address.url} does not take the token; set {TOKEN_VARIABLE} to its own"
         if status in _LATER or (status >= 500 and status != _FULL):
             raise RescueError(said)
         raise RefusedError(said, status)

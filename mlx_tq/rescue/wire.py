@@ -52,7 +52,7 @@ def write_body(session_id: str, spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def retrieve_body(
-    session_id: str, query: str, *, top_k: int, score_floor: float, exclude: Sequence[Range]
+    session_id: str, query: str, *, top_k: int, score_floor: float | None, exclude: Sequence[Range]
 ) -> dict[str, Any]:
     """The body of /evict/retrieve; of too many ranges to exclude, the longest are sent."""
     longest = sorted(exclude, key=lambda span: span[0] - span[1])[:MAX_EXCLUDED]
@@ -62,6 +62,7 @@ def retrieve_body(
         "top_k": min(top_k, MAX_TOP_K),
         "score_floor": score_floor,
         "exclude_ranges": [list(span) for span in longest],
+        "join": False,  # whoever asks knows best how much it can take
     }
 
 

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_tq.config import RescueConfig
+from mlx_tq.config import LEAST_QUOTATION, RescueConfig
 from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.plain import PlainText
 from mlx_tq.session.quote import quote
-from mlx_tq.session.spans import MAX_TOKENS, make_spans, runs
+from mlx_tq.session.spans import make_spans, runs, widen
 
 _LONG = 400  # characters of a message beyond which only its last question is asked
 _QUESTION = re.compile(r"[^.!?\n]*\?")
-_SHORTEST = 64  # tokens of a span: less says too little to be found
-_MARGIN = 16  # tokens on both sides of a span that are quoted too, as a sentence may go on there
-_TEXT = 0.8  # of a quotation; the rest are the marks around it
+_MARGIN = 32  # tokens on both sides of a span that are quoted too where its sentence goes on there
+_SHARE = 1 / 4  # of the evicted tokens: a quotation of more would undo their eviction
 _MOST_TOKENS = 2048  # about the 8,000 characters that a person would quote
 
 
@@ -66,9 +65,6 @@ class Memory:
         self.evicted = 0
         self._plain, self._client, self._config = plain, client, config
         self.session_id, self._limit = session_id, limit
-        room = int(_TEXT * limit)
-        self._span = min(max(room // config.top_k - 2 * _MARGIN, _SHORTEST), MAX_TOKENS)
-        self._top_k = min(config.top_k, max(1, room // (self._span + 2 * _MARGIN)))
         self._left: list[np.ndarray] = []
 
     def note(self, positions: np.ndarray) -> None:
@@ -84,7 +80,7 @@ class Memory:
         self._left = []
         for start, stop in self.copies:
             positions = positions[(positions < start) | (positions >= stop)]
-        self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode, self._span))
+        self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode))
 
     def rewrite(self, live: Sequence[int]) -> None:
         """Send the text of all that is not live, as to a service that never saw it."""
@@ -97,11 +93,12 @@ class Memory:
         """What a question needs of that which left, within the limit; nothing where the service does not answer."""
         if self._client is None or not self.evicted or not query.strip():
             return NOTHING
+        limit = min(self._limit, max(LEAST_QUOTATION, int(_SHARE * self.evicted)))
         still = runs(live)
         found = self._client.retrieve(
             self.session_id,
             last_question(query),
-            top_k=self._top_k,
+            top_k=self._config.top_k,
             score_floor=self._config.score_floor,
             exclude=still,
             timeout=self._config.timeout,
@@ -109,8 +106,8 @@ class Memory:
         chosen: list[Range] = []
         for start, stop, *_ in found:
             known = stop <= len(self.ids) and not any(first <= start and stop <= last for first, last in still)
-            wider = (max(0, start - _MARGIN), min(stop + _MARGIN, len(self.ids)))
-            if known and len(self._quoted([*chosen, wider]).ids) <= self._limit:
+            wider = widen((start, stop), self.ids, self._plain.decode, _MARGIN) if known else (0, 0)
+            if known and len(self._quoted([*chosen, wider]).ids) <= limit:
                 chosen.append(wider)
         return self._quoted(chosen)
 

@@ -1,17 +1,23 @@
 """From evicted positions to spans of text for the rescue service.
 
-Tokens that were evicted side by side are one span, so a text is stored once and reads as it was written. Spans are cut
-at 256 tokens, about what an embedder of sentences takes in.
+Tokens that were evicted side by side are cut at the ends of sentences: a sentence is the least text that says
+something, and what else stands in a longer span hides it from a search. Each token is in one span, so a text is stored
+once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from mlx_tq.rescue.wire import MAX_TEXT, Range, Span
 
-MAX_TOKENS = 256
+SHORTEST, LONGEST = 16, 64  # tokens of a span; shorter sentences stand together, longer ones are cut
+# The end of a line, too; after the full stops of Chinese and Japanese no space needs to follow.
+_END = re.compile(r"""[.!?][)\]"'\u2019\u201d]*(?=\s|$)|[\u3002\uff01\uff1f]|\n""")
+
+Decode = Callable[[Sequence[int]], str]
 
 
 def runs(positions: Iterable[int]) -> list[Range]:
@@ -25,27 +31,46 @@ def runs(positions: Iterable[int]) -> list[Range]:
     return [(int(start), int(stop)) for start, stop in zip(starts, stops, strict=True)]
 
 
-def make_spans(
-    positions: Iterable[int], ids: Sequence[int], decode: Callable[[Sequence[int]], str], limit: int = MAX_TOKENS
-) -> list[Span]:
+def make_spans(positions: Iterable[int], ids: Sequence[int], decode: Decode) -> list[Span]:
     """The text of evicted tokens.
 
     Args:
         positions: that were evicted.
         ids: of all tokens of the conversation, by position.
         decode: text of ids.
-        limit: most tokens of a span; longer runs are cut into equal parts.
     """
     spans = []
     for start, stop in runs(positions):
-        parts = -(-(stop - start) // limit)
-        cuts = [start + (stop - start) * part // parts for part in range(parts + 1)]
-        for first, last in pairwise(cuts):
-            spans += _spans_of(first, last, ids, decode)
+        while start < stop:
+            end = start + _first_sentence(ids[start : min(stop, start + LONGEST)], decode)
+            end = stop if stop - end < SHORTEST else end
+            spans += _spans_of(start, end, ids, decode)
+            start = end
     return spans
 
 
-def _spans_of(start: int, stop: int, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Span]:
+def widen(span: Range, ids: Sequence[int], decode: Decode, most: int) -> Range:
+    """`span` with the rest of the sentences in which it begins and ends: up to `most` tokens more on either side."""
+    start, stop = span
+    before, after = ids[max(0, start - most) : start], ids[stop - 1 : stop + most]
+    begin = max(_sentence_ends(before, decode), default=0)
+    end = next(_sentence_ends(after, decode), len(after))
+    return start - len(before) + begin, stop - 1 + end
+
+
+def _first_sentence(ids: Sequence[int], decode: Decode) -> int:
+    """How many of the tokens are the first sentences that make a span; all where none ends."""
+    return next((count for count in _sentence_ends(ids, decode) if count >= SHORTEST), len(ids))
+
+
+def _sentence_ends(ids: Sequence[int], decode: Decode) -> Iterator[int]:
+    """The numbers of tokens after which a sentence ends."""
+    counts = range(len(ids) + 1)
+    for match in _END.finditer(decode(ids)):
+        yield bisect_left(counts, match.end(), key=lambda count: len(decode(ids[:count])))
+
+
+def _spans_of(start: int, stop: int, ids: Sequence[int], decode: Decode) -> list[Span]:
     """One span, or more where the text of its tokens is longer than the service takes."""
     text = decode(ids[start:stop])
     if len(text) > MAX_TEXT and stop - start > 1:

@@ -59,6 +59,7 @@ class MiniLMEmbedder:
 
     model = f"minilm-{WEIGHTS_SHA256[:8]}"
     dim = 384
+    floor: float | None = 0.3  # measured in benchmarks/rescue: higher ones lose what answers
 
     def __init__(self, model_path: Path | None = None) -> None:
         folder = find_model(model_path)

@@ -18,6 +18,7 @@ class Embedder(Protocol):
 
     model: str  # names the vectors: those of another model are not compared with them
     dim: int
+    floor: float | None  # cosine below which a span has nothing to do with a question; None where no cosine says so
 
     def __init__(self, model_path: Path | None) -> None: ...
 

@@ -48,7 +48,7 @@ class EmbedWorker:
 
     def __init__(self, name: str, model_path: Path | None, *, timeout_s: float, idle_s: float) -> None:
         chosen = embedder_class(name)
-        self.name, self.model, self.dim = name, chosen.model, chosen.dim
+        self.name, self.model, self.dim, self.floor = name, chosen.model, chosen.dim, chosen.floor
         self.state: State = "starting"
         self.reason: str | None = "the embedder is loading"
         self.starts = 0

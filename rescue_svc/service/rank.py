@@ -64,6 +64,11 @@ def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[
     return sorted(scored, key=lambda s: (-s.fused, s.id))
 
 
+def each_alone(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Found]:
+    """Return each span as a stretch of its own, in the order given."""
+    return [Found(span, s.similarity, s.dense, s.bm25) for span, s in zip(spans, scores, strict=True)]
+
+
 def join_neighbours(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Found]:
     """Join spans of one layer where one ends as the next begins; return the stretches, best first."""
     best = {span.id: place for place, span in enumerate(spans)}

@@ -11,7 +11,7 @@ from rescue_svc.index import Residents, choose_engine, remove_orphans, remove_sn
 from rescue_svc.metrics import Metrics
 from rescue_svc.schemas import EmbedderInfo, RetrieveRequest
 from rescue_svc.service.indexer import Indexer
-from rescue_svc.service.rank import Found, fuse, join_neighbours, merge_ranges
+from rescue_svc.service.rank import Found, Scored, each_alone, fuse, join_neighbours, merge_ranges
 from rescue_svc.settings import Settings
 from rescue_svc.store import READERS, NewSpan, Session, Span, Store, Vectors
 
@@ -95,14 +95,21 @@ class RescueService:
         alpha = ask.hybrid_alpha if vector is not None else 0.0
         mode: Mode = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
         ranked = fuse(by_meaning, words.result(), alpha)
-        best = [s for s in ranked if s.similarity >= ask.score_floor][: ask.top_k]
+        best = [s for s in ranked if self._is_near(s, ask.score_floor)][: ask.top_k]
         spans = {span.id: span for span in self.store.spans(session, [s.id for s in best])}
         best = [s for s in best if s.id in spans]  # a DELETE may have come between
-        chunks = join_neighbours([spans[s.id] for s in best], best)
+        chunks = (join_neighbours if ask.join else each_alone)([spans[s.id] for s in best], best)
         self.metrics.retrieve_seconds.labels("embed").observe(waited)
         self.metrics.retrieve_seconds.labels("search").observe(time.perf_counter() - began - waited)
         self.metrics.retrievals.labels(mode, "hit" if chunks else "miss").inc()
         return Retrieved(chunks, session.spans, mode, degraded)
+
+    def _is_near(self, scored: Scored, floor: float | None) -> bool:
+        """Tell whether a span passes a floor. The embedder's own says nothing of a span that has no vector yet."""
+        if floor is not None:
+            return scored.similarity >= floor
+        own = self.embedder.floor if self.embedder else None
+        return own is None or scored.dense is None or scored.dense >= own
 
     def _ask_embedder(self, query: str) -> tuple[Future[Vectors] | None, str | None]:
         """Return the vector to come, or why there is none."""

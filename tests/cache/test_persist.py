@@ -108,7 +108,7 @@ def test_another_version(saved, monkeypatch):
     monkeypatch.setattr(persist, "VERSION", "0")
     save_prompt_cache(path, caches, model=MODEL, config=CONFIG)
     monkeypatch.undo()
-    refuse(path, r"has version 0; this mlx_tq reads 1\. Make it again from the prompt")
+    refuse(path, r"has version 0; this mlx_tq reads 1\. Take another copy of it")
 
 
 def test_foreign_files(tmp_path):
@@ -132,7 +132,7 @@ def test_truncated_at_any_place(saved, tmp_path):
     places += [*range(header + 9, len(whole), 9973), len(whole) - 1]
     for place in places:
         cut.write_bytes(whole[:place])
-        refuse(cut, r"is damaged or no cache file .*Make it again from the prompt")
+        refuse(cut, r"is damaged or no cache file .*Take another copy of it")
 
 
 def test_any_flipped_byte_of_the_header(saved, tmp_path):
@@ -158,7 +158,7 @@ def test_flipped_bytes_of_the_data(saved, tmp_path):
         data = bytearray(whole)
         data[place] ^= 1 << place % 8
         flipped.write_bytes(data)
-        refuse(flipped, r"is damaged .*Make it again from the prompt")
+        refuse(flipped, r"is damaged .*Take another copy of it")
 
 
 def edited(path, **fields):
@@ -184,7 +184,7 @@ def test_headers_that_say_something_else(saved, fields):
     """Even where the checksum agrees, every field is checked."""
     path, _ = saved
     edited(path, **fields)
-    refuse(path, r"\. (Make it again from the prompt|Pass that model)\.$")
+    refuse(path, r"\. (Take another copy of it, or begin anew without it|Pass that model)\.$")
 
 
 def only_file(folder):

@@ -1,5 +1,6 @@
 """`mlx_tq.chat` with lines from a pipe and in a terminal: real processes, real signals."""
 
+import json
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from mlx_tq import cli
 from mlx_tq.chat.screen import memory_bar
+from mlx_tq.models import embedded_path
 from mlx_tq.session import SessionStats
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +28,18 @@ COMMAND = [sys.executable, "-m", "mlx_tq", "chat"]
 def environment():
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_TQ_", "RESCUE_"))}
     return {**env, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+
+
+def model_with_positions(tmp_path, count):
+    """The folder of the embedded model, with another number of positions."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in embedded_path().iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((embedded_path() / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": count}))
+    return str(folder)
 
 
 def talk(*lines, words=(), cwd=None):
@@ -145,6 +159,28 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     press_until(lambda: has_ended(process))
     assert process.returncode == 130
     os.close(ours)
+
+
+def test_a_conversation_to_its_last_position(tmp_path):
+    """Said when it nears; then refused with the remedy, and what was said can still be saved and gone on with."""
+    folder = model_with_positions(tmp_path, 400)
+    code, out, err = talk(
+        "The access code is 417295.",
+        "word " * 330,
+        "word " * 500,
+        "/save chat.safetensors",
+        "/reset",
+        "The access code is 417295. What is the access code?",
+        words=("--model", folder, "--max-tokens", "8"),
+        cwd=tmp_path,
+    )
+    assert code == 0
+    assert err.count("of the model's 400 positions; it ends there") == 1
+    assert "the model has 400 positions, which evicted tokens keep. Start a new conversation (reset)" in err
+    assert "saved to chat.safetensors" in err
+    assert out.splitlines()[-1].strip() == "417295"
+    assert "Traceback" not in err
+    assert "indexing errors" not in err  # transformers' word for a text longer than the model's positions
 
 
 def test_the_bar():

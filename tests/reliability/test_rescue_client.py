@@ -76,6 +76,13 @@ def test_no_lie_is_believed(answer, clients):
         assert client.stats.unanswered == 1
 
 
+def test_a_wrong_token_says_what_to_do(clients):
+    with BadServer(MISBEHAVIOURS["401"]) as server:
+        client = clients(server.url)
+        assert client.retrieve("s", "what?") == []
+        assert f"{server.url} does not take the token; set RESCUE_TOKEN to its own" in client.take_warning()
+
+
 def test_an_answer_is_believed(clients):
     """The tests above could fail."""
     with BadServer(always({"chunks": [CHUNK] * 9})) as server:

@@ -84,6 +84,17 @@ def test_the_floor_is_held_against_the_similarity(shared):
     high = [chunk for chunk in both if chunk["similarity"] >= 0.9]
     assert shared.retrieve("api-7", "kiwi", score_floor=0.9)["chunks"] == high
     assert len(high) == 1
+    assert shared.retrieve("api-7", "kiwi", score_floor=None)["chunks"] == both  # this embedder has none of its own
+
+
+def test_neighbours_are_joined_unless_they_are_asked_for_apart(shared):
+    shared.write("api-12", ("a ripe fig", 0, 5), (" and a green fig", 5, 10))
+    shared.wait_until_embedded()
+    (both,) = shared.retrieve("api-12", "fig")["chunks"]
+    assert (both["text"], both["token_range"]) == ("a ripe fig and a green fig", [0, 10])
+    apart = shared.retrieve("api-12", "green fig", join=False)["chunks"]
+    assert [chunk["token_range"] for chunk in apart] == [[5, 10], [0, 5]]
+    assert apart[0]["similarity"] > apart[1]["similarity"]
 
 
 @pytest.mark.parametrize(("alpha", "mode"), [(0, "bm25"), (0.5, "hybrid"), (1, "dense")])

@@ -96,6 +96,7 @@ def test_a_bad_write(unharmed, content):
         {"hybrid_alpha": 1.1},
         {"hybrid_alpha": None},
         {"score_floor": 2},
+        {"join": "no"},
         {"query": ""},
         {"query": "a\0"},
         {"query": "x" * 8193},

@@ -126,6 +126,9 @@ def test_real_minilm_finds_by_meaning(serve):
     answer = server.retrieve("s", "where did the cat take a nap?", top_k=1)
     assert answer["chunks"][0]["text"] == "the feline slept on the warm windowsill"
     assert answer["chunks"][0]["dense"] > 0.4
+    near = server.retrieve("s", "where did the cat take a nap?", score_floor=None)["chunks"]
+    assert near == answer["chunks"]  # the model's own floor leaves out what has nothing to do with it
+    assert server.retrieve("s", "who won the football match?", score_floor=None)["chunks"] == []
     ready = server.ready()
     assert (ready["retrieval"], ready["embedder"]["name"]) == ("hybrid", "minilm")
     assert all(line.startswith("{") for line in server.log_path.read_text().splitlines())  # no progress bar among them

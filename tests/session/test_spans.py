@@ -8,7 +8,7 @@ from mlx_tq.haystack import load_text
 from mlx_tq.rescue.wire import MAX_TEXT
 from mlx_tq.session.memory import last_question
 from mlx_tq.session.plain import PlainText
-from mlx_tq.session.spans import MAX_TOKENS, make_spans, runs
+from mlx_tq.session.spans import LONGEST, SHORTEST, make_spans, runs, widen
 
 positions = st.sets(st.integers(0, 400))
 
@@ -22,20 +22,64 @@ def test_runs(evicted):
         assert stop not in evicted
 
 
-@given(positions, st.integers(1, 50))
-def test_each_token_once(evicted, limit):
-    ids = [1000 + p for p in range(401)]
-    spans = make_spans([*evicted, *evicted], ids, lambda some: " ".join(map(str, some)), limit)
-    assert [p for span in spans for p in range(span.start, span.stop)] == sorted(evicted)
+@given(positions, st.text("ab .?\n。", min_size=401, max_size=401))
+def test_each_token_once(evicted, letters):
+    """Whatever the text; a token is a letter here."""
+    spans = make_spans([*evicted, *evicted], letters, "".join)
+    said = {p for span in spans for p in range(span.start, span.stop)}
+    assert sum(span.stop - span.start for span in spans) == len(said)
+    assert said <= evicted
+    assert not "".join(letters[p] for p in evicted - said).strip()  # what is left out says nothing
     for span in spans:
-        assert span.stop - span.start <= limit
-        assert span.text == " ".join(str(1000 + p) for p in range(span.start, span.stop))
+        assert span.stop - span.start < LONGEST + SHORTEST
+        assert span.text == letters[span.start : span.stop]
 
 
-def test_long_runs_are_cut_evenly():
-    spans = make_spans(range(1000), list(range(1000)), str)
-    assert [span.stop - span.start for span in spans] == [250, 250, 250, 250]
-    assert MAX_TOKENS == 256
+SENTENCES = 'It costs 3.14 at most. "Why?" he said. A line without an end\nthat goes on here. No. Yes! And so on'
+
+
+def test_spans_are_sentences():
+    """Short ones stand together; a number does not end one, a line does; what is left over stays with the last."""
+    texts = [span.text for span in make_spans(range(len(SENTENCES)), SENTENCES, "".join)]
+    assert texts == [
+        "It costs 3.14 at most.",
+        ' "Why?" he said.',
+        " A line without an end\n",
+        "that goes on here.",
+        " No. Yes! And so on",
+    ]
+
+
+def test_long_sentences_are_cut():
+    spans = make_spans(range(150), "word " * 30, "".join)
+    assert [(span.start, span.stop) for span in spans] == [(0, LONGEST), (LONGEST, 2 * LONGEST), (2 * LONGEST, 150)]
+
+
+@pytest.mark.parametrize(
+    ("part", "most", "whole"),
+    [
+        ("he said", 40, " he said."),
+        ("he said.", 40, " he said."),
+        ("costs", 40, "It costs 3.14 at most."),
+        ("so", 40, " And so on"),
+        ("without", 5, "line without an e"),
+        ("most. ", 40, 'It costs 3.14 at most. "Why?"'),
+    ],
+)
+def test_what_is_quoted_goes_to_the_ends_of_its_sentences(part, most, whole):
+    start = SENTENCES.index(part)
+    first, last = widen((start, start + len(part)), SENTENCES, "".join, most)
+    assert SENTENCES[first:last] == whole
+
+
+def test_sentences_of_real_tokens(embedded):
+    """Cut between tokens: no text is lost, and nearly every span ends with its sentence."""
+    plain = PlainText(embedded[1])
+    ids = plain.encode(load_text()[:6000])
+    spans = make_spans(range(len(ids)), ids, plain.decode)
+    assert "".join(span.text for span in spans) == plain.decode(ids)
+    ended = [span for span in spans if span.text.rstrip(" ").endswith((".", "?", "!", "\n", '"'))]
+    assert len(ended) > 0.8 * len(spans)
 
 
 def test_what_the_service_would_refuse_is_not_sent():
