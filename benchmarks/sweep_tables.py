@@ -1,7 +1,7 @@
 """Print the tables of docs/eviction.md from results/quality_sweep.json: python benchmarks/sweep_tables.py [FILE].
 
 Needles: tokens alive in percent, then answers found of those that the fp16 cache finds. Text: change of perplexity in
-percent and its standard error, then KL divergence in nats.
+percent and its standard error, or KL divergence in nats.
 """
 
 import json
@@ -51,9 +51,15 @@ def needles(found: list[Record]) -> str:
 
 
 def text(found: list[Record]) -> str:
-    """Perplexity and divergence."""
+    """Change of perplexity and its error."""
     (record,) = found
-    return f"{record['delta']:+.1f} ({record['delta_error']:.1f}), {record['kld']:.3f}"
+    return f"{record['delta']:+.1f} ({record['delta_error']:.1f})"
+
+
+def divergence(found: list[Record]) -> str:
+    """KL divergence."""
+    (record,) = found
+    return f"{record['kld']:.3f}"
 
 
 class Tables:
@@ -75,7 +81,7 @@ class Tables:
         """Print one, without the lines of which nothing was measured."""
         print(f"\n## {title}\n\n| | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}")
         for label, row in rows.items():
-            cells = [cell(found) if (found := self.find({**row, **c})) else "-" for c in columns.values()]
+            cells = [cell(found) if (found := self.find({**row, **column})) else "-" for column in columns.values()]
             if set(cells) != {"-"}:
                 print(f"| {label} | {' | '.join(cells)} |")
 
@@ -92,33 +98,37 @@ def retentions(shares: tuple[int, ...], **fields: Any) -> dict[str, Fields]:
 
 def show_all(tables: Tables) -> None:
     """Print every table."""
-    tables.show("Needles, one round", tables.variants(**NEEDLES, trigger=32), retentions(RETENTIONS), needles)
-    tables.show("Text", tables.variants(**TEXT), retentions(RETENTIONS), text)
-    rounds = {**NEEDLES, "once": False}
-    tables.show("Needles, rounds while reading", tables.variants(**rounds, trigger=32), retentions(FEW), needles)
-    for share in FEW:
-        kinds = {kind: {"kind": kind} for kind in ("single", "paraphrased", "decoys")}
-        rows = tables.variants(**{**NEEDLES, "kind": "decoys"}, retention=share)
-        for row in rows.values():
-            del row["kind"]
-        tables.show(f"Kinds at {share} %", rows, kinds, needles)
-    blocks = {f"{size}": {"granularity": size} for size in (1, 8, 16, 32, 64)}
-    for share in FEW:
-        columns = {LABELS.get(v, v): {"variant": v, "retention": share} for v in ("v3", QUESTIONS, "random")}
-        asked = {size: {**NEEDLES, **fields} for size, fields in blocks.items()}
-        tables.show(f"Blocks at {share} %", asked, columns, needles)
-    predicted = {size: {**TEXT, **fields, "retention": 75} for size, fields in blocks.items()}
-    tables.show("Text by blocks", predicted, {v: {"variant": v} for v in ("v3", QUESTIONS)}, text)
+    once, rounds = {**NEEDLES, "trigger": 32}, {**NEEDLES, "trigger": 32, "once": False}
+    tables.show("Needles, one round", tables.variants(**once), retentions(RETENTIONS), needles)
+    tables.show("Text: perplexity", tables.variants(**TEXT), retentions(RETENTIONS), text)
+    tables.show("Text: divergence", tables.variants(**TEXT), retentions(RETENTIONS), divergence)
+    tables.show("Needles, rounds while reading", tables.variants(**rounds), retentions(FEW), needles)
+    kinds = {
+        f"{kind}, {share} %": {"kind": kind, "retention": share}
+        for kind in ("single", "paraphrased", "decoys")
+        for share in FEW
+    }
+    asked = tables.variants(**{**once, "kind": "decoys"})
+    tables.show("Kinds", {name: {**row, "kind": ""} for name, row in asked.items()}, kinds, needles)
+    columns = {
+        f"{LABELS.get(variant, variant)}, {share} %": {"variant": variant, "retention": share}
+        for variant in ("v3", QUESTIONS, "random")
+        for share in FEW
+    }
+    blocks = {str(size): {"granularity": size} for size in (1, 8, 16, 32, 64)}
+    tables.show("Blocks", {size: {**once, **fields} for size, fields in blocks.items()}, columns, needles)
+    tables.show("Blocks, text", {size: {**TEXT, **fields} for size, fields in blocks.items()}, columns, text)
     for prefix in (0, 16, 32):
-        tables.show(f"Needles, prefix {prefix}", tables.variants(**NEEDLES, prefix=prefix), retentions(FEW), needles)
-        tables.show(f"Text, prefix {prefix}", tables.variants(**TEXT, prefix=prefix), retentions(FEW), text)
+        rows = {"needles": tables.variants(**once, prefix=prefix), "text": tables.variants(**TEXT, prefix=prefix)}
+        tables.show(f"Needles, prefix {prefix}", rows["needles"], retentions(FEW), needles)
+        tables.show(f"Text, prefix {prefix}", rows["text"], retentions(FEW), text)
     long = {"text": "1 x 3000", "retention": 25}
     triggers = {f"{trigger:,}": {"trigger": trigger} for trigger in (32, 128, 512, 2048)}
     tables.show("Triggers, 3,000 tokens at 25 %", tables.variants(**long), triggers, text)
-    tables.show("Needles, 2,000 tokens", tables.variants(**{**NEEDLES, "length": 2000}), retentions(FEW), needles)
-    print("\nWilson intervals at 95 %, in percent")
-    for asked in sorted({8, 12, 24, 27}):
-        print(asked, ", ".join(f"{n}: {a:.0f}-{b:.0f}" for n in range(asked + 1) for a, b in [wilson(n, asked)]))
+    tables.show("Needles, 2,000 tokens", tables.variants(**{**once, "length": 2000}), retentions(FEW), needles)
+    for asked_for in (9, 12, 24):
+        shown = [f"{n}: {low:.0f}-{high:.0f}" for n in range(asked_for + 1) for low, high in [wilson(n, asked_for)]]
+        print(f"\nWilson intervals of answers of {asked_for}, in percent: {', '.join(shown)}")
 
 
 if __name__ == "__main__":

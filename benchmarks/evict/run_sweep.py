@@ -38,17 +38,18 @@ PARTS = {
     "--kinds single,paraphrased,decoys --once",
     # Granularity and segments.
     "blocks": f"--policies v3,{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
-    "segments": f"--policies v3:segment_tokens=64,{QUESTIONS}:segment_tokens=64,v3:boundary_skip=8,"
-    f"{QUESTIONS}:boundary_skip=8 --retentions {FEW} {ONCE}",
+    "segments": f"--policies v3:segments=1,{QUESTIONS}:segments=1,v3:segment_tokens=64,{QUESTIONS}:segment_tokens=64,"
+    f"v3:boundary_skip=8,{QUESTIONS}:boundary_skip=8 --retentions {FEW} {ONCE}",
     "blocks_text": f"--policies v3,{QUESTIONS} --retentions 75 --granularities 8,16,32,64 {TEXT}",
-    "segments_text": f"--policies v3:segment_tokens=64,v3:boundary_skip=8 --retentions {FEW} {TEXT}",
+    "segments_text": f"--policies v3:segments=1,{QUESTIONS}:segments=1,v3:segment_tokens=64,v3:boundary_skip=8 "
+    f"--retentions {FEW} {TEXT}",
     # What changes while a text is read.
     "calibration": f"--policies v3:ema=0.1,v3:recalibrate=256 --retentions {FEW} {MULTI}",
     "calibration_text": f"--policies v3:ema=0.1,v3:recalibrate=256 --retentions {FEW} {TEXT}",
     "prefixes": f"--policies v3,{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
-    "prefixes_text": f"--policies v3,random --retentions {FEW} --prefixes 0,16,32 {TEXT}",
+    "prefixes_text": f"--policies v3 --retentions {FEW} --prefixes 0,16,32 {TEXT}",
+    # Where the prefix holds the sinks, `streaming` is `recency`.
     "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
-    "sinks_text": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {TEXT}",
     # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
     "triggers": "--policies v3,random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 --seeds 0",
     "long": f"--policies v3,{QUESTIONS},v1,{V1_QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 2000 "
