@@ -19,6 +19,8 @@ COLOURS = {
     "v3": "#08519c",
     "v3:stats=questions.safetensors": "#238b45",
     "v1:stats=questions.safetensors": "#a1d99b",
+    "v3:stats=questions.safetensors:aggregation=v3": "#74c476",
+    "v3:stats=questions.safetensors:aggregation=expected_attention": "#006d2c",
     "v3:nope=off": "#6baed6",
     "v3:evict=highest": "#cb181d",
     "v3:evict=highest:nope=off": "#fb6a4a",
@@ -37,6 +39,8 @@ LABELS = {
     "v3:stats=questions.safetensors:aggregation=expected_attention": "expected_attention, questions",
     "v3:evict=highest": "v3, highest leave",
 }
+
+_LEAST = 5  # retentions of a line
 
 Record = dict[str, Any]
 
@@ -64,17 +68,27 @@ PANELS: dict[str, Callable[[list[Record]], float | None]] = {
 }
 
 
-def _scene(record: Record) -> tuple[Any, ...]:
-    return record["kind"], record["length"], record.get("once", False)
+def _usual(records: list[Record], *fields: str) -> list[Record]:
+    """Those that agree in these fields with most."""
+    about = [tuple(record.get(field) for field in fields) for record in records]
+    most = Counter(about).most_common(1)
+    return [record for record, found in zip(records, about, strict=True) if found == most[0][0]]
 
 
 def plot_sweep(report: dict[str, Any], path: Path) -> None:
-    """Four panels, a line for each policy that evicts token by token; needles of the scenes that most were asked in."""
+    """Four panels, of the scenes and the texts that were measured most.
+
+    A line for each policy that evicts token by token and was measured at five retentions or more.
+    """
     records = [record for record in report["results"].values() if record.get("granularity") == 1]
-    scenes = Counter(_scene(record) for record in records if "kind" in record)
-    most = scenes.most_common(1)[0][0] if scenes else None
-    records = [record for record in records if "kind" not in record or _scene(record) == most]
-    variants = dict.fromkeys(record["variant"] for record in records)
+    asked = _usual([record for record in records if "kind" in record], "kind", "length", "once")
+    read = _usual([record for record in records if "kind" not in record], "tokens", "trigger")
+    records, variants = [], []
+    for variant in dict.fromkeys(record["variant"] for record in [*asked, *read]):
+        own = [_usual([r for r in kind if r["variant"] == variant], "prefix") for kind in (asked, read)]
+        if len({record["retention"] for kind in own for record in kind}) >= _LEAST:
+            variants.append(variant)
+            records += [record for kind in own for record in kind]
     figure, axes = plt.subplots(1, len(PANELS), figsize=(3.4 * len(PANELS), 3.4))
     for axis, (title, measure) in zip(axes, PANELS.items(), strict=True):
         for variant in variants:

@@ -18,6 +18,13 @@ QUESTIONS = f"v3:stats={STATS}"
 V1_QUESTIONS = f"v1:stats={STATS}"
 OTHERS = f"{QUESTIONS}:aggregation=v3,{QUESTIONS}:aggregation=expected_attention"
 MAIN = f"v3,{QUESTIONS},v3:evict=highest,v1,{V1_QUESTIONS},random"
+# What changes while a text is read, and how the worst are chosen.
+LATER = "v3:ema=0.1,v3:recalibrate=256"
+SEGMENTS = ",".join(
+    f"{policy}:{option}"
+    for option in ("segments=1", "segment_tokens=64", "boundary_skip=8")
+    for policy in ("v3", QUESTIONS)
+)
 ALL = f"{MAIN},v2,recency,knorm,{OTHERS}"
 
 # Prefix and window take an eighth of the shortest context.
@@ -29,29 +36,23 @@ MULTI = "--chunks 0 --lengths 800 --depths middle --kinds multi"
 ONCE = f"{MULTI} --once"
 
 PARTS = {
-    # Needles of all policies, then what the text loses.
+    # Needles of all policies, and what the text loses.
     "needles": f"--policies {ALL} --retentions {RETENTIONS} {ONCE}",
     "text": f"--policies v3,{QUESTIONS},v3:evict=highest,v1,random --retentions {RETENTIONS} {TEXT}",
-    "text_others": f"--policies v2,{V1_QUESTIONS},recency,knorm,{OTHERS} --retentions {FEW} {TEXT}",
-    "rounds": f"--policies {MAIN} --retentions {FEW} {MULTI}",
+    "rounds": f"--policies {MAIN},{LATER} --retentions {FEW} {MULTI}",
     "kinds": f"--policies v3,{QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 800 "
     "--kinds single,paraphrased,decoys --once",
-    # Granularity and segments.
+    # Options.
     "blocks": f"--policies v3,{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
-    "segments": f"--policies v3:segments=1,{QUESTIONS}:segments=1,v3:segment_tokens=64,{QUESTIONS}:segment_tokens=64,"
-    f"v3:boundary_skip=8,{QUESTIONS}:boundary_skip=8 --retentions {FEW} {ONCE}",
-    "blocks_text": f"--policies v3,{QUESTIONS} --retentions 75 --granularities 8,16,32,64 {TEXT}",
-    "segments_text": f"--policies v3:segments=1,{QUESTIONS}:segments=1,v3:segment_tokens=64,v3:boundary_skip=8 "
-    f"--retentions {FEW} {TEXT}",
-    # What changes while a text is read.
-    "calibration": f"--policies v3:ema=0.1,v3:recalibrate=256 --retentions {FEW} {MULTI}",
-    "calibration_text": f"--policies v3:ema=0.1,v3:recalibrate=256 --retentions {FEW} {TEXT}",
+    "segments": f"--policies {SEGMENTS} --retentions {FEW} {ONCE}",
     "prefixes": f"--policies v3,{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
-    "prefixes_text": f"--policies v3 --retentions {FEW} --prefixes 0,16,32 {TEXT}",
     # Where the prefix holds the sinks, `streaming` is `recency`.
     "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
     # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
     "triggers": "--policies v3,random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 --seeds 0",
+    "text_others": f"--policies v2,{V1_QUESTIONS},recency,knorm,{OTHERS},{SEGMENTS},{LATER} --retentions {FEW} {TEXT}",
+    "text_prefixes": f"--policies v3 --retentions {FEW} --prefixes 0,16,32 {TEXT}",
+    "text_blocks": f"--policies v3,{QUESTIONS} --retentions {FEW} --granularities 16,64 {TEXT}",
     "long": f"--policies v3,{QUESTIONS},v1,{V1_QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 2000 "
     "--depths middle --kinds multi --once",
 }
