@@ -50,9 +50,10 @@ PARTS = {
     "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
     # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
     "triggers": "--policies v3,random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 --seeds 0",
-    "text_others": f"--policies v2,{V1_QUESTIONS},recency,knorm,{OTHERS},{SEGMENTS},{LATER} --retentions {FEW} {TEXT}",
-    "text_prefixes": f"--policies v3 --retentions {FEW} --prefixes 0,16,32 {TEXT}",
-    "text_blocks": f"--policies v3,{QUESTIONS} --retentions {FEW} --granularities 16,64 {TEXT}",
+    "text_others": f"--policies v2,{V1_QUESTIONS},recency,knorm,{OTHERS} --retentions {FEW} {TEXT}",
+    "text_options": f"--policies {SEGMENTS},{LATER} --retentions 75 {TEXT}",
+    "text_prefixes": f"--policies v3 --retentions 75 --prefixes 0,16,32 {TEXT}",
+    "text_blocks": f"--policies v3,{QUESTIONS} --retentions 75 --granularities 16,64 {TEXT}",
     "long": f"--policies v3,{QUESTIONS},v1,{V1_QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 2000 "
     "--depths middle --kinds multi --once",
 }
