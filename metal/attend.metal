@@ -6,6 +6,7 @@
 //   queries [B, Hq, L, KEY_DIM]: T, any strides
 //   key_flips: of the rotation of packed keys, see rotation.h
 //   packed_rows [B, H, capacity, 2 W]: 16-bit words, see packing.h; any strides but the last
+//   row_pairs [B, H, capacity, W]: the same as 32-bit words
 //   full_keys [B, H, S, KEY_DIM], full_values [B, H, S, VALUE_DIM]: T as 16-bit words; any strides but the last
 //   visible_ranges [at least B L, 2]: the tokens [first, last) of the sequence that a query of a batch row sees
 //   mask_bias [B, Hq, L, tokens]: added to scores where MASKED, else anything; any strides

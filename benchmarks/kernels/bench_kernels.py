@@ -28,6 +28,7 @@ from mlx_tq.kernels.phases import Phases
 ROOT = Path(__file__).parents[2]
 CALLS, ROUNDS = 50, 7
 COUNTED = (96, 224)  # tokens
+SHORT = 320  # packed tokens of a short context
 ONE_BLOCK = Phases(least_block=4096, short=0)  # what merging several costs is no cost of a token
 # Other ways of attention, and which of their kernels is counted: one for all, and what merges blocks of 64 tokens.
 ATTENTION = {"attend_short": (Phases(short=4096), 0), "merge": (Phases(least_block=64, short=0), 1)}
@@ -98,7 +99,14 @@ def counted() -> dict[str, Any]:
     few, many = found
     more = COUNTED[1] - COUNTED[0]
     rows = [{"kernel": name, **{k: (many[name][k] - few[name][k]) / more for k in many[name]}} for name in many]
-    return {"tokens": COUNTED, "kernels": rows}
+    whole = []
+    for name, short in (("attend, then merge", 0), ("attend_short", 65536)):
+        with impl.using("ops"):
+            (attend,) = (case for case in cases(SHORT, 1) if case.kernel == "attend")
+        with simulated() as counters, phases.using(Phases(short=short)):
+            mx.eval(attend.call())
+        whole.append({"kernel": name, "dispatches": len(counters), **_total(counters)})
+    return {"tokens": COUNTED, "kernels": rows, "short": {"packed_tokens": SHORT, "kernels": whole}}
 
 
 def _total(counters: list[Any]) -> Counter[str]:

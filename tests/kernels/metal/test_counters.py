@@ -26,7 +26,8 @@ def counted(groups: int, body: int) -> Counters:
 
 
 def bytes_per_token(groups: int) -> float:
-    few, many = (counted(groups, body).loaded["packed_rows"] for body in (FEW, MANY))
+    counters = [counted(groups, body).loaded for body in (FEW, MANY)]
+    few, many = (loaded["packed_rows"] + loaded["row_pairs"] for loaded in counters)
     return (many - few) / (MANY - FEW) / HEADS
 
 

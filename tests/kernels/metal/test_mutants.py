@@ -58,9 +58,9 @@ def rotated(**how) -> bool:
     return mx.array_equal(found, wht_ref(x, rotation, inverse=True)).item()
 
 
-def attends(tokens: int, value_dim: int = 112, short: int = 0, **how) -> bool:
+def attends(tokens: int, key: str = "tq3", value_dim: int = 112, short: int = 0, **how) -> bool:
     """5 queries; the first batch row does not see the last token, the second one only a window."""
-    layout = make_layout({**CASE, "value": "tq3", "value_dim": value_dim})
+    layout = make_layout({**CASE, "key": key, "value": "tq3", "value_dim": value_dim})
     shapes = [(2, 1, tokens, dim) for dim in (80, value_dim)]
     keys, values = (random(shape, "float16", seed) for seed, shape in enumerate(shapes))
     rows = encode_ref(keys, values, layout).rows
@@ -88,7 +88,7 @@ def attended(**how) -> bool:
 
 def attended_at_once(**how) -> bool:
     """The same in one kernel: of eight simdgroups, four attend to packed tokens, two to others, and two to none."""
-    return attends(110, value_dim=192, short=1000, **how)
+    return attends(110, key="tq4", value_dim=192, short=1000, **how)
 
 
 def scored(**how) -> bool:
@@ -248,6 +248,10 @@ MUTANTS = {
             "sink_logits[head * group + row / length]",
         ),
         "room for one row": ("outputs[ROUND *", "outputs[1 *"),
+        "lower words of pairs twice": ("words[n] >>= 16", "words[n] >>= 0"),
+        "halves of a pair for one unit": ("unit + 1, decoded", "unit, decoded"),
+        "pairs without their stride": ("pairs + token * pair_stride", "pairs + token * 2 * K::COUNT"),
+        "pairs of another head": ("batch * row_pairs_strides[0]", "head * row_pairs_strides[0]"),
     },
     scored: {
         "key rotated before it is whole": (f"{BARRIER}\nfloat x[N];", "float x[N];"),
