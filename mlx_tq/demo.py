@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mlx_tq.args import add_impl_argument
 from mlx_tq.chat.screen import memory_bar
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, profile
 from mlx_tq.haystack import QUESTION, Case, Verdict, build_case, load_text, verdict
@@ -85,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=float, default=0.0, help="where the fact stands, 0 to 1 (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the fact and the text around it")
     parser.add_argument("--budget", default="50%", help="what may stay: tokens, a share, or bytes (default: 50%%)")
+    add_impl_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
