@@ -5,7 +5,7 @@ value and dtype occur, and every three values of any parameters. test_attend_siz
 """
 
 import pytest
-from attention_cases import PARAMETERS, run_case
+from attention_cases import LONG_RUN_PEAK, PARAMETERS, run_case
 from covering import covering
 from simulated import attend_in_all_orders
 
@@ -19,7 +19,7 @@ PARTS = 40
 def run(cases, part):
     for number in range(part, len(cases), PARTS):
         case = dict(cases[number])
-        run_case(attend_in_all_orders(case.pop("short")), case, seed=number, peak=3.0)
+        run_case(attend_in_all_orders(case.pop("short")), case, seed=number, peak=LONG_RUN_PEAK)
 
 
 @pytest.mark.full
