@@ -158,33 +158,33 @@ def cells_of(arm: str, setting: Setting, cells: dict[str, dict[str, Any]]) -> li
 
 def settings(cells: dict[str, dict[str, Any]]) -> list[Setting]:
     """Policies, budgets and rungs that were measured."""
-    return sorted({(c["policy"], c["budget"], c["rung"]) for c in cells.values() if c["arm"] not in WHOLE})
+    found = {(c["policy"], c["budget"], c["rung"]) for c in cells.values() if c["arm"] not in WHOLE}
+    return sorted(found, key=lambda setting: (setting[2], setting[0], setting[1]))
 
 
 def table(cells: dict[str, dict[str, Any]]) -> str:
-    """The cells of each policy, budget, rung and arm in Markdown; hits and gone by depth: start, middle, end."""
-    head = "policy, budget | tokens | arm | native | rescue | missed | void | gone | evicted | quoted"
-    lines = [head, " | ".join("---" for _ in head.split("|"))]
-    for setting, arm in product(settings(cells), ARMS):
-        whole = cells_of(arm, setting, cells)
-        if not whole:
+    """A row of Markdown for each policy, budget and length: answers found by each arm, of so many cases."""
+    head = (
+        "tokens, policy, budget | cases | gone: start, middle, end | none | evict | rescue: native + rescued | "
+        "retrieval | void | evicted | quoted"
+    )
+    lines = [head, " | ".join("---" for _ in head.split(" | "))]
+    for setting in settings(cells):
+        by_arm = {arm: cells_of(arm, setting, cells) for arm in ARMS}
+        if not by_arm["rescue"]:
             continue
+        kinds = {arm: [outcome(c, cells) for c in some] for arm, some in by_arm.items()}
+        rescued = by_arm["rescue"]
+        gone = [sum(not c["live"] for c in rescued if c["depth"] == depth) for depth in DEPTHS]
+        found = {arm: some.count("native") for arm, some in kinds.items()}
+        evicted, quoted = (sum(c[name] for c in rescued) / len(rescued) for name in ("evicted", "injected"))
         policy, budget, rung = setting
-        kinds = [outcome(c, cells) for c in whole]
-        by_depth = [[(c, k) for c, k in zip(whole, kinds, strict=True) if c["depth"] == depth] for depth in DEPTHS]
-        gone = [sum(not c["live"] for c, _ in some) for some in by_depth]
-        back = [sum(k == "rescue" for _, k in some) for some in by_depth]
-        mean = {name: sum(c[name] for c in whole) / len(whole) for name in ("evicted", "injected")}
         lines.append(
-            f"{policy}, {budget} | {rung:,} | {arm} | {kinds.count('native')} | {_sum(back)} | "
-            f"{kinds.count('miss') + kinds.count('luck')} | {kinds.count('void')} | {_sum(gone)} | "
-            f"{mean['evicted']:,.0f} | {mean['injected']:.0f}"
+            f"{rung:,}, {policy}, {budget} | {len(rescued)} | {', '.join(map(str, gone))} | {found['none']} | "
+            f"{found['evict']} | {found['rescue']} + {kinds['rescue'].count('rescue')} | {found['retrieval']} | "
+            f"{kinds['rescue'].count('void')} | {evicted:,.0f} | {quoted:.0f}"
         )
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def _sum(counts: list[int]) -> str:
-    return f"{sum(counts)} ({' + '.join(map(str, counts))})" if sum(counts) else "0"
 
 
 def main() -> None:

@@ -112,6 +112,17 @@ def test_quantisation_starts_where_asked(cli):
     assert ratios[0] == 1 < ratios[1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--kv-bits", 4, "--quantized-kv-start", 1234), "mlx-lm's own, at 4 bits from 1,234 tokens on"),
+        (("--kv-profile", "off"), "mlx-lm's own"),
+    ],
+)
+def test_mlx_lms_own_cache_is_named(cli, flags, says):
+    assert f"KV cache: {says}\n" in cli("generate", "-p", "hi", "--max-tokens", 1, *flags).err
+
+
 def test_off_ratio_is_one(cli):
     cache = cli("generate", *ASK, "--kv-profile", "off", "--json").json["stats"]["cache"]
     assert cache["ratio"] == 1

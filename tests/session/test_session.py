@@ -182,7 +182,7 @@ def test_a_first_turn_that_is_undone_leaves_nothing(chat):
     threading.Timer(0.3, session.stop).start()
     assert list(replies) == []
     stats = session.stats
-    assert (stats.turns, stats.tokens, stats.live, stats.nbytes) == (0, 0, 0, 0)
+    assert (stats.turns, stats.tokens, stats.live, stats.nbytes, stats.fp16_nbytes) == (0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("most", [0, -2, 1.5, True, "3"])
