@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WORDS_A_SPAN = 180  # about the 256 tokens at which mlx_tq cuts a span
+WORDS_A_SPAN = 180  # about the 256 tokens that an embedder of sentences takes in
 
 
 @dataclass
