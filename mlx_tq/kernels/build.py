@@ -42,7 +42,7 @@ def built(kernel: Kernel, where: str, constants: Constants) -> Callable[..., lis
     """The object of `mx.fast` for a kernel with these constants; its text is compiled when it first runs.
 
     The constants stand in the text, and not in `template`, which mlx takes apart at every call: twenty values take
-    3 us. As mlx keeps one text for a name, they are in the name too. Inputs are never copied.
+    2 us. As mlx keeps one text for a name, they are in the name too. Inputs are never copied.
     """
     make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
     header, body = text(kernel.name, where)

@@ -1,0 +1,72 @@
+"""What mlx's host does for a call of a kernel, by the length of its text and the number of its template values.
+
+    python -m benchmarks.kernels.bench_host
+
+A kernel cannot be called without a GPU, except while a function is traced for export; that builds the same text.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.environment import environment
+
+RESULT = Path(__file__).parents[1] / "results" / "kernels_host.json"
+INPUTS, CALLS, ROUNDS, PASSES = 9, 500, 5, 5
+LINE = "float tq_function(float a, float b) { return tq_mul(a, b); }\n"
+
+
+class _Measured(Exception):  # noqa: N818  it ends a trace, it is no error
+    pass
+
+
+def microseconds(text_bytes: int, values: int) -> float:
+    """The least of some rounds, of one call."""
+    names = [f"input_{i}" for i in range(INPUTS)]
+    kernel = mx.fast.metal_kernel(
+        name="measured",
+        input_names=names,
+        output_names=["result"],
+        header=(LINE * (text_bytes // len(LINE) + 1))[:text_bytes],
+        source="uint lane = thread_index_in_simdgroup;",
+        ensure_row_contiguous=False,
+    )
+    call: dict[str, Any] = {"template": [(f"CONSTANT_{i}", i) for i in range(values)]} if values else {}
+    call |= {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(1,)], "output_dtypes": [mx.float32]}
+    rounds: list[float] = []
+
+    def traced(*arrays: mx.array) -> None:
+        inputs = list(arrays)
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                kernel(inputs=inputs, **call)
+            rounds.append((time.perf_counter() - started) / CALLS * 1e6)
+        raise _Measured
+
+    with suppress(_Measured):
+        mx.export_function(os.devnull, traced, *[mx.zeros(8) for _ in names])
+    return min(rounds)
+
+
+def main() -> None:
+    """Measure and write."""
+    cases = [(size, values) for size in (0, 5_000, 10_000, 20_000, 40_000) for values in (0, 20)]
+    passes = [[microseconds(*case) for case in cases] for _ in range(PASSES)]
+    rows = [
+        {"text_bytes": size, "template_values": values, "microseconds": round(min(times), 2)}
+        for (size, values), times in zip(cases, zip(*passes, strict=True), strict=True)
+    ]
+    report = {"command": "python -m benchmarks.kernels.bench_host", "environment": environment(), "calls": rows}
+    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
