@@ -174,6 +174,7 @@ def write(phases: Phases) -> Path:
             f"the measured phases cannot be kept in {path}: {error}. Make its folder writable."
         ) from error
     _table.cache_clear()
+    _in_use.cache_clear()
     return path
 
 
@@ -182,7 +183,13 @@ _chosen: list[Phases] = []
 
 def current() -> Phases:
     """The thresholds in use."""
-    return _chosen[-1] if _chosen else table().phases
+    return _chosen[-1] if _chosen else _in_use(impl.current())
+
+
+@cache
+def _in_use(where: str) -> Phases:
+    """Those of the table for `where`, what computes now: each layer of each step asks."""
+    return table().phases
 
 
 @contextmanager

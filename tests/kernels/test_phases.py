@@ -21,7 +21,9 @@ def file(monkeypatch, tmp_path):
     """Where the table is kept, out of the way of this machine's own."""
     path = tmp_path / "mlx_tq" / "phases.json"
     monkeypatch.setattr(phases, "file", lambda: path)
-    return path
+    phases._in_use.cache_clear()
+    yield path
+    phases._in_use.cache_clear()
 
 
 def keep(path, content) -> None:
