@@ -37,13 +37,13 @@ GRACE_S = 10
 
 
 def serve(settings: Settings) -> None:
-    """Run until a signal ends it; the store is sealed on the way out."""
+    """Run until a signal ends it; the store is sealed on the way out, or deleted where it was made for one program."""
     logs.configure(settings.log_level)
     listener = _listen(settings)
     service = RescueService(settings)
     # uvicorn stops at the signal and then raises it again: this makes of it an exit that passes through `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    if settings.exit_with_stdin:
+    if settings.ephemeral:
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     try:
         host, port = listener.getsockname()[:2]
@@ -61,6 +61,8 @@ def serve(settings: Settings) -> None:
     finally:
         service.close()
         log.info("closed")
+        if settings.ephemeral:
+            shutil.rmtree(settings.data_dir, ignore_errors=True)
 
 
 def _exit_with_stdin() -> None:

@@ -84,8 +84,8 @@ class Settings(BaseSettings):
     max_in_flight: Count = Field(64, description="requests at once; further ones are answered 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the ones used longest ago leave first")
     index: Literal["auto", "faiss", "numpy"] = Field("auto", description="auto is faiss where it is installed")
-    exit_with_stdin: bool = Field(
-        False, description="end when standard input does; for a program that runs a service of its own"
+    ephemeral: bool = Field(
+        False, description="end when standard input does, and delete data_dir; for a program with a service of its own"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the JSON lines on stderr")
 

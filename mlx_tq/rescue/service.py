@@ -1,7 +1,8 @@
 """Where the rescue service is: at a URL, or a private one that ends with us.
 
 A private one is a child process on a free loopback port, with a token and a folder of its own. It ends when it is told
-to, when this process ends, and also when this process is killed: it watches a pipe that only we hold open.
+to, when this process ends, and also when this process is killed: it watches a pipe that only we hold open. Its folder
+is deleted with it.
 """
 
 import asyncio
@@ -176,11 +177,12 @@ class PrivateService:
         environment = {"RESCUE_QUERY_TIMEOUT_S": _QUERY_S}
         environment |= {name: value for name, value in os.environ.items() if name not in _OURS}
         environment |= {
-            "RESCUE_DATA_DIR": str(self._folder / "data"),
+            "RESCUE_DATA_DIR": str(self._folder),
             "RESCUE_PORT": "0",
             TOKEN_VARIABLE: self._token,
-            "RESCUE_EXIT_WITH_STDIN": "true",
+            "RESCUE_EPHEMERAL": "true",
         }
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # one that was told to end has deleted it
         with (self._folder / _LOG).open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603  our own module
                 _COMMAND,
@@ -199,7 +201,7 @@ class PrivateService:
         try:
             async with asyncio.timeout(_START_S):
                 while True:
-                    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+                    lines = _complete_lines(log)
                     for line in lines:
                         if url := _url_of(line):
                             return url
@@ -215,6 +217,13 @@ class PrivateService:
                 f"the private rescue service did not start within {_START_S:.0f} s; start one with `mlx-tq-rescue "
                 "serve` and see what it says, or choose --rescue off."
             ) from None
+
+
+def _complete_lines(log: Path) -> list[str]:
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except FileNotFoundError:  # the child was told to end already, and has deleted its folder
+        return []
 
 
 def _url_of(line: str) -> str | None:

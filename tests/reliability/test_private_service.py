@@ -61,21 +61,36 @@ def test_a_killed_one_is_started_again_with_what_it_had():
     assert not ours()
 
 
-def test_it_ends_with_a_process_that_is_killed(popen):
+def test_one_that_was_told_to_end_is_started_again():
+    with RescueClient(open_service(AUTO)) as client:
+        assert client.ready(START_S)
+        (child,) = ours()
+        child.terminate()
+        child.wait()
+        assert client.ready(START_S)
+        assert len(ours()) == 1
+
+
+def test_it_ends_with_a_process_that_is_killed_and_leaves_no_text(popen, tmp_path):
     code = f"""
 import sys, time
-from mlx_tq.rescue import RescueClient, open_service
+from mlx_tq.rescue import RescueClient, Span, open_service
 client = RescueClient(open_service("auto"))
 client.ready({START_S})
+client.write("s", [Span{tuple(FACT)!r}])
+assert client.flush({START_S})
 print(client._service._private.pid, flush=True)
 time.sleep(600)
 """
-    process = popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    process = popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, env=environment)
     child = psutil.Process(int(process.stdout.readline()))
     assert child.is_running()
+    assert list(tmp_path.iterdir())
     process.send_signal(signal.SIGKILL)
     process.communicate()
     child.wait(START_S)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_it_says_when_it_cannot_start(monkeypatch):
