@@ -1,14 +1,12 @@
 """Run in a fresh process: memory of a few compressed layers as their context grows. Prints one JSON object.
 
-Arguments: layers, key format, value format, queries of a chunk that attend, lengths at which to measure. The format
-"plain" is mlx-lm's own cache.
+Arguments: layers, key format, value format, queries of a chunk that attend, lengths at which to measure.
 """
 
 import json
 import sys
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from mlx_tq.cache import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
@@ -23,35 +21,26 @@ def forward(caches, chunk, queries):
     out = mx.array(0.0)
     for cache in caches:
         keys, values, q = (mx.random.normal((1, heads, chunk, DIM)) for heads in (HEADS, HEADS, QUERY_HEADS))
-        keys, q, mask = keys + out.mean(), q[:, :, -queries:], "causal" if chunk > 1 else None
-        if isinstance(cache, KVCache):
-            out = mx.fast.scaled_dot_product_attention(
-                q, *cache.update_and_fetch(keys, values), scale=DIM**-0.5, mask=mask
-            )
-        else:
-            out = cache.append(keys, values).attend(q, DIM**-0.5, mask, None)
+        view = cache.append(keys + out.mean(), values)
+        out = view.attend(q[:, :, -queries:], DIM**-0.5, "causal" if chunk > 1 else None, None)
     mx.eval(out, [cache.state for cache in caches])
 
 
 def main(layers, key, value, queries, lengths):
-    if key == "plain":
-        caches = [KVCache() for _ in range(layers)]
-    else:
-        config = KVConfig(key=key, value=value)
-        caches = [CompressedKVCache(CacheSpec.for_layer(config, i, key, value)) for i in range(layers)]
+    config = KVConfig(key=key, value=value)
+    caches = [CompressedKVCache(CacheSpec.for_layer(config, i, key, value)) for i in range(layers)]
     seen = []
     for length in lengths:
         while caches[0].offset < length - STEPS:
             mx.clear_cache()
             mx.reset_peak_memory()
             forward(caches, min(CHUNK, length - STEPS - caches[0].offset), queries)
-            highest = mx.get_peak_memory()
-            peak = highest - mx.get_active_memory()
+            peak = mx.get_peak_memory() - mx.get_active_memory()
         for _ in range(STEPS):
             forward(caches, 1, 1)
         mx.clear_cache()
         active, declared = mx.get_active_memory(), sum(cache.nbytes for cache in caches)
-        seen.append({"active": active, "declared": declared, "peak": peak, "highest": highest})
+        seen.append({"active": active, "declared": declared, "peak": peak})
     print(json.dumps(seen))
 
 

@@ -48,15 +48,3 @@ def test_prefill_holds_the_scratch_of_one_layer():
     scores, past = 2 * 512 * tokens * 4, 2 * tokens * 128 * 4
     assert many["peak"] <= 2 * scores + 3 * past
     assert many["peak"] <= 1.1 * few["peak"]
-
-
-def test_prefill_peaks_below_plain_by_what_the_codes_save():
-    """Less the scratch of one layer, four copies of its past: decoded, the blocks that this is put together of, what
-    they were in fp32, and what mlx's CPU stream allocates ahead of its work.
-    """
-    layers, tokens = 8, 1536
-    (ours,), (plain,) = (measure(layers, *formats, 64, tokens) for formats in (("tq4", "tq4"), ("plain", "plain")))
-    saved = plain["declared"] - ours["declared"]
-    past = 2 * tokens * 128 * 4
-    assert saved >= 5 * past  # so that the bound says something
-    assert plain["highest"] - ours["highest"] >= saved - 4 * past

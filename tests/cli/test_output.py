@@ -58,7 +58,7 @@ def test_plan_says_which_layers_stay_as_they_are(cli, tmp_path):
 
 def test_off_has_no_plan_and_no_ratio(cli):
     err = cli("generate", *ASK, "--kv-profile", "off").err
-    assert err.startswith("prompt: ")
+    assert err.startswith("KV cache: mlx-lm's own\nprompt: ")
     assert re.search(r"^KV cache: \d+ tokens in [\d.]+ MB$", err, re.MULTILINE)
 
 

@@ -172,7 +172,7 @@ def test_truncated(cli, saved, native):
         for keep in (0, 5, 100, 5000, len(whole) - 1):
             file.write_bytes(whole[:keep])
             for flags in ((), OFF):
-                refused(cli("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "Make")
+                refused(cli("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "another copy")
 
 
 def test_foreign(cli, tmp_path):
