@@ -144,7 +144,7 @@ def test_the_service_is_a_dict(scale):
             run_state_machine_as_test(
                 Rescue,
                 settings=settings(
-                    max_examples=30 * scale,
+                    max_examples=15 * scale,
                     stateful_step_count=20,
                     deadline=None,
                     suppress_health_check=list(HealthCheck),
