@@ -36,14 +36,17 @@ SIZES = sorted(
 PEAK = 3.0  # of the largest error: see run_case's other users
 
 
-def on_simulator(**how):
-    """`_attend_gpu`, run there, in two kernels."""
+def on_simulator(short=0, **how):
+    """`_attend_gpu`, run there: in two kernels, or in one for up to `short` tokens."""
 
     def solve(*arguments, **options) -> mx.array:
-        with simulated(**how), phases.using(replace(phases.current(), short=0)):
+        with simulated(**how), phases.using(replace(phases.current(), short=short)):
             return _attend_gpu(*arguments, **options)
 
     return solve
+
+
+either_form = pytest.mark.parametrize("solve", [on_simulator(), on_simulator(short=65536)], ids=["two", "one"])
 
 
 def sizes_of(number: int) -> Iterator[dict]:
@@ -140,28 +143,30 @@ def test_a_query_that_is_all_masked_is_finite(mask):
     assert np.isfinite(np.array(problem.solve(on_simulator(), mask))).all()
 
 
-def test_unused_capacity_is_never_read():
+@either_form
+def test_unused_capacity_is_never_read(solve):
     """NaN, or zeros, or no capacity at all."""
     problem = make_problem(body=33)
     rows = problem.arguments["rows"][:, :, :33]
     outputs = []
     for spare, word in ((1, 0xFFFFFFFF), (300, 0x7E007E00), (5, 0), (0, 0)):
         problem.arguments["rows"] = poison(rows, spare, word)
-        outputs.append(problem.solve(on_simulator(), "causal"))
+        outputs.append(problem.solve(solve, "causal"))
     assert all(mx.array_equal(out, outputs[0]) for out in outputs)
 
 
-def test_any_strides():
+@either_form
+def test_any_strides(solve):
     """Rows of a batch, heads the other way round, tokens that skip: read in place."""
     problem = make_problem(batch=3, groups=1, dtype="float32")
     arguments = dict(problem.arguments)
     for name in ("queries", "rows", "keys", "values"):
         arguments[name] = arguments[name][1:2, ::-1]
-    whole = problem.solve(on_simulator(), "causal")[1:2, ::-1]
-    assert mx.allclose(on_simulator()(**arguments, mask="causal"), whole, rtol=1e-6, atol=1e-6)
+    whole = problem.solve(solve, "causal")[1:2, ::-1]
+    assert mx.allclose(solve(**arguments, mask="causal"), whole, rtol=1e-6, atol=1e-6)
     spaced = {name: mx.repeat(problem.arguments[name], 2, axis=2)[:, :, ::2] for name in ("keys", "values", "queries")}
-    found = on_simulator()(**{**problem.arguments, **spaced}, mask="causal")
-    assert mx.array_equal(found, problem.solve(on_simulator(), "causal"))
+    found = solve(**{**problem.arguments, **spaced}, mask="causal")
+    assert mx.array_equal(found, problem.solve(solve, "causal"))
 
 
 @pytest.mark.parametrize(("least", "most"), [(32, 256), (64, 3), (1000, 256)])
