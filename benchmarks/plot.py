@@ -1,4 +1,4 @@
-"""Plot JSON reports of `mlx_tq.bench` and `mlx_tq.evaluate sweep` beside them, as SVG."""
+"""Plot JSON reports of `mlx_tq.bench`, of one layer or a model, and `mlx_tq.evaluate sweep` beside them, as SVG."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ from plot_sweep import plot_sweep
 # Our profiles in blues, mlx-lm's arms in greys.
 COLOURS = {
     "fp16": "#3a3a3a",
+    "off": "#3a3a3a",
     "kv-bits 8": "#8a8a8a",
     "kv-bits 4": "#bdbdbd",
     "safe": "#08519c",
@@ -56,12 +57,35 @@ def plot_decode_attention(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_model(report: dict[str, Any], path: Path) -> None:
+    """A panel for reading, the answer, and memory at each type: by context, one line an arm."""
+    figures = [figure for figure in report["figures"] if figure["batch"] == 1]
+    dtypes = list(dict.fromkeys(figure["dtype"] for figure in figures))
+    arms = list(dict.fromkeys(figure["arm"] for figure in figures))
+    measured = (("prefill_tps", 1, "read, tok/s"), ("decode_tps", 1, "answer, tok/s"), ("kv_nbytes", 1e9, "KV, GB"))
+    figure, axes = plt.subplots(len(dtypes), 3, figsize=(11, 3.2 * len(dtypes)), squeeze=False)
+    for row, dtype in zip(axes, dtypes, strict=True):
+        for axis, (name, unit, title) in zip(row, measured, strict=True):
+            for arm in arms:
+                found = [(f["tokens"], f[name] / unit) for f in figures if f["arm"] == arm and f["dtype"] == dtype]
+                axis.plot(*zip(*found, strict=True), marker="o", label=arm, color=COLOURS.get(arm))
+            axis.set(title=f"{title} ({dtype})", xscale="log", ylim=0, xlabel="tokens of the prompt")
+            axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=len(arms), loc="lower center", frameon=False)
+    about = report["environment"]
+    figure.suptitle(f"{report['model']} on {about['device']} ({about['backend']}, {about['blas']})", fontsize=10)
+    figure.tight_layout(rect=(0, 0.2 / len(dtypes), 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> None:
     """Plot each report named on the command line."""
     for name in sys.argv[1:]:
         path = Path(name)
         report = json.loads(path.read_text(encoding="utf-8"))
-        plot = plot_sweep if report.get("command") == "sweep" else plot_decode_attention
+        decode_or_model = plot_model if "figures" in report else plot_decode_attention
+        plot = plot_sweep if report.get("command") == "sweep" else decode_or_model
         plot(report, path.with_suffix(".svg"))
 
 

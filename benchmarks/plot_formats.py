@@ -59,7 +59,7 @@ def main() -> None:
         axis.plot([r["nbytes"] for r in own], [r["kld"] for r in own], "o", ms=4, label=label, color=colour)
     best = front(rows)
     axis.plot([r["nbytes"] for r in best], [r["kld"] for r in best], "-", lw=0.8, color="#08519c", zorder=0)
-    profiles = {f"{config.key}/{config.value}": f" ({name})" for name, config in PROFILES.items()}
+    profiles = {f"{config.key}/{config.value}": f" ({name})" for name, config in PROFILES.items() if not config.evict}
     for row in rows:
         name, on_front = row["name"], row in best
         if name in NAMED or (on_front and "+" not in name and "q8_0" not in name):

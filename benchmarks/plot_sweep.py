@@ -16,16 +16,16 @@ from mlx_tq.evaluate.sweep_table import survival
 
 # TriAttention in blues, the opposite sign in red, controls in greys.
 COLOURS = {
-    "v3": "#08519c",
-    "v3:stats=questions.safetensors": "#238b45",
-    "v1:stats=questions.safetensors": "#a1d99b",
-    "v3:stats=questions.safetensors:aggregation=v3": "#74c476",
-    "v3:stats=questions.safetensors:aggregation=expected_attention": "#006d2c",
-    "v3:nope=off": "#6baed6",
-    "v3:evict=highest": "#cb181d",
-    "v3:evict=highest:nope=off": "#fb6a4a",
-    "v2": "#9ecae1",
-    "v1": "#3182bd",
+    "triattention:stats=text": "#08519c",
+    "triattention:stats=questions.safetensors": "#238b45",
+    "triattention:mode=v1:stats=questions.safetensors": "#a1d99b",
+    "triattention:stats=questions.safetensors:aggregation=v3": "#74c476",
+    "expected_attention:stats=questions.safetensors": "#006d2c",
+    "triattention:stats=text:score_unrotated_dims=on": "#6baed6",
+    "triattention:stats=text:evict=highest": "#cb181d",
+    "triattention:stats=text:evict=highest:score_unrotated_dims=on": "#fb6a4a",
+    "triattention:stats=text:mode=v2": "#9ecae1",
+    "triattention:stats=text:mode=v1": "#3182bd",
     "random": "#3a3a3a",
     "recency": "#8a8a8a",
     "streaming": "#a6a6a6",
@@ -33,11 +33,14 @@ COLOURS = {
 }
 
 LABELS = {
-    "v3:stats=questions.safetensors": "v3, questions",
-    "v1:stats=questions.safetensors": "v1, questions",
-    "v3:stats=questions.safetensors:aggregation=v3": "v3 aggregation, questions",
-    "v3:stats=questions.safetensors:aggregation=expected_attention": "expected_attention, questions",
-    "v3:evict=highest": "v3, highest leave",
+    "triattention:stats=text": "v3",
+    "triattention:stats=text:mode=v1": "v1",
+    "triattention:stats=text:mode=v2": "v2",
+    "triattention:stats=questions.safetensors": "v3, questions",
+    "triattention:mode=v1:stats=questions.safetensors": "v1, questions",
+    "triattention:stats=questions.safetensors:aggregation=v3": "v3 aggregation, questions",
+    "expected_attention:stats=questions.safetensors": "expected_attention, questions",
+    "triattention:stats=text:evict=highest": "v3, highest leave",
 }
 
 _LEAST = 5  # retentions of a line

@@ -7,9 +7,15 @@ python examples/chat.py [MODEL]
 import sys
 
 import mlx_tq
+from mlx_tq.policies import TriAttention
 
-model, tokenizer = mlx_tq.load(sys.argv[1] if len(sys.argv) > 1 else None)
-config = mlx_tq.KVConfig(evict=mlx_tq.EvictConfig(budget="50%", granularity=64))
+try:
+    model, tokenizer = mlx_tq.load(sys.argv[1] if len(sys.argv) > 1 else None)
+except mlx_tq.MlxTqError as error:
+    sys.stderr.write(f"{error}\n")
+    sys.exit(2)
+# Half of the tokens stay; the rest leave in blocks that can be read again.
+config = mlx_tq.KVConfig(evict=mlx_tq.EvictConfig(TriAttention(granularity=64), "50%"))
 
 with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
     for words in ("The access code is 417295.", "What is the access code?"):

@@ -8,18 +8,25 @@ import sys
 from pathlib import Path
 
 import mlx_tq
+from mlx_tq.policies import TriAttention
 
 if len(sys.argv) not in (3, 4):
     sys.stderr.write('usage: python examples/long_document.py FILE "QUESTION" [MODEL]\n')
     sys.exit(2)
 document, question, *rest = sys.argv[1:]
-model, tokenizer = mlx_tq.load(rest[0] if rest else None)
-# Half of the tokens stay; the rest leave in blocks that can be read again. 256 tokens calibrate what is worth keeping.
-config = mlx_tq.KVConfig(prefix=32, evict=mlx_tq.EvictConfig(budget="50%", granularity=64, warmup=256))
 
-with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
-    # The document is a turn of its own: what is evicted while it is read can be found when the question comes.
-    "".join(session.respond(Path(document).read_text(encoding="utf-8"), max_tokens=8))
-    print("".join(session.respond(question)))
-    for start, stop in session.turns[-1].rehydration.ranges:
-        print(f"brought back: tokens {start} to {stop}")
+try:
+    text = Path(document).read_text(encoding="utf-8")
+    model, tokenizer = mlx_tq.load(rest[0] if rest else None)
+    # Half of the tokens stay; the rest leave in blocks that can be read again. 256 tokens calibrate what is kept.
+    config = mlx_tq.KVConfig(prefix=32, evict=mlx_tq.EvictConfig(TriAttention(granularity=64, warmup=256), "50%"))
+
+    with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
+        # The document is a turn of its own: what is evicted while it is read can be found when the question comes.
+        "".join(session.respond(text, max_tokens=8))
+        print("".join(session.respond(question)))
+        for start, stop in session.turns[-1].rehydration.ranges:
+            print(f"brought back: tokens {start} to {stop}")
+except (OSError, UnicodeDecodeError, mlx_tq.MlxTqError) as error:
+    sys.stderr.write(f"{document}: {error}\n")
+    sys.exit(2)

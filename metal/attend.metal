@@ -1,19 +1,28 @@
 // Attention of a few queries over one block of tokens: the first of two passes, see merge.metal.
 //
 // A threadgroup is one simdgroup. It takes QUERIES query rows of one KV head (row n is query n % L of head n / L) and a
-// block of packed tokens or of tokens in the model's type.
+// block of packed tokens or of tokens in the model's type. All arrays are contiguous.
 //
-//   queries [B, Hq, L, KEY_DIM]: T, any strides
+//   queries [B, Hq, L, KEY_DIM]: T
 //   key_flips: of the rotation of packed keys, see rotation.h
-//   packed_rows [B, H, capacity, 2 W]: 16-bit words, see packing.h; any strides but the last
-//   row_pairs [B, H, capacity, W]: the same as 32-bit words
-//   full_keys [B, H, S, KEY_DIM], full_values [B, H, S, VALUE_DIM]: T as 16-bit words; any strides but the last
-//   visible_ranges [at least B L, 2]: the tokens [first, last) of the sequence that a query of a batch row sees
-//   mask_bias [B, Hq, L, tokens]: added to scores where MASKED, else anything; any strides
-//   score_scale [8]: the first multiplies scores
-//   attend_sizes [8]: tokens of the prefix, packed tokens, and blocks of them
+//   mask_bias [B, Hq, L, tokens], or 1 for each of the first three: float, added to scores where MASKED, else anything
+//   attend_sizes: Hq, H, L, whether queries see no later ones, the bits of what multiplies scores, and the steps of
+//     mask_bias from one B, Hq and L to the next; then, for each row of the batch, tokens of the prefix, packed tokens,
+//     those in the model's type, the capacities of packed_rows and of full_keys, blocks of packed tokens, blocks, and BLOCKS
+//   packed_rows [B, H, capacity, W]: 32-bit words, two of packing.h's in each
+//   full_keys [B, H, capacity, KEY_DIM], full_values [B, H, capacity, VALUE_DIM]: the model's type
 //   block_outputs [B, H, N, BLOCKS, VALUE_DIM], block_maxima, block_sums [B, H, N, BLOCKS]: float, unnormalised, N = G L.
 //     Maxima count powers of two. Blocks of packed tokens come first; their outputs are rotated.
+//
+// Where CONDITIONED also:
+//
+//   attend_sizes: behind the above, for each row of the batch, the capacity of key_means, the row's number of its first packed
+//     token, and whether mean_index tells which mean a token has; else MEAN_TOKENS tokens share one
+//   key_scale [B, H, KEY_DIM]: float, by which queries of packed keys are divided
+//   key_means [B, H, capacity, KEY_DIM]: half
+//   mean_index [capacity]: int, or anything
+//
+// Inputs from packed_rows on come once, or SOURCES times: then each row of the batch has its own, with B = 1.
 //
 // Grid (32, BLOCKS, B H ceil(N / QUERIES)), threadgroup (32, 1, 1).
 #include "attention.h"
@@ -23,14 +32,18 @@
 using PACK = typename tq_numbers<QUERIES>::type;
 threadgroup PACK query[KEY_DIM];
 threadgroup PACK weight[32];
-uint block = threadgroup_position_in_grid.y, blocks = threadgroups_per_grid.y;
-bool leads = true;
 
 #include "tile.inc"
 
+uint block = threadgroup_position_in_grid.y;
+if (int(block) >= blocks) return;
+bool leads = true;
+
+#include "block.inc"
+
 TQ_UNROLL for (int q = 0; q < QUERIES; q++)
   if (q < count) {
-    uint place = (at + uint(q)) * blocks + block;
+    uint place = (at + uint(q)) * uint(attend_sizes[entry + 7]) + block;
     if (packed) {
       tq_store<PACKED_VALUES>(int(lane), q, place, sums, block_outputs, block_maxima, block_sums);
     } else {

@@ -3,7 +3,8 @@
 // A threadgroup takes QUERIES query rows of one KV head and all tokens, a block of them each simdgroup. What blocks found
 // goes through threadgroup memory, ROUND query rows at a time, and a simdgroup merges it for each row.
 //
-//   inputs: those of attend.metal, then value_flips and sink_logits as in merge.metal
+//   inputs: those of attend.metal, where each row of the batch has SIMDGROUPS blocks, and value_flips and sink_logits as in
+//     merge.metal
 //   attended [B, Hq, L, VALUE_DIM]: T
 //
 // Grid (32 SIMDGROUPS, 1, B H ceil(N / QUERIES)), threadgroup (32 SIMDGROUPS, 1, 1). SIMDGROUPS is at least ROUND.
@@ -19,12 +20,15 @@ threadgroup PACK weights[32 * SIMDGROUPS];
 threadgroup float outputs[ROUND * SIMDGROUPS * VALUE_DIM];
 threadgroup float maxima[ROUND * SIMDGROUPS];
 threadgroup float totals[ROUND * SIMDGROUPS];
-uint block = simdgroup_index_in_threadgroup, blocks = SIMDGROUPS;
-bool leads = block == 0 || int(block) == attend_sizes[2];
-auto query = asking + (int(block) < attend_sizes[2] ? 0 : KEY_DIM);
-auto weight = weights + 32 * int(block);
 
 #include "tile.inc"
+
+uint block = simdgroup_index_in_threadgroup;
+bool leads = block == 0 || int(block) == packed_blocks;
+auto query = asking + (int(block) < packed_blocks ? 0 : KEY_DIM);
+auto weight = weights + 32 * int(block);
+
+#include "block.inc"
 
 TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
   if (start > 0) threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -4,51 +4,24 @@
 // Tokens are taken 32 at a time. For scores a lane is a token: each code is decoded once for all queries, and no lane
 // waits for another. For values a lane is a unit of the vector (see units.h), or as many lanes as there are units share
 // the 32 tokens.
+#include "means.h"
 #include "rotation.h"
-#include "softmax.h"
 #include "units.h"
+#if TQ_CONDITIONED
+#include "weights.h"
+#endif
 
 // Tokens [start, stop) of one kind. In the sequence, those from `fold` on stand `shift` tokens later.
 struct tq_block {
   int start, stop, fold, shift;
 };
 
-// Block number `block` of `blocks` that tokens [start, stop) are cut into, each of whole 32 but the last.
-TQ_FN void tq_cut(int start, int stop, int block, int blocks, TQ_THREAD tq_block& tokens) {
-  int size = ((stop - start + blocks - 1) / blocks + 31) / 32 * 32;
-  tokens.start = start + block * size;
+// Block number `block` of `blocks` that tokens [0, stop) are cut into, each of whole 32 but the last.
+TQ_FN void tq_cut(int stop, int block, int blocks, TQ_THREAD tq_block& tokens) {
+  int size = ((stop + blocks - 1) / blocks + 31) / 32 * 32;
+  tokens.start = block * size;
   tokens.stop = tokens.start + size < stop ? tokens.start + size : stop;
 }
-
-// A number of each query row, loaded and stored at once.
-template <int QUERIES>
-struct tq_numbers {
-  using type = float;
-  static TQ_FN type pack(TQ_THREAD const float* x) { return x[0]; }
-  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed; }
-};
-template <>
-struct tq_numbers<2> {
-  using type = float2;
-  static TQ_FN type pack(TQ_THREAD const float* x) {
-    float2 packed;
-    packed.x = x[0], packed.y = x[1];
-    return packed;
-  }
-  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed.x, x[1] = packed.y; }
-};
-template <>
-struct tq_numbers<4> {
-  using type = float4;
-  static TQ_FN type pack(TQ_THREAD const float* x) {
-    float4 packed;
-    packed.x = x[0], packed.y = x[1], packed.z = x[2], packed.w = x[3];
-    return packed;
-  }
-  static TQ_FN void unpack(type packed, TQ_THREAD float* x) {
-    x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
-  }
-};
 
 // What the lanes keep of each query row, and of each row's values.
 template <int QUERIES, int VALUES>
@@ -77,11 +50,12 @@ TQ_FN void tq_score(Query query, int unit, TQ_THREAD const float* decoded, TQ_TH
   }
 }
 
-// Attend to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES numbers. Where K::PAIRED the words of
-// keys are read from `pairs`, two by two, because each lane reads a row of its own: half as many loads that no other lane
-// shares.
-template <int QUERIES, bool MASKED, class K, class V, class Query, class Weight, class Keys, class Pairs, class Values, class Bias, class Sums>
-TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, int64_t key_stride, Pairs pairs, int64_t pair_stride, Values values, int64_t value_stride, TQ_THREAD const int* first, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, int64_t bias_stride, TQ_THREAD Sums& sums) {
+// Attend to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES numbers; query q sees the tokens of
+// the sequence before last[q]. A token's key is KEY_WORDS 16-bit words behind the one before, its value VALUE_WORDS. Where
+// K::PAIRED the words of keys are read from `pairs`, two by two, because each lane reads a row of its own: half as many
+// loads that no other lane shares. Of means.h are `means`, `index` and `known`; the first two are anything where keys are plain.
+template <int QUERIES, bool MASKED, class K, class V, int KEY_WORDS, int VALUE_WORDS, class Query, class Weight, class Keys, class Pairs, class Values, class Means, class Index, class Known, class Bias, class Sums>
+TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, Pairs pairs, Values values, Means means, Index index, TQ_THREAD Known& known, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, TQ_THREAD Sums& sums) {
   using SHARE = tq_share<V>;
   using NUMBERS = tq_numbers<QUERIES>;
   constexpr int UNIT = V::VALUES, SPAN = SHARE::SPAN, VALUES = SHARE::VALUES;
@@ -94,15 +68,16 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
     int token = base + lane;
     int place = token < block.fold ? token : token + block.shift;  // in the sequence
     bool there = token < block.stop;
-    float score[QUERIES];
+    float score[QUERIES], added[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = 0.0f;
+    tq_add_means<int(K::DIM)>(lane, base, block.stop, query, means, index, known, added);
     float value_gain = 0.0f;
     if (there) {
-      auto key = keys + token * key_stride;
+      auto key = keys + int64_t(token) * KEY_WORDS;
       float decoded[K::VALUES];
       if (K::PAIRED) {
-        auto paired = pairs + token * pair_stride;
-        for (int unit = 0; unit < int(K::COUNT); unit += 2) {
+        auto paired = pairs + int64_t(token) * (KEY_WORDS / 2);
+        TQ_ROLLED for (int unit = 0; unit < int(K::COUNT); unit += 2) {
           uint words[K::WORDS];
           TQ_UNROLL for (int n = 0; n < int(K::WORDS); n++) words[n] = paired[K::place(unit, n) / 2];
           K::decode(words, decoded);
@@ -112,21 +87,21 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
           tq_score<QUERIES, K>(query, unit + 1, decoded, score);
         }
       } else {
-        for (int unit = 0; unit < int(K::COUNT); unit++) {
+        TQ_ROLLED for (int unit = 0; unit < int(K::COUNT); unit++) {
           K::load(key, unit, decoded);
           tq_score<QUERIES, K>(query, unit, decoded, score);
         }
       }
       float gain = K::gain(key);
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
-        score[q] = tq_mul(score[q], gain);
-        if (MASKED) score[q] = tq_larger(tq_fma(bias[bias_rows[q] + place * bias_stride], TQ_LOG2E, score[q]), TQ_MASKED);
+        score[q] = Known::ADDS ? tq_fma(score[q], gain, added[q]) : tq_mul(score[q], gain);
+        if (MASKED) score[q] = tq_larger(tq_fma(bias[bias_rows[q] + place], TQ_LOG2E, score[q]), TQ_MASKED);
       }
-      value_gain = V::gain(values + token * value_stride);
+      value_gain = V::gain(values + int64_t(token) * VALUE_WORDS);
     }
     float p[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
-      bool seen = there && place >= first[q] && place < last[q];
+      bool seen = there && place < last[q];
       float largest = tq_simd_max(seen ? score[q] : TQ_MASKED);
       if (largest > sums.maximum[q]) {  // all lanes alike
         float factor = tq_exp2(tq_sub(sums.maximum[q], largest));
@@ -144,7 +119,7 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
     int tokens = block.stop - base < 32 ? block.stop - base : 32;
     if (lane < int(SHARE::SLOTS) * SPAN) {
       for (int slot = lane / SPAN; slot < tokens; slot += int(SHARE::SLOTS)) {
-        auto value = values + (base + slot) * value_stride;
+        auto value = values + int64_t(base + slot) * VALUE_WORDS;
         NUMBERS::unpack(weight[slot], p);
         TQ_UNROLL for (int u = 0; u < int(SHARE::UNITS); u++) {
           int unit = u * 32 + lane % SPAN;

@@ -8,28 +8,44 @@
 //   dequantize_sizes [8]: L, and the threads that decode, a multiple of 256
 //   keys_out [B, H, S + L, KEY_DIM], values_out [B, H, S + L, VALUE_DIM]: T
 //
+// Where CONDITIONED also, contiguous; CLAMPED keys are clamped to fp16's range:
+//
+//   key_scale [B, H, KEY_DIM]: float, multiplied into the keys that follow
+//   key_means [B, H, n, KEY_DIM]: half, added to packed ones; mean_index [at least S]: int, which one
+//
 // Grid (the threads that decode, at least B H S units of the kind with more of them, then 32 B H L, 2, 1), threadgroup
 // (256, 1, 1).
-#include "rotation.h"
 #include "units.h"
+#include "vectors.h"
+#if TQ_CONDITIONED
+#include "weights.h"
+#endif
 
-template <class T, class FULL, int D, int BITS, bool WIDE, class Words, class Out>
-TQ_FN void tq_decode_unit(Words words, Words scale_words, int unit, Out out) {
+// Decodes a unit, and adds what `mean` has for its dims where CONDITIONED.
+template <class T, class FULL, int D, int BITS, bool WIDE, bool CONDITIONED, bool CLAMPED, class Words, class Mean, class Out>
+TQ_FN void tq_decode_unit(Words words, Words scale_words, int unit, Mean mean, Out out) {
   constexpr int VALUES = tq_unit<D, BITS>::VALUES;
   float values[VALUES];
   tq_load_unit<FULL, D, BITS>(words, unit, values);
   float gain = tq_gain<D, BITS, WIDE>(scale_words);
-  TQ_UNROLL for (int i = 0; i < VALUES; i++)
-    out[tq_unit<D, BITS>::dim(unit, i)] = static_cast<T>(BITS > 8 ? values[i] : tq_mul(values[i], gain));
+  TQ_UNROLL for (int i = 0; i < VALUES; i++) {
+    int dim = tq_unit<D, BITS>::dim(unit, i);
+    float value = BITS > 8 ? values[i] : tq_mul(values[i], gain);
+    if (CONDITIONED) value = tq_add(value, static_cast<float>(mean[dim]));
+    out[dim] = static_cast<T>(CLAMPED ? tq_clamp(value) : value);
+  }
 }
 
-// Rotates a vector, or copies it where it is not ROTATED.
-template <class T, int D, int M, bool ROTATED, class Vector, class Flips, class Out>
-TQ_FN void tq_follow(Vector vector, int64_t stride, Flips flips, Out out, uint lane) {
+// Stores a vector rotated, or as it is where it is not ROTATED.
+template <class T, int D, int M, bool ROTATED, bool CLAMPED, class Flips, class Out>
+TQ_FN void tq_follow(TQ_THREAD float* x, Flips flips, Out out, uint lane) {
   if (ROTATED) {
-    tq_rotate<T, D, M, false>(vector, stride, flips, out, lane);
+    tq_rotate<T, D, M, false, CLAMPED>(x, flips, out, lane);
   } else {
-    for (int dim = int(lane); dim < D; dim += 32) out[dim] = vector[dim * stride];
+    TQ_UNROLL for (int j = 0; j < (D + 31) / 32; j++) {
+      int dim = 32 * j + int(lane);
+      if (dim < D) out[dim] = static_cast<T>(CLAMPED ? tq_clamp(x[j]) : x[j]);
+    }
   }
 }
 
@@ -51,11 +67,16 @@ if (thread_position_in_grid.x < decoding) {
     auto words = packed_rows +
                  (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
     if (key) {
-      tq_decode_unit<T, KEY_FULL, KEY_DIM, KEY_BITS, KEY_WIDE>(
-          words + int(ROW::KEYS), words + int(ROW::KEY_SCALE), unit, keys_out + out * uint(KEY_DIM));
+#if TQ_CONDITIONED
+      auto mean = key_means + ((batch * heads + head) * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
+#else
+      auto mean = words;
+#endif
+      tq_decode_unit<T, KEY_FULL, KEY_DIM, KEY_BITS, KEY_WIDE, CONDITIONED, CLAMPED>(
+          words + int(ROW::KEYS), words + int(ROW::KEY_SCALE), unit, mean, keys_out + out * uint(KEY_DIM));
     } else {
-      tq_decode_unit<T, VALUE_FULL, VALUE_DIM, VALUE_BITS, VALUE_WIDE>(
-          words + int(ROW::VALUES), words + int(ROW::VALUE_SCALE), unit, values_out + out * uint(VALUE_DIM));
+      tq_decode_unit<T, VALUE_FULL, VALUE_DIM, VALUE_BITS, VALUE_WIDE, false, false>(
+          words + int(ROW::VALUES), words + int(ROW::VALUE_SCALE), unit, words, values_out + out * uint(VALUE_DIM));
     }
   }
 } else {
@@ -64,13 +85,19 @@ if (thread_position_in_grid.x < decoding) {
     uint batch = row / (heads * following), head = row / following % heads, token = row % following;
     uint out = (batch * heads + head) * all + tokens + token;
     if (key) {
+      float x[(KEY_DIM + 31) / 32];
       auto vector = full_keys + (batch * full_keys_strides[0] + head * full_keys_strides[1] + token * full_keys_strides[2]);
-      tq_follow<T, KEY_DIM, KEY_ORDER, KEY_ROTATED>(vector, full_keys_strides[3], key_flips, keys_out + out * uint(KEY_DIM), lane);
+      tq_load_vector<KEY_DIM>(vector, full_keys_strides[3], x, lane);
+#if TQ_CONDITIONED
+      tq_weigh<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
+#endif
+      tq_follow<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * uint(KEY_DIM), lane);
     } else {
+      float x[(VALUE_DIM + 31) / 32];
       auto vector =
           full_values + (batch * full_values_strides[0] + head * full_values_strides[1] + token * full_values_strides[2]);
-      tq_follow<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED>(
-          vector, full_values_strides[3], value_flips, values_out + out * uint(VALUE_DIM), lane);
+      tq_load_vector<VALUE_DIM>(vector, full_values_strides[3], x, lane);
+      tq_follow<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED, false>(x, value_flips, values_out + out * uint(VALUE_DIM), lane);
     }
   }
 }

@@ -7,14 +7,20 @@
 //   packed_rows [B H S, 2 W]: 16-bit words, see packing.h
 //   health_flags [2, B H S]: for keys and values, 1: clamped to fp16's range, 2: not finite
 //
+// Where CONDITIONED also, contiguous:
+//
+//   key_scale [B, H, KEY_DIM]: float, multiplied into keys
+//   key_centres [B, H, n, KEY_DIM]: float, subtracted from them; mean_index [at least S]: int, which one
+//
 // Grid (32 SIMDGROUPS, ceil(B H S / SIMDGROUPS), 2), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "coding.h"
+#include "vectors.h"
+#if TQ_CONDITIONED
+#include "weights.h"
+#endif
 
-#define TQ_FP16_MAX 65504.0f
-
-TQ_FN float tq_clamp(float x) { return x > TQ_FP16_MAX ? TQ_FP16_MAX : x < -TQ_FP16_MAX ? -TQ_FP16_MAX : x; }
-
-// Leaves a vector's codes in `codes`, returns its scale. RULE 0: the norm; 1: keeps the decoded norm; 2: least squares; 3: unbiased.
+// Leaves a vector's codes in `codes`, returns its scale. RULE 0: the norm; 1: keeps the decoded norm; 2: least squares; 3:
+// unbiased, at most 1.3 times that.
 template <int D, int M, int BITS, int RULE, class Codes>
 TQ_FN float tq_encode_turbo(TQ_THREAD const float* y, float norm, Codes codes, uint lane) {
   constexpr int N = (D + 31) / 32;
@@ -29,13 +35,12 @@ TQ_FN float tq_encode_turbo(TQ_THREAD const float* y, float norm, Codes codes, u
     if (dim < D) codes[dim] = uchar(code);
   }
   if (RULE == 0) return norm;
-  if (RULE == 3) {
-    float total = tq_pairwise_sum<D, M>(product);
-    return norm > 0.0f ? tq_mul(norm, tq_div(tq_mul(norm, static_cast<float>(D)), total)) : 0.0f;
-  }
   float total = tq_pairwise_sum<D, M>(energy);
   if (RULE == 1) return tq_div(tq_mul(norm, tq_sqrt(static_cast<float>(D))), tq_sqrt(total));
-  return tq_div(tq_pairwise_sum<D, M>(product), total);
+  float agreement = tq_pairwise_sum<D, M>(product), least = tq_div(agreement, total);
+  if (RULE == 2) return least;
+  float unbiased = tq_mul(norm, tq_div(tq_mul(norm, static_cast<float>(D)), agreement)), largest = tq_mul(1.3f, least);
+  return norm > 0.0f ? (unbiased < largest ? unbiased : largest) : 0.0f;
 }
 
 // The same for int8 codes; the scale is the largest coordinate.
@@ -57,17 +62,14 @@ TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
   return tq_div(peak, tq_sqrt(static_cast<float>(D)));
 }
 
-// Encodes one vector of T whose neighbours are `stride` apart; FULL is the model's type where 16 bits of it are stored.
-template <class T, class FULL, int D, int M, int BITS, int RULE, bool WIDE, class Vector, class Flips, class Words, class Flag,
+// Encodes one vector that was of type T; FULL is the model's type where 16 bits of it are stored, CLAMPED to
+// fp16's range where that is fp16 and can be too narrow.
+template <class T, class FULL, bool CLAMPED, int D, int M, int BITS, int RULE, bool WIDE, class Flips, class Words, class Flag,
           class Codes>
-TQ_FN void tq_encode_vector(Vector vector, int64_t stride, Flips flips, Words row, Words scale_words, Flag flag, Codes codes,
-                            uint lane) {
+TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words scale_words, Flag flag, Codes codes, uint lane) {
   constexpr int N = (D + 31) / 32;
-  float x[N];
   uint largest = 0;
   TQ_UNROLL for (int j = 0; j < N; j++) {
-    int dim = 32 * j + int(lane);
-    x[j] = dim < D ? static_cast<float>(vector[dim * stride]) : 0.0f;
     uint magnitude = as_type<uint>(x[j]) & 0x7FFFFFFFu;
     largest = magnitude > largest ? magnitude : largest;
   }
@@ -77,14 +79,14 @@ TQ_FN void tq_encode_vector(Vector vector, int64_t stride, Flips flips, Words ro
   if (BITS > 8) {
     TQ_UNROLL for (int j = 0; j < N; j++) {
       int dim = 32 * j + int(lane);
-      if (dim < D && BITS == 16) row[dim] = as_type<ushort>(static_cast<FULL>(x[j]));
+      if (dim < D && BITS == 16) row[dim] = as_type<ushort>(static_cast<FULL>(CLAMPED ? tq_clamp(x[j]) : x[j]));
       if (dim < D && BITS == 32) {
         uint bits = as_type<uint>(x[j]);
         row[2 * dim] = ushort(bits & 0xFFFFu);
         row[2 * dim + 1] = ushort(bits >> 16);
       }
     }
-    if (lane == 0) flag[0] = finite ? 0 : 2;
+    if (lane == 0) flag[0] = !finite ? 2 : CLAMPED && largest > as_type<uint>(TQ_FP16_MAX) ? 1 : 0;
     return;
   }
 
@@ -118,6 +120,15 @@ TQ_FN void tq_encode_vector(Vector vector, int64_t stride, Flips flips, Words ro
   }
 }
 
+// Subtracts what tokens of a block have in common.
+template <int D, class Centre>
+TQ_FN void tq_centre(TQ_THREAD float* x, Centre centre, uint lane) {
+  TQ_UNROLL for (int j = 0; j < (D + 31) / 32; j++) {
+    int dim = 32 * j + int(lane);
+    if (dim < D) x[j] = tq_sub(x[j], centre[dim]);
+  }
+}
+
 //// body
 
 using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
@@ -132,15 +143,25 @@ if (row < rows) {
   uint batch = row / (heads * tokens), head = row / tokens % heads, token = row % tokens;
   auto scratch = codes + simdgroup * (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM);
   auto out = packed_rows + row * uint(ROW::WORDS);
+  float x[((KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM) + 31) / 32];
   if (threadgroup_position_in_grid.z == 0) {
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
-    tq_encode_vector<T, KEY_FULL, KEY_DIM, KEY_ORDER, KEY_BITS, KEY_RULE, KEY_WIDE>(
-        vector, keys_strides[3], key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, lane);
+    tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
+#if TQ_CONDITIONED
+    uint place = batch * heads + head, means = key_centres_shape[2];
+    tq_weigh<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
+    tq_centre<KEY_DIM>(x, key_centres + (place * means + uint(mean_index[token])) * uint(KEY_DIM), lane);
+    using KEY = float;
+#else
+    using KEY = T;
+#endif
+    tq_encode_vector<KEY, KEY_FULL, CLAMPED, KEY_DIM, KEY_ORDER, KEY_BITS, KEY_RULE, KEY_WIDE>(
+        x, key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, lane);
     if (lane == 0 && int(ROW::WORDS) > int(ROW::END)) out[int(ROW::END)] = 0;
   } else {
     auto vector = values + (batch * values_strides[0] + head * values_strides[1] + token * values_strides[2]);
-    tq_encode_vector<T, VALUE_FULL, VALUE_DIM, VALUE_ORDER, VALUE_BITS, VALUE_RULE, VALUE_WIDE>(
-        vector, values_strides[3], value_flips, out + int(ROW::VALUES), out + int(ROW::VALUE_SCALE), health_flags + rows + row,
-        scratch, lane);
+    tq_load_vector<VALUE_DIM>(vector, values_strides[3], x, lane);
+    tq_encode_vector<T, VALUE_FULL, false, VALUE_DIM, VALUE_ORDER, VALUE_BITS, VALUE_RULE, VALUE_WIDE>(
+        x, value_flips, out + int(ROW::VALUES), out + int(ROW::VALUE_SCALE), health_flags + rows + row, scratch, lane);
   }
 }

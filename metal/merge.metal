@@ -6,7 +6,7 @@
 //   block_outputs, block_maxima, block_sums: of the first pass, for rows [B, Hq, L] and BLOCKS blocks
 //   value_flips: of the rotation of packed values, see rotation.h
 //   sink_logits [Hq]: float, scores of a key of value zero where SINKS, else anything
-//   merge_sizes [8]: blocks of packed tokens, blocks, Hq, L
+//   attend_sizes: as in attend.metal
 //   attended [B, Hq, L, VALUE_DIM]: T
 //
 // Grid (32 SIMDGROUPS, B Hq L, 1), threadgroup (32 SIMDGROUPS, 1, 1).
@@ -19,12 +19,13 @@ threadgroup float parts[SIMDGROUPS * 64 * N];
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
 uint row = threadgroup_position_in_grid.y;
-int packed_blocks = merge_sizes[0], blocks = merge_sizes[1], heads = merge_sizes[2], length = merge_sizes[3];
+int heads = attend_sizes[0], length = attend_sizes[2], entry = 8 + 8 * (int(row) / (heads * length));
+int packed_blocks = attend_sizes[entry + 5], blocks = attend_sizes[entry + 6];
+uint place = row * uint(attend_sizes[entry + 7]);
 float sink = SINKS ? tq_mul(sink_logits[int(row) / length % heads], TQ_LOG2E) : TQ_MASKED;
 float part[2 * N];
 float total = tq_merge<VALUE_DIM, SINKS>(lane, simdgroup, SIMDGROUPS, packed_blocks, blocks, sink,
-                                         block_outputs + row * uint(blocks * VALUE_DIM), block_maxima + row * uint(blocks),
-                                         block_sums + row * uint(blocks), part);
+                                         block_outputs + place * uint(VALUE_DIM), block_maxima + place, block_sums + place, part);
 TQ_UNROLL for (int i = 0; i < 2 * N; i++) parts[(simdgroup * 2 * N + i) * 32 + lane] = part[i];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (simdgroup == 0) {

@@ -57,23 +57,3 @@ TQ_FN void tq_hadamard(TQ_THREAD float* x, Flips matrix, uint lane) {
     TQ_UNROLL for (int j = 0; j < N; j++) x[j] = TQ_LANES * uint(j) + lane < uint(D) ? sum[j] : 0.0f;
   }
 }
-
-// Stores R x, or R^T x where INVERSE, of a vector whose dims are `stride` apart; R = H diag(signs) / sqrt(D).
-template <class T, int D, int M, bool INVERSE, class Vector, class Flips, class Out>
-TQ_FN void tq_rotate(Vector vector, int64_t stride, Flips flips, Out out, uint lane) {
-  constexpr int N = (D + 31) / 32;
-  float x[N];
-  TQ_UNROLL for (int j = 0; j < N; j++) {
-    int dim = 32 * j + int(lane);
-    x[j] = dim < D ? static_cast<float>(vector[dim * stride]) : 0.0f;
-  }
-  if (!INVERSE) tq_flip_signs<D>(x, flips, lane);
-  tq_hadamard<D, M>(x, flips + (INVERSE ? N + M : N), lane);
-  if (INVERSE) tq_flip_signs<D>(x, flips, lane);
-  float root = tq_sqrt(static_cast<float>(D)), factor = tq_div(1.0f, root);
-  TQ_UNROLL for (int j = 0; j < N; j++) {
-    int dim = 32 * j + int(lane);
-    float y = INVERSE ? tq_mul(x[j], factor) : tq_div(x[j], root);
-    if (dim < D) out[dim] = static_cast<T>(y);
-  }
-}

@@ -1,4 +1,4 @@
-// What eviction expects packed keys to be worth: <w, K> + sum over f of weight_f |K_f|, for each query head.
+// What eviction expects of packed keys, their scores: <w, K> + sum over f of weight_f |K_f|, for each query head.
 //
 // One simdgroup takes one key: its codes are decoded once and rotated back in registers, then held against the virtual
 // query w and the weights of every query head of its KV head. |K_f| is the length of a pair of dims that RoPE turns.
@@ -10,10 +10,18 @@
 //   score_sizes [8]: S, the tokens, and F
 //   key_scores [B, H, G, S]: float
 //
+// Where CONDITIONED also, contiguous:
+//
+//   key_scale [B, H, KEY_DIM]: float, by which keys are divided
+//   key_means [B, H, n, KEY_DIM]: half, added before they are rotated back; mean_index [at least S]: int, which one
+//
 // Grid (32 SIMDGROUPS, ceil(S / SIMDGROUPS), B H), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "rotation.h"
 #include "softmax.h"
 #include "units.h"
+#if TQ_CONDITIONED
+#include "weights.h"
+#endif
 
 //// body
 
@@ -31,10 +39,21 @@ if (token < tokens) {
   auto key = key_values + simdgroup * KEY_DIM;
   auto words = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
   float gain = KEYS::gain(words);
+#if TQ_CONDITIONED
+  uint place = batch * heads + head;
+  auto mean = key_means + (place * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
+#endif
   for (int unit = int(lane); unit < int(KEYS::COUNT); unit += 32) {
     float values[KEYS::VALUES];
     KEYS::load(words, unit, values);
-    TQ_UNROLL for (int i = 0; i < int(KEYS::VALUES); i++) key[KEYS::dim(unit, i)] = tq_mul(values[i], gain);
+    TQ_UNROLL for (int i = 0; i < int(KEYS::VALUES); i++) {
+      int dim = KEYS::dim(unit, i);
+#if TQ_CONDITIONED
+      key[dim] = tq_fma(values[i], gain, static_cast<float>(mean[dim]));
+#else
+      key[dim] = tq_mul(values[i], gain);
+#endif
+    }
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
   float x[N];
@@ -47,9 +66,14 @@ if (token < tokens) {
     tq_hadamard<KEY_DIM, KEY_ORDER>(x, key_flips + (N + KEY_ORDER), lane);
     tq_flip_signs<KEY_DIM>(x, key_flips, lane);
     float factor = tq_div(1.0f, tq_sqrt(static_cast<float>(KEY_DIM)));
+    TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_mul(x[j], factor);
+  }
+#if TQ_CONDITIONED
+  tq_divide<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
+#endif
+  if (KEY_ROTATED || CONDITIONED) {
     TQ_UNROLL for (int j = 0; j < N; j++) {
       int dim = 32 * j + int(lane);
-      x[j] = tq_mul(x[j], factor);
       if (dim < KEY_DIM) key[dim] = x[j];
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);

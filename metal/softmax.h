@@ -7,12 +7,15 @@
 
 TQ_FN float tq_larger(float a, float b) { return b > a ? b : a; }
 
+// Of SPAN lanes side by side, a power of two.
+template <int SPAN = 32>
 TQ_FN float tq_simd_max(float value) {
-  TQ_UNROLL for (int stride = 16; stride > 0; stride /= 2) value = tq_larger(value, simd_shuffle_xor(value, ushort(stride)));
+  TQ_UNROLL for (int stride = SPAN / 2; stride > 0; stride /= 2) value = tq_larger(value, simd_shuffle_xor(value, ushort(stride)));
   return value;
 }
 
+template <int SPAN = 32>
 TQ_FN float tq_simd_sum(float value) {
-  TQ_UNROLL for (int stride = 16; stride > 0; stride /= 2) value = tq_add(value, simd_shuffle_xor(value, ushort(stride)));
+  TQ_UNROLL for (int stride = SPAN / 2; stride > 0; stride /= 2) value = tq_add(value, simd_shuffle_xor(value, ushort(stride)));
   return value;
 }

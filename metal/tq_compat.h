@@ -9,6 +9,8 @@
 #define TQ_CONSTANT __device__ const
 #define TQ_THREAD
 #define TQ_UNROLL _Pragma("unroll")
+// Left to itself nvcc unrolls some loops until registers run out; Metal's compiler decides as it likes.
+#define TQ_ROLLED _Pragma("unroll 1")
 #define threadgroup __shared__
 
 typedef unsigned char uchar;
@@ -45,6 +47,12 @@ TQ_FN To as_type(From value) {
   return result;
 }
 
+// A pointer into device memory as one to other values.
+template <class To, class Pointer>
+TQ_FN auto tq_recast(Pointer pointer) {
+  return reinterpret_cast<const To*>(pointer);
+}
+
 #else
 
 #pragma METAL fp contract(off)
@@ -53,6 +61,7 @@ TQ_FN To as_type(From value) {
 #define TQ_CONSTANT constant
 #define TQ_THREAD thread
 #define TQ_UNROLL _Pragma("clang loop unroll(full)")
+#define TQ_ROLLED
 
 TQ_FN float tq_add(float a, float b) { return a + b; }
 TQ_FN float tq_sub(float a, float b) { return a - b; }
@@ -62,5 +71,10 @@ TQ_FN float tq_sqrt(float a) { return metal::precise::sqrt(a); }
 TQ_FN float tq_rint(float a) { return metal::rint(a); }
 TQ_FN float tq_fma(float a, float b, float c) { return metal::fma(a, b, c); }
 TQ_FN float tq_exp2(float a) { return metal::fast::exp2(a); }
+
+template <class To, class Pointer>
+TQ_FN auto tq_recast(Pointer pointer) {
+  return reinterpret_cast<const device To*>(pointer);
+}
 
 #endif

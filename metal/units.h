@@ -53,13 +53,19 @@ TQ_FN void tq_load_unit(Words words, int unit, TQ_THREAD float* values) {
   tq_decode_words<FULL, BITS>(found, values);
 }
 
-// What multiplies a vector's values, from its stored scale.
+// What multiplies a vector's values, from its scale.
+template <int D, int BITS>
+TQ_FN float tq_gain_of(float scale) {
+  return tq_mul(scale, BITS == 8 ? 1.0f / 127.0f : tq_div(1.0f, tq_sqrt(static_cast<float>(D))));
+}
+
+// The same from the scale's 16-bit words.
 template <int D, int BITS, bool WIDE, class Words>
 TQ_FN float tq_gain(Words scale_words) {
   if (BITS > 8) return 1.0f;
   float scale = WIDE ? as_type<float>(uint(scale_words[0]) | uint(scale_words[WIDE ? 1 : 0]) << 16)
                      : static_cast<float>(as_type<half>(ushort(scale_words[0])));
-  return tq_mul(scale, BITS == 8 ? 1.0f / 127.0f : tq_div(1.0f, tq_sqrt(static_cast<float>(D))));
+  return tq_gain_of<D, BITS>(scale);
 }
 
 // Vectors of one kind: D values of BITS, whose scale, where there is one, is SCALE words after their first word.

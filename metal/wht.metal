@@ -4,8 +4,14 @@
 //   rotation_flips: see rotation.h
 //   rotated [A B C, DIM]: T
 //
+// Where CONDITIONED also key_scale [A, H, DIM]: float, by which vectors, B / H heads for each, are divided first. CLAMPED
+// ones are clamped to fp16's range.
+//
 // Grid (32 SIMDGROUPS, ceil(A B C / SIMDGROUPS), 1), threadgroup (32 SIMDGROUPS, 1, 1).
-#include "rotation.h"
+#include "vectors.h"
+#if TQ_CONDITIONED
+#include "weights.h"
+#endif
 
 //// body
 
@@ -15,5 +21,11 @@ uint middle = vectors_shape[1], inner = vectors_shape[2];
 if (row < vectors_shape[0] * middle * inner) {
   auto vector = vectors + (row / (middle * inner) * vectors_strides[0] + row / inner % middle * vectors_strides[1] +
                            row % inner * vectors_strides[2]);
-  tq_rotate<T, DIM, ORDER, INVERSE>(vector, vectors_strides[3], rotation_flips, rotated + row * uint(DIM), lane);
+  float x[(DIM + 31) / 32];
+  tq_load_vector<DIM>(vector, vectors_strides[3], x, lane);
+#if TQ_CONDITIONED
+  uint heads = key_scale_shape[1], head = row / inner / (middle / heads);
+  tq_divide<DIM>(x, key_scale + head * uint(DIM), lane);
+#endif
+  tq_rotate<T, DIM, ORDER, INVERSE, CLAMPED>(x, rotation_flips, rotated + row * uint(DIM), lane);
 }

@@ -3,7 +3,7 @@
 import mlx_tq
 model, tokenizer = mlx_tq.load("mlx-community/Qwen3-4B-4bit")
 cache = mlx_tq.make_prompt_cache(model, mlx_tq.KVConfig(key="q8", value="tq4"))
-with mlx_tq.attention(model):
+with mlx_tq.compressed(model):
 for part in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=cache): ...
 """
 
@@ -14,17 +14,18 @@ __version__ = "0.1.0"
 
 # Imported when first used, so that `import mlx_tq` costs no model code.
 _HOMES = {
-    "EvictConfig": "mlx_tq.config",
+    "EvictConfig": "mlx_tq.policies",
     "KVConfig": "mlx_tq.config",
     "MlxTqError": "mlx_tq.errors",
-    "Session": "mlx_tq.session",
+    "RescueConfig": "mlx_tq.config",
+    "Session": "mlx_tq.conversation",
     "TurboQuant": "mlx_tq.codec",
-    "attention": "mlx_tq.dispatch",
+    "compressed": "mlx_tq.sequence.compressed",
     "load": "mlx_tq.models",
-    "load_prompt_cache": "mlx_tq.cache.persist",
-    "make_prompt_cache": "mlx_tq.dispatch",
-    "memory_report": "mlx_tq.memory",
-    "save_prompt_cache": "mlx_tq.cache.persist",
+    "load_prompt_cache": "mlx_tq.sequence.files",
+    "make_prompt_cache": "mlx_tq.sequence.compressed",
+    "memory_report": "mlx_tq.sequence.memory_report",
+    "save_prompt_cache": "mlx_tq.sequence.files",
 }
 
 __all__ = list(_HOMES)

@@ -2,12 +2,15 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, NamedTuple, get_args, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import ROTATIONS
 from mlx_tq.errors import ConfigError
+from mlx_tq.policies.config import EvictConfig, parse_budget
+from mlx_tq.policies.options import check_types, names_settings
+from mlx_tq.policies.triattention import TriAttention
 
 # Tokens leave the tail for the body in blocks of this many logical positions.
 BLOCK = 32
@@ -17,125 +20,9 @@ SCHEDULE = "+"
 COLD = "~"
 # Tokens that one short span, what stands around it and the marks of a quotation take.
 LEAST_QUOTATION = 128
-_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-_CHOICES = {
-    "mode": ("v1", "v2", "v3"),
-    "evict": ("lowest", "highest"),
-    "aggregation": ("paper", "v3", "expected_attention"),
-    "pooling": ("mean", "max", "top"),
-    "granularity": (1, 8, 16, 32, 64),
-}
 
 
-class Budget(NamedTuple):
-    """What may stay in the cache; one of the three is set.
-
-    tokens: of a layer. share: of the tokens seen, at most 1. nbytes: of all compressed layers.
-    """
-
-    tokens: int | None = None
-    share: float | None = None
-    nbytes: int | None = None
-
-
-def parse_budget(text: int | str) -> Budget:
-    """A budget such as 4096 (tokens), "90%" (of the tokens seen) or "2GB" (all layers).
-
-    Raises:
-        ConfigError: none of these, nothing at all, or more than 100 %.
-    """
-    word = str(text).strip().upper()
-    number, unit = word.rstrip("%KMGB"), word[len(word.rstrip("%KMGB")) :]
-    try:
-        value = float(number)
-        if unit == "" and value == int(value) and value > 0:
-            return Budget(tokens=int(value))
-        if unit == "%" and 0 < value <= 100:
-            return Budget(share=value / 100)
-        if unit in _BYTES and int(value * _BYTES[unit]) > 0:
-            return Budget(nbytes=int(value * _BYTES[unit]))
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(
-        f"budget {text!r} cannot be met; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
-        "bytes (800MB, 2GB)."
-    )
-
-
-def _check_types(settings: Any) -> None:
-    """Raise where a field of a dataclass does not have its type; a whole number serves as a float."""
-    hints = get_type_hints(type(settings))
-    for field in fields(settings):
-        value, hint = getattr(settings, field.name), hints[field.name]
-        fits = isinstance(value, hint | int if float in (hint, *get_args(hint)) else hint)
-        if not fits or (isinstance(value, bool) and hint is not bool):
-            raise ConfigError(f"{field.name} is {value!r}; it must be of type {getattr(hint, '__name__', hint)}.")
-
-
-@dataclass(frozen=True)
-class EvictConfig:
-    """Which tokens leave the packed body, and when.
-
-    Source: TriAttention (Mao et al., arXiv 2604.04921) and TriAttention V3 (T. Turney).
-
-    Attributes:
-        policy: name of the policy that scores tokens (see `evict.policy_names`).
-        budget: what may stay: tokens (4096), a share of those seen ("90%"), or bytes of all layers ("2GB").
-        mode: how the worst are chosen. "v1" among all, "v2" in equal segments of the context, "v3" in equal segments
-            behind the prefix. "v1" and "v2" need a cache with prefix 0.
-        evict: "lowest" scores leave, or "highest": the sign of published ports, for comparison only.
-        aggregation: of scores over heads and layers: "paper", "v3" or "expected_attention" (see `evict.triattention`).
-        segments: of modes "v2" and "v3".
-        segment_tokens: a constant width of segments instead of their number; 0 is off.
-        boundary_skip: tokens on each side of a segment's boundary that stay.
-        warmup: tokens whose queries calibrate; nothing is evicted before.
-        ema: weight of each later `warmup` tokens in an exponential mean of the queries, 0 for the first ones alone.
-        recalibrate: tokens after which the calibration starts anew, 0 for never.
-        stats: file of `mlx_tq.calibrate` that replaces the calibration on the run's own tokens.
-        nope: count the dims that RoPE leaves alone.
-        granularity: aligned tokens that leave together: 1, 8, 16, 32 or 64.
-        pooling: of a block's scores: "mean", "max", or "top", the mean of its highest eighth.
-        trigger: tokens above the budget at which a round begins.
-        seed: of the policy "random".
-
-    Raises:
-        ConfigError: a value that cannot be met, with those that can.
-    """
-
-    policy: str = "triattention"
-    budget: int | str = "90%"
-    mode: str = "v3"
-    evict: str = "lowest"
-    aggregation: str = "paper"
-    segments: int = 8
-    segment_tokens: int = 0
-    boundary_skip: int = 0
-    warmup: int = 1024
-    ema: float = 0.0
-    recalibrate: int = 0
-    stats: str | None = None
-    nope: bool = True
-    granularity: int = 1
-    pooling: str = "max"
-    trigger: int = 128
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_types(self)
-        parse_budget(self.budget)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                valid = ", ".join(map(str, choices))
-                raise ConfigError(f"{name} {getattr(self, name)!r} is unknown; valid are {valid}.")
-        for name, least in {"segments": 1, "warmup": 1, "trigger": 1, "segment_tokens": 0, "boundary_skip": 0}.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {least} or more.")
-        if not 0 <= self.ema < 1:
-            raise ConfigError(f"ema is {self.ema}; it must be from 0 (plain mean) to below 1, such as 0.1.")
-        if self.recalibrate and self.recalibrate < self.warmup:
-            raise ConfigError(f"recalibrate is {self.recalibrate}; it must be 0 or at least warmup ({self.warmup}).")
-
-
+@names_settings
 @dataclass(frozen=True)
 class KVConfig:
     """How the KV cache of a model is stored.
@@ -154,8 +41,10 @@ class KVConfig:
             least. 0 turns it off.
         rotation: "wht" or "haar".
         seed: of the rotations.
-        wide_scale: store scales as fp32 instead of fp16.
+        fp32_scales: store scales as fp32 instead of fp16.
         recent: packed tokens whose keys have the first of two formats, a multiple of 32.
+        condition: keys are stored less the mean of their block, and weighted by what queries of the first 128 tokens
+            read of each pair of dims; so nothing is packed before these were seen.
         evict: which tokens leave the cache, or None to keep all.
 
     Raises:
@@ -172,12 +61,13 @@ class KVConfig:
     outlier: float = 3.0
     rotation: str = "wht"
     seed: int = 42
-    wide_scale: bool = False
+    fp32_scales: bool = False
     recent: int = 512
+    condition: bool = True
     evict: EvictConfig | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         # An alias and its format are one.
         object.__setattr__(self, "key", SCHEDULE.join(map(_key_name, self.key.split(SCHEDULE))))
         value = get_format(self.value)
@@ -208,16 +98,20 @@ class KVConfig:
                 f"a budget of {tokens} tokens is not above prefix {self.prefix} plus window {self.window}, which are "
                 "never evicted. Raise the budget, or lower prefix or window."
             )
-        if evict.mode in ("v1", "v2") and self.prefix > 0:
+        if evict.policy.mode in ("v1", "v2") and self.prefix > 0:
             raise ConfigError(
-                f"mode {evict.mode} may evict the first tokens; prefix is {self.prefix}. Set prefix to 0."
+                f"mode {evict.policy.mode} may evict the first tokens; prefix is {self.prefix}. Set prefix to 0."
             )
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":
-        """The inverse of `dataclasses.asdict`."""
+        """The inverse of `to_dict`."""
         evict = fields.get("evict")
         return cls(**{**fields, "evict": None if evict is None else EvictConfig(**evict)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return vars(self) | {"evict": None if self.evict is None else self.evict.to_dict()}
 
     def key_of(self, layer: int, layers: int) -> str:
         """The format of the keys of one of `layers` layers.
@@ -240,7 +134,7 @@ class KVConfig:
 
     def fingerprint(self) -> str:
         """16 hex digits that differ where two configurations store different bytes."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _key_name(name: str) -> str:
@@ -251,6 +145,7 @@ def _key_name(name: str) -> str:
     return COLD.join(dict.fromkeys(parts))
 
 
+@names_settings
 @dataclass(frozen=True)
 class RescueConfig:
     """How a session brings evicted text back.
@@ -274,7 +169,7 @@ class RescueConfig:
     timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         for name, least, most in (("top_k", 1, 64), ("score_floor", -1, 1), ("max_tokens", 0, 2**20)):
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -293,6 +188,9 @@ PROFILES: dict[str, KVConfig] = {
     "safe": KVConfig(key="q8", value="q8"),
     "balanced": KVConfig(key="q8", value="tq4"),
     "small": KVConfig(key="tq4", value="tq4"),
+    "tiny": KVConfig(key="tq3", value="tq3"),
+    # Tokens leave in the blocks in which the archive gives them back.
+    "long": KVConfig(evict=EvictConfig(TriAttention(granularity=BLOCK), "50%", "auto")),
 }
 DEFAULT_PROFILE = "balanced"
 # Pairs by the names that other programs give them; a profile may be called so too.

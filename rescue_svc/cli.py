@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(build_parser().parse_args(argv))
     flags = {name: arguments.pop(name) for name in list(arguments) if name in Settings.model_fields}
     # Imported late: `--help` is instant, and the embedder's child, which imports this module again, stays small.
-    from rescue_svc import commands
+    from rescue_svc import commands  # FastAPI and FAISS: a second
 
     os.umask(0o077)  # what the service writes is for its user only
     run = getattr(commands, arguments.pop("command").replace("-", "_"))

@@ -2,12 +2,8 @@
 
 import json
 import logging
-import os
-import shutil
-import signal
 import socket
 import sys
-import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,7 +12,10 @@ import uvicorn
 
 from rescue_svc import launchd, logs
 from rescue_svc.app import create_app
+from rescue_svc.connections import BACKLOG, connections
 from rescue_svc.doctor import examine
+from rescue_svc.ending import Ending
+from rescue_svc.ephemeral import keep, own_folder
 from rescue_svc.errors import (
     DirectoryInUseError,
     RescueServiceError,
@@ -24,52 +23,64 @@ from rescue_svc.errors import (
     SettingsError,
     StoreUnavailableError,
 )
-from rescue_svc.index import remove_snapshot
+from rescue_svc.index import remove_orphans, remove_snapshot
 from rescue_svc.service import RescueService
 from rescue_svc.settings import Settings
 from rescue_svc.store import Store, copies
-from rescue_svc.store.files import DATABASE, INDEXES, connect, sqlite_errors
+from rescue_svc.store.files import DATABASE, connect, sqlite_errors
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 128
 GRACE_S = 10
+CONNECTIONS = 512  # or four for each request that may be in progress, where these are more
 
 
 def serve(settings: Settings) -> None:
     """Run until a signal ends it; the store is sealed on the way out, or deleted where it was made for one program."""
     logs.configure(settings.log_level)
-    listener = _listen(settings)
-    service = RescueService(settings)
-    # uvicorn stops at the signal and then raises it again: this makes of it an exit that passes through `finally`.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    ending = Ending()
     if settings.ephemeral:
-        threading.Thread(target=_exit_with_stdin, daemon=True).start()
+        ending.listen()  # before the first file: a signal in between would leave it
+        ending.follow_stdin()
+        with own_folder(settings) as own:
+            _serve(own, ending)
+    else:
+        _serve(settings, ending)
+    if ending.interrupted:
+        raise KeyboardInterrupt
+
+
+def _serve(settings: Settings, ending: Ending) -> None:
+    with _listen(settings) as listener:
+        _answer(settings, ending, listener)
+
+
+def _answer(settings: Settings, ending: Ending, listener: socket.socket) -> None:
+    service = RescueService(settings)
+    ending.listen()
     try:
+        if not settings.ephemeral:
+            keep(settings.data_dir)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        log.info("listening", extra={"url": url, "data_dir": str(settings.data_dir)})
+        protocol = connections(max(CONNECTIONS, 4 * settings.max_in_flight))
+        where = {"url": url, "data_dir": str(settings.data_dir), "connections": protocol.most}
+        log.info("listening", extra=where)
         config = uvicorn.Config(
             create_app(service),
+            http=protocol,
+            ws="none",
+            backlog=BACKLOG,
             log_config=None,
             access_log=False,
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=GRACE_S,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        ending.run(uvicorn.Server(config), listener)
     finally:
         service.close()
         log.info("closed")
-        if settings.ephemeral:
-            shutil.rmtree(settings.data_dir, ignore_errors=True)
-
-
-def _exit_with_stdin() -> None:
-    """A pipe ends with whoever holds its other end, killed or not."""
-    while os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -79,9 +90,13 @@ def _listen(settings: Settings) -> socket.socket:
         ]
         # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms.
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         raise SettingsError(
             f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); set --port or free it"
@@ -104,7 +119,7 @@ def doctor(settings: Settings, as_json: bool = False) -> None:
 def rebuild(settings: Settings) -> None:
     """Make the database anew and drop the index files, which are built again when needed."""
     found = copies.rebuild(settings.data_dir)
-    shutil.rmtree(settings.data_dir / INDEXES, ignore_errors=True)
+    remove_orphans(settings.data_dir, set())
     _print(f"kept {found.spans} spans and {found.vectors} vectors, lost {found.lost} spans")
     if found.set_aside:
         _print(f"the damaged database is {found.set_aside}; it still holds text: delete it when you need it no more")

@@ -101,9 +101,22 @@ class Gate:
 
 
 class PublicRoute(APIRoute):
-    """A route that anyone on the right host may call."""
+    """A route that anyone on the right host may call. It is answered at once: it has no body and is not counted."""
 
-    needs_token = False
+    def get_route_handler(self) -> Handler:
+        """Put the gate before FastAPI's handler."""
+        handler = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            gate: Gate = request.app.state.gate
+            gate.check_origin(request)
+            return await handler(request)
+
+        return guarded
+
+
+class PrivateRoute(APIRoute):
+    """A route that needs the token when one is set."""
 
     def get_route_handler(self) -> Handler:
         """Put the gate before FastAPI's handler, which reads the body."""
@@ -112,14 +125,7 @@ class PublicRoute(APIRoute):
         async def guarded(request: Request) -> Response:
             gate: Gate = request.app.state.gate
             gate.check_origin(request)
-            if self.needs_token:
-                gate.check_token(request)
+            gate.check_token(request)
             return await gate.admit(request, handler)
 
         return guarded
-
-
-class PrivateRoute(PublicRoute):
-    """A route that needs the token when one is set."""
-
-    needs_token = True

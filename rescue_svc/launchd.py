@@ -50,5 +50,5 @@ def install(settings: Settings) -> Path:
 
 
 def program() -> Path:
-    """Path of this command."""
+    """The path of this command."""
     return Path(sys.argv[0]).resolve()

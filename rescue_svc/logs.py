@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
+from rescue_svc.log_limit import LogLimit
+
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
@@ -38,8 +40,9 @@ def places(trace: TracebackType | None) -> list[str]:
 
 
 def configure(level: str) -> None:
-    """Send all logs to stderr as JSON."""
+    """Send all logs to stderr as JSON, so many lines a minute."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
+    handler.addFilter(LogLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("faiss").setLevel(logging.WARNING)  # it lists the CPU features that it tries

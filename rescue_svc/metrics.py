@@ -1,7 +1,11 @@
 """Counters and histograms in a registry of their own, so that two services in one process do not mix."""
 
+import math
+from collections import deque
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+RECENT = 1000
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -23,6 +27,13 @@ class Metrics:
             buckets=BUCKETS_S,
             registry=self.registry,
         )
+        self.recent_seconds = Gauge(
+            "rescue_recent_search_seconds",
+            f"Time within which this share of the last {RECENT} searches was done, the embedder left out.",
+            ["share"],
+            registry=self.registry,
+        )
+        self._recent: deque[float] = deque(maxlen=RECENT)
         self.retrievals = Counter(
             "rescue_retrievals", "Retrievals by mode, hit or miss.", ["mode", "outcome"], registry=self.registry
         )
@@ -35,3 +46,14 @@ class Metrics:
         self.index_bytes = Gauge("rescue_resident_index_bytes", "Bytes of vectors in memory.", registry=self.registry)
         self.embedder_starts = Gauge("rescue_embedder_starts", "Starts of the embedder.", registry=self.registry)
         self.embedder_ready = Gauge("rescue_embedder_ready", "1 while dense vectors are made.", registry=self.registry)
+
+    def searched(self, seconds: float) -> None:
+        """Count a search that took so long."""
+        self._recent.append(seconds)
+        self.retrieve_seconds.labels("search").observe(seconds)
+
+    def refresh_recent(self) -> None:
+        """Bring the times of the last searches up to date."""
+        times = sorted(self._recent.copy())
+        for share in (0.5, 0.95) if times else ():
+            self.recent_seconds.labels(share).set(times[math.ceil(share * len(times)) - 1])

@@ -12,6 +12,8 @@ from rescue_svc import __version__
 from rescue_svc.errors import InvalidRequestError
 from rescue_svc.guard import PrivateRoute, PublicRoute
 from rescue_svc.schemas import (
+    MAX_CHUNKS,
+    MAX_POSITION,
     DumpAnswer,
     ForgetAnswer,
     FoundChunk,
@@ -23,6 +25,8 @@ from rescue_svc.schemas import (
     SessionId,
     SessionInfo,
     SessionList,
+    ShownSpan,
+    SpansAnswer,
     WriteAnswer,
     WriteRequest,
     error_responses,
@@ -34,10 +38,9 @@ from rescue_svc.web import PAGE, POLICY
 # The gate does the checking; this tells the OpenAPI document, and so the clients made from it, that there is a token.
 DOCUMENTED_TOKEN = Depends(HTTPBearer(auto_error=False, description="the service's RESCUE_TOKEN"))
 
-# Every route may answer: refused origin, body too slow or too large, too many at once, store out of reach.
-ALWAYS = error_responses(403, 408, 413, 429, 503)
-public = APIRouter(route_class=PublicRoute, responses=ALWAYS)
-private = APIRouter(route_class=PrivateRoute, responses=ALWAYS | error_responses(401))
+public = APIRouter(route_class=PublicRoute, responses=error_responses(403))
+# Any of these may answer: no token, refused origin, body too slow or too large, too many at once, store out of reach.
+private = APIRouter(route_class=PrivateRoute, responses=error_responses(401, 403, 408, 413, 429, 503))
 
 
 async def the_service(request: Request) -> RescueService:
@@ -126,6 +129,19 @@ def forget(session_id: SessionInPath, service: Service) -> ForgetAnswer:
     return ForgetAnswer(session_id=session_id, forgotten=service.forget(session_id))
 
 
+@private.get("/sessions/{session_id}/spans", responses=error_responses(404, 422))
+def spans(
+    session_id: SessionInPath,
+    service: Service,
+    first: Annotated[int, Query(ge=0, le=MAX_POSITION)] = 0,
+    count: Annotated[int, Query(ge=1, le=MAX_CHUNKS)] = 20,
+) -> SpansAnswer:
+    """Show some of a session's spans, in the order of writing."""
+    found, total = service.page(session_id, first, count)
+    shown = [ShownSpan(text=s.text, token_range=[s.start, s.stop], layer=s.layer, score=s.score) for s in found]
+    return SpansAnswer(session_id=session_id, session_total=total, first=first, spans=shown)
+
+
 @private.post("/sessions/{session_id}/hibernate", responses=error_responses(404, 422))
 def hibernate(session_id: SessionInPath, service: Service) -> ResidenceAnswer:
     """Let a session's index leave memory. The next question brings it back."""
@@ -140,8 +156,8 @@ def resume(session_id: SessionInPath, service: Service) -> ResidenceAnswer:
 
 
 @public.get("/healthz")
-def healthz() -> HealthAnswer:
-    """Say that the process answers. Open to all, as probes carry no token."""
+async def healthz() -> HealthAnswer:
+    """Say that the process answers. Open to all, as probes carry no token, and before any queue."""
     return HealthAnswer(version=__version__)
 
 

@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     embed_batch: Count = Field(16, description="texts embedded at once in the background")
     embed_timeout_s: Seconds = Field(30.0, description="an embedder silent for longer is restarted")
     embed_idle_s: Seconds = Field(900.0, description="an embedder idle for longer gives its memory back")
-    query_timeout_s: Seconds = Field(1.0, description="a query waits this long for its vector, then BM25 answers alone")
+    query_timeout_s: Seconds = Field(0.8, description="a query waits this long for its vector, then BM25 answers alone")
 
     max_body_bytes: Count = Field(10 * 2**20, description="a larger body is refused before it is parsed")
     max_session_spans: Count = Field(100_000, description="spans a session")
@@ -85,7 +85,9 @@ class Settings(BaseSettings):
     max_index_mb: Count = Field(1024, description="memory for indexes; the ones used longest ago leave first")
     index: Literal["auto", "faiss", "numpy"] = Field("auto", description="auto is faiss where it is installed")
     ephemeral: bool = Field(
-        False, description="end when standard input does, and delete data_dir; for a program with a service of its own"
+        False,
+        description="end when standard input does and delete what was written; data_dir is then a folder that is empty "
+        "or absent, by default a temporary one; for a program with a service of its own",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the JSON lines on stderr")
 

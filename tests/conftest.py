@@ -5,20 +5,32 @@ import signal
 import subprocess
 from contextlib import ExitStack
 
+import mlx.core as mx
 import pytest
+from hypothesis import settings
 
 from mlx_tq.models import load
 
 
 def pytest_configure():
-    """Ctrl-C works also where the tests run in the background of a shell that ignores it, which children inherit."""
+    """Ctrl-C works also in the background of a shell that ignores it; and no property fails of a busy machine."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
 def embedded():
     """The model inside the package and its tokenizer."""
     return load()
+
+
+@pytest.fixture(scope="session")
+def exact():
+    """The same in float32: greedy choices then do not hang on rounding."""
+    model, tokenizer = load()
+    model.set_dtype(mx.float32)
+    return model, tokenizer
 
 
 @pytest.fixture
@@ -32,6 +44,12 @@ def popen():
             return process
 
         yield start
+
+
+@pytest.fixture(autouse=True)
+def _cache_folder(tmp_path_factory, monkeypatch):
+    """Nothing of a run's own stays in the cache folder of whoever runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(autouse=True)

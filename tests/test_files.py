@@ -5,11 +5,11 @@ import stat
 
 import pytest
 
-from mlx_tq.files import written_whole
+from mlx_tq.atomic_files import atomic_write
 
 
 def write(path, text):
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text)
 
 
@@ -26,7 +26,7 @@ def test_a_writer_that_fails_leaves_the_old_file(tmp_path):
     path.write_text("old")
 
     def fail():
-        with written_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text("ne")
             raise ZeroDivisionError
 

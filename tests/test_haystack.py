@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
-from mlx_tq.cache.compressed import CompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.commands.needles.haystack import NEEDLE, QUESTION, Verdict, build_case, load_text, verdict
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.haystack import NEEDLE, QUESTION, Verdict, build_case, load_text, verdict
 from mlx_tq.models import embedded_path
 
 TEXT = load_text()
@@ -65,19 +65,15 @@ def test_the_needle_lies_where_the_case_says_and_is_packed_when_the_question_com
     for start in range(0, case.question, 512):
         row = mx.ones((1, 1, min(512, case.question - start), 16))
         cache.append(row, row)
+    cache.settle()  # no queries ask with these
     packed = cache.positions[prefix : prefix + cache.body_tokens]
     assert set(range(*case.needle)) <= set(packed)
 
 
-def test_depth_moves_the_needle():
+def test_depth_moves_the_needle_and_seeds_differ_and_repeat():
     starts = [build_case(TOKENIZER, TEXT, tokens=2000, depth=d, seed=1).needle[0] for d in (0, 0.25, 0.5, 0.75, 1)]
     assert starts == sorted(set(starts))
-    assert starts[0] < 250
-    assert starts[-1] > 1600
-    assert abs(starts[2] - 1000) < 100
-
-
-def test_seeds_differ_and_repeat():
+    assert starts[0] < 250 < 900 < starts[2] < 1100 < 1600 < starts[-1]
     cases = [build_case(TOKENIZER, TEXT, tokens=500, depth=0.5, seed=s, prefix=32, window=64) for s in (1, 2, 3, 1)]
     assert len({case.answer for case in cases[:3]}) == 3
     assert len({tuple(case.ids[:20]) for case in cases[:3]}) == 3
@@ -96,12 +92,7 @@ def test_seeds_differ_and_repeat():
 )
 def test_what_cannot_be_built(changes, words):
     options = {"text": TEXT, "tokens": 500, "depth": 0.5, "seed": 0, **changes}
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as error:
         build_case(TOKENIZER, options.pop("text"), **options)
-
-
-def test_the_remedy_for_a_short_prompt_works():
-    with pytest.raises(ConfigError, match="take at least") as error:
-        build_case(TOKENIZER, TEXT, tokens=200, depth=0.5, seed=0)
-    least = int(re.search(r"at least (\d+) tokens", str(error.value))[1])
-    assert build_case(TOKENIZER, TEXT, tokens=least, depth=0.5, seed=0).answer
+    if least := re.search(r"at least (\d+) tokens", str(error.value)):  # the remedy works
+        assert build_case(TOKENIZER, TEXT, tokens=int(least[1]), depth=0.5, seed=0).answer

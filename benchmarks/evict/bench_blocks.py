@@ -15,25 +15,30 @@ from typing import Any
 import numpy as np
 from report import write
 
-from mlx_tq.cache.factory import compressed_caches
-from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.dispatch import make_prompt_cache
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.config import KVConfig
+from mlx_tq.conversation.plain_text import PlainText
+from mlx_tq.conversation.spans import make_spans
 from mlx_tq.evaluate.asking import read_text
-from mlx_tq.haystack import load_text
 from mlx_tq.models import load
-from mlx_tq.session.plain import PlainText
-from mlx_tq.session.spans import make_spans
+from mlx_tq.policies import EvictConfig, TriAttention
+from mlx_tq.sequence.compressed import make_prompt_cache
+from mlx_tq.sequence.passes import sequence_in
 
 STEP = 128
 
 
 def measure(model: Any, plain: PlainText, ids: list[int], **options: Any) -> dict[str, Any]:
     """One way to evict."""
-    evict = EvictConfig(budget="75%", warmup=256, trigger=32, **options)
+    evict = EvictConfig(TriAttention(warmup=256, trigger=32, stats="text", **options), budget="75%")
     caches = make_prompt_cache(model, KVConfig(prefix=32, window=64, evict=evict))
+    sequence = sequence_in(caches)
+    assert sequence is not None
     rounds: list[np.ndarray] = []
-    compressed_caches(caches)[0].subscribe(rounds.append)  # type: ignore[attr-defined]
-    read_text(model, [*ids, ids[0]], caches, STEP)
+    for start in range(0, len(ids) + 1, STEP):
+        read_text(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
+        if len(departed := sequence.take_departed()):
+            rounds.append(departed)
     spans = [span for positions in rounds for span in make_spans(positions, ids, plain.decode)]
     evicted = sum(map(len, rounds))
     stored = sum(len(plain.encode(span.text)) for span in spans)

@@ -20,15 +20,18 @@ import mlx.core as mx
 import numpy as np
 from report import write
 
-from mlx_tq.cache.factory import LayerPlan, build_caches, compressed_caches
 from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.dispatch import attention, plan_caches
-from mlx_tq.evict.queries import QueryStats
+from mlx_tq.config import KVConfig
 from mlx_tq.models import load
+from mlx_tq.policies import EvictConfig
+from mlx_tq.policies.queries import QueryStats
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, plan_caches
+from mlx_tq.sequence.passes import before_pass, compressed_caches, sequence_in
+from mlx_tq.sequence.plan import LayerPlan
 
 STEP = 256
-EVICT = EvictConfig(budget="90%")
+EVICT = EvictConfig("triattention:stats=text", budget="90%")
 ROUNDS = 3
 
 
@@ -53,12 +56,14 @@ def filled(model: Any, length: int) -> list[Any]:
     plan = replace(plan, layers=[calibrated(layer) for layer in plan.layers])
     caches = build_caches(plan)
     for layer, cache in zip(plan.layers, compressed_caches(caches), strict=True):
-        slot = layer.slot
+        slot, sequence, cache.sequence = layer.slot, cache.sequence, None  # no round comes meanwhile
         while cache.offset < length:
             shape = (1, slot.heads, min(4096, length - cache.offset), slot.key_dim)
             pair = [mx.array(rng.standard_normal(shape, np.float32)).astype(dtype_of(slot.dtype)) for _ in range(2)]
             cache.append(*pair)
+            cache.settle()
             mx.eval(cache.state)
+        cache.sequence = sequence
     return caches
 
 
@@ -68,14 +73,16 @@ def measure(model: Any, length: int) -> dict[str, Any]:
     rounds = []
     for _ in range(ROUNDS):
         twins = copy.deepcopy(caches)
-        rounds.append(seconds(lambda twins=twins: compressed_caches(twins)[0].make_mask(1)))
-        gone = compressed_caches(twins)[0].eviction
+        rounds.append(seconds(lambda twins=twins: before_pass(twins, 1)))
+        sequence = sequence_in(twins)
+        assert sequence is not None
+        gone = sequence.stats
         assert gone.rounds == 1
     ids = mx.array([[i * 7919 % 3000 for i in range(STEP)]])
-    with attention(model):
-        compressed_caches(caches)[0].make_mask(1)
+    with compressed(model):
+        before_pass(caches, 1)
         step = seconds(lambda: mx.eval(model(ids, cache=caches)))
-    every = EVICT.trigger / (1 - 0.9)
+    every = EVICT.policy.trigger / (1 - 0.9)
     round_cost = statistics.median(rounds)
     return {
         "context": length,

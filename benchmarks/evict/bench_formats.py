@@ -14,29 +14,32 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from report import write
+from scores import calibrators, layers_of
 
-from mlx_tq.cache.evicting import EvictingKVCache
-from mlx_tq.cache.factory import build_caches
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import format_names
-from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.dispatch import attention, plan_caches
-from mlx_tq.evict.policy import Body, PackedLayer
-from mlx_tq.evict.selection import Span, select
-from mlx_tq.haystack import load_text
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.config import KVConfig
 from mlx_tq.models import load
+from mlx_tq.policies import Body, EvictConfig, PackedLayer, TriAttention
+from mlx_tq.policies.selection import PositionRange, select
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, plan_caches
+from mlx_tq.sequence.passes import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
-CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(budget="100%"))
+POLICY = TriAttention(stats="text")
+CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, budget="100%"))
 
 
-def read(model: Any, ids: list[int]) -> list[EvictingKVCache]:
+def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
     """The caches after reading `ids`."""
     caches = build_caches(plan_caches(model, CONFIG))
-    with attention(model):
+    with compressed(model):
         for start in range(0, len(ids), STEP):
             mx.eval(model(mx.array([ids[start : start + STEP]]), cache=caches))
-    return [cache for cache in caches if isinstance(cache, EvictingKVCache)]
+    return compressed_caches(caches)
 
 
 def packed_as(key: str, number: int, layer: PackedLayer, tokens: int) -> PackedLayer:
@@ -69,14 +72,15 @@ def main() -> None:
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))[: args.length]
     caches = read(model, ids)
     first, positions = caches[0], caches[0].body_positions
-    layers = [cache.packed_layer() for cache in caches]
-    span = Span(PREFIX, args.length - WINDOW)
+    stats = [calibrator.stats for calibrator in calibrators(caches).values()]
+    layers = layers_of(caches, stats)
+    span = PositionRange(PREFIX, args.length - WINDOW)
 
     def scored(layers: list[PackedLayer]) -> np.ndarray:
-        return first.coordinator.policy.score(Body(layers, positions, first.offset, 0))
+        return POLICY.score(Body(layers, positions, first.offset, 0))
 
     def evicted(scores: np.ndarray, share: float) -> set[int]:
-        return set(select(scores, positions, round(share * len(positions)), span, CONFIG.evict).tolist())
+        return set(select(scores, positions, round(share * len(positions)), span, POLICY).tolist())
 
     reference, rows = scored(layers), []
     for key in format_names():

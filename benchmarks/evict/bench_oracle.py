@@ -20,22 +20,35 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from report import write
-from scores import Queries, as_maximum, as_paper, attention_of, by_head, by_policy, record, recorded, statistics
+from scores import (
+    Queries,
+    as_maximum,
+    as_paper,
+    attention_of,
+    by_head,
+    by_policy,
+    calibrators,
+    record,
+    recorded,
+    statistics,
+)
 
-from mlx_tq.cache.evicting import EvictingKVCache
-from mlx_tq.cache.factory import compressed_caches
-from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.dispatch import attention, make_prompt_cache
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.config import KVConfig
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.scenes import plant
-from mlx_tq.evict.queries import SKIP
-from mlx_tq.evict.selection import Span, select
-from mlx_tq.haystack import load_text
 from mlx_tq.models import load
+from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
+from mlx_tq.policies.calibrator import SKIP
+from mlx_tq.policies.selection import PositionRange, select
+from mlx_tq.sequence.compressed import compressed, make_prompt_cache
+from mlx_tq.sequence.passes import compressed_caches
 
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
 RETENTIONS = (90, 75, 50, 25)
-CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(budget="100%"))
+CONFIG = KVConfig(
+    key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig("triattention:stats=text", budget="100%")
+)
 
 
 def answered(model: Any, caches: list[Any], ids: list[int], answer: int) -> tuple[bool, float]:
@@ -55,7 +68,7 @@ class Scene:
         answers = [tokenizer.encode(planted.facts[i].answer, add_special_tokens=False) for i in planted.asked]
         pairs = zip(self.scene.questions, answers, strict=True)
         self.asks = [(question + answer, len(answer)) for question, answer in pairs]
-        self.caches: list[EvictingKVCache] = compressed_caches(make_prompt_cache(model, CONFIG))  # type: ignore[assignment]
+        self.caches = compressed_caches(make_prompt_cache(model, CONFIG))
         record(self.caches)
         read_text(model, self.scene.ids, self.caches, STEP)
         self.text = recorded(self.caches)
@@ -67,7 +80,7 @@ class Scene:
         for ids, answer in self.asks:
             twins = copy.deepcopy(self.caches)
             record(twins)
-            with attention(self.model):
+            with compressed(self.model):
                 known.append(answered(self.model, twins, ids, answer)[0])
             queries.append(recorded(twins))
         return queries, known
@@ -79,7 +92,7 @@ class Scene:
             same: queries of questions of this kind about other texts.
             other: queries of questions of another kind.
         """
-        caches, config = self.caches, EvictConfig()
+        caches, policy = self.caches, TriAttention()
         heads = self.model.args.num_key_value_heads
         samples = {
             "first 256 tokens": [x[:, SKIP : SKIP + WARMUP] for x in self.text],
@@ -88,17 +101,17 @@ class Scene:
             "the same questions of other texts": same,
         }
         for name, queries in samples.items():
-            yield f"v3, {name}", by_policy(caches, statistics(caches, queries, config), config)
+            yield f"triattention, {name}", by_policy(caches, statistics(caches, queries, policy), policy)
         yield (
-            "v3 highest, first 256 tokens",
-            -by_policy(caches, statistics(caches, samples["first 256 tokens"], config), config),
+            "triattention highest, first 256 tokens",
+            -by_policy(caches, statistics(caches, samples["first 256 tokens"], policy), policy),
         )
-        expected = EvictConfig(aggregation="expected_attention")
+        expected = ExpectedAttention()
         for name in ("first 256 tokens", "questions of another kind"):
-            stats = statistics(caches, samples[name], config)
+            stats = statistics(caches, samples[name], policy)
             full = statistics(caches, samples[name], expected)
-            yield f"aggregation expected_attention, {name}", by_policy(caches, full, expected)
-            yield f"aggregation v3, {name}", by_policy(caches, stats, EvictConfig(aggregation="v3"))
+            yield f"expected_attention, {name}", by_policy(caches, full, expected)
+            yield f"aggregation v3, {name}", by_policy(caches, stats, TriAttention(aggregation="v3"))
             yield f"aggregation maximum, {name}", as_maximum(by_head(caches, stats))
             yield f"virtual query alone, {name}", as_paper(by_head(caches, stats, norm=0), heads)
             yield f"norm term alone, {name}", as_paper(by_head(caches, stats, trig=0), heads)
@@ -109,12 +122,12 @@ class Scene:
         yield "oracle: sum of the questions' attention", sum(x.sum(axis=(0, 1, 2)) for x in future)
         yield "oracle: its maximum", np.max([x.max(axis=(0, 1, 2)) for x in future], axis=0)
 
-    def measure(self, worth: np.ndarray, retention: float) -> dict[str, Any]:
+    def measure(self, scores: np.ndarray, retention: float) -> dict[str, Any]:
         """Lose what a score says, and ask."""
-        caches, config = self.caches, EvictConfig()
+        caches, policy = self.caches, TriAttention()
         positions, offset = caches[0].body_positions, caches[0].offset
         count = offset - int(retention / 100 * offset)
-        gone = select(worth, positions, count, Span(PREFIX, offset - WINDOW), config)
+        gone = select(scores, positions, count, PositionRange(PREFIX, offset - WINDOW), policy)
         kept = np.delete(np.arange(len(positions)), gone)
         left = set(positions[gone].tolist())
         alive = [1 - len(left & set(range(*span))) / (span[1] - span[0]) for span in self.scene.needles]
@@ -123,10 +136,10 @@ class Scene:
             if not known:
                 continue
             twins = copy.deepcopy(caches)
+            calibrators(twins).clear()
             for twin in twins:
-                twin._calibrator = None
                 twin.compact(kept, positions[kept])
-            with attention(self.model):
+            with compressed(self.model):
                 passed, log = answered(self.model, twins, ids, answer)
             found.append(passed)
             logs.append(log)
@@ -151,9 +164,9 @@ def main() -> None:
     cells: dict[str, list[dict[str, Any]]] = {}
     for number, scene in enumerate(scenes):
         same = joined([q for each, s in enumerate(scenes) if each != number for q in s.asked][:12])
-        for name, worth in scene.scores(same, other):
+        for name, scores in scene.scores(same, other):
             for retention in RETENTIONS:
-                cells.setdefault(f"{name} | {retention}", []).append(scene.measure(worth, retention))
+                cells.setdefault(f"{name} | {retention}", []).append(scene.measure(scores, retention))
         rows = [summary(key, found) for key, found in cells.items()]
         command = f"python benchmarks/evict/bench_oracle.py --seeds {args.seeds} --length {args.length}"
         write(args.json, command, rows, scenes=number + 1)

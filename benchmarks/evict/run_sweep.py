@@ -1,4 +1,4 @@
-"""Measure the sweep of docs/eviction.md: parts of one `mlx_tq.evaluate sweep`, all into the same JSON.
+"""Measure the sweep of docs/measurements/eviction.md: parts of one `mlx_tq.evaluate sweep`, all into the same JSON.
 
 python benchmarks/evict/run_sweep.py [PART ...] [--seeds N] runs the cells that are not there yet, after a calibration
 on questions where the current folder has no questions.safetensors. Remove results/quality_sweep.json to begin anew.
@@ -14,18 +14,21 @@ from pathlib import Path
 
 JSON = Path(__file__).resolve().parent.parent / "results" / "quality_sweep.json"
 STATS = Path("questions.safetensors")
-QUESTIONS = f"v3:stats={STATS}"
-V1_QUESTIONS = f"v1:stats={STATS}"
-OTHERS = f"{QUESTIONS}:aggregation=v3,{QUESTIONS}:aggregation=expected_attention"
-MAIN = f"v3,{QUESTIONS},v3:evict=highest,v1,{V1_QUESTIONS},random"
+SELF = "triattention:stats=text"
+QUESTIONS = f"triattention:stats={STATS}"
+V1, V1_QUESTIONS = f"{SELF}:mode=v1", f"triattention:mode=v1:stats={STATS}"
+V2 = f"{SELF}:mode=v2"
+HIGHEST = f"{SELF}:evict=highest"
+OTHERS = f"{QUESTIONS}:aggregation=v3,expected_attention:stats={STATS}"
+MAIN = f"{SELF},{QUESTIONS},{HIGHEST},{V1},{V1_QUESTIONS},random"
 # What changes while a text is read, and how the worst are chosen.
-LATER = "v3:ema=0.1,v3:recalibrate=256"
+LATER = f"{SELF}:ema=0.1,{SELF}:recalibrate=256"
 SEGMENTS = ",".join(
-    f"{policy}:{option}"
-    for option in ("segments=1", "segment_tokens=64", "boundary_skip=8")
-    for policy in ("v3", QUESTIONS)
+    policy
+    for option in ("segments=1", "segment_tokens=64")
+    for policy in (f"{SELF}:{option}", f"triattention:{option}:stats={STATS}")
 )
-ALL = f"{MAIN},v2,recency,knorm,{OTHERS}"
+ALL = f"{MAIN},{V2},recency,knorm,{OTHERS}"
 
 # Prefix and window take an eighth of the shortest context.
 COMMON = "--dtype float32 --kv-window 64 --warmup 256 --max-tokens 24"
@@ -38,24 +41,25 @@ ONCE = f"{MULTI} --once"
 PARTS = {
     # Needles of all policies, and what the text loses.
     "needles": f"--policies {ALL} --retentions {RETENTIONS} {ONCE}",
-    "text": f"--policies v3,{QUESTIONS},v3:evict=highest,v1,random --retentions {RETENTIONS} {TEXT}",
+    "text": f"--policies {SELF},{QUESTIONS},{HIGHEST},{V1},random --retentions {RETENTIONS} {TEXT}",
     "rounds": f"--policies {MAIN},{LATER} --retentions {FEW} {MULTI}",
-    "kinds": f"--policies v3,{QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 800 "
+    "kinds": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 800 "
     "--kinds single,paraphrased,decoys --once",
     # Options.
-    "blocks": f"--policies v3,{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
+    "blocks": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
     "segments": f"--policies {SEGMENTS} --retentions {FEW} {ONCE}",
-    "prefixes": f"--policies v3,{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
+    "prefixes": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
     # Where the prefix holds the sinks, `streaming` is `recency`.
     "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
     # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
-    "triggers": "--policies v3,random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 --seeds 0",
-    "text_others": f"--policies v2,{V1_QUESTIONS},recency,knorm,{OTHERS} --retentions {FEW} {TEXT}",
+    "triggers": f"--policies {SELF},random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 "
+    "--seeds 0",
+    "text_others": f"--policies {V2},{V1_QUESTIONS},recency,knorm,{OTHERS} --retentions {FEW} {TEXT}",
     "text_options": f"--policies {SEGMENTS},{LATER} --retentions 75 {TEXT}",
-    "text_prefixes": f"--policies v3 --retentions 75 --prefixes 0,16,32 {TEXT}",
-    "text_blocks": f"--policies v3,{QUESTIONS} --retentions 75 --granularities 16,64 {TEXT}",
-    "long": f"--policies v3,{QUESTIONS},v1,{V1_QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 2000 "
-    "--depths middle --kinds multi --once",
+    "text_prefixes": f"--policies {SELF} --retentions 75 --prefixes 0,16,32 {TEXT}",
+    "text_blocks": f"--policies {SELF},{QUESTIONS} --retentions 75 --granularities 16,64 {TEXT}",
+    "long": f"--policies {SELF},{QUESTIONS},{V1},{V1_QUESTIONS},random --retentions {FEW} --chunks 0 "
+    "--lengths 2000 --depths middle --kinds multi --once",
 }
 
 
@@ -74,7 +78,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="scenes for each kind, length and depth")
     args = parser.parse_args()
     if not STATS.exists():
-        run("calibrate", "--dtype", "float32", "--covariance", "-o", str(STATS))
+        run("calibrate", "--text-share", "0", "--dtype", "float32", "--covariance", "-o", str(STATS))
     for part in args.parts or PARTS:
         words = f"{COMMON} --prefixes 32 --triggers 32 --seeds {args.seeds} {PARTS[part]}".split()
         run("evaluate", "sweep", *words, "--json", str(JSON))

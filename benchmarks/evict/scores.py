@@ -1,4 +1,4 @@
-"""What a token could be worth: the package's score, its variants, and oracles that know the questions.
+"""Scores of tokens: the package's, its variants, and oracles that know the questions.
 
 All work on fp16 bodies of caches from which nothing was evicted.
 """
@@ -9,12 +9,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.evicting import EvictingKVCache
-from mlx_tq.config import EvictConfig
-from mlx_tq.evict.policy import Body, PackedLayer, get_policy
-from mlx_tq.evict.queries import Calibrator, QueryStats
-from mlx_tq.evict.virtual import spread, virtual_query
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.kernels.score import score
+from mlx_tq.policies import Body, CalibratedPolicy, PackedLayer
+from mlx_tq.policies.calibrator import Calibrator
+from mlx_tq.policies.queries import QueryStats
+from mlx_tq.policies.virtual_query import spread, virtual_query
+from mlx_tq.sequence.passes import sequence_in
 
 Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 
@@ -26,7 +27,7 @@ class Recorder:
     stats = None
 
     def __init__(self, calibrator: Calibrator) -> None:
-        self.rope, self.config = calibrator.rope, calibrator.config
+        self.rope, self.policy = calibrator.rope, calibrator.policy
         self.parts: list[mx.array] = []
 
     def due(self, stop: int) -> bool:
@@ -48,46 +49,51 @@ class Recorder:
         return mx.concatenate(self.parts, axis=1)
 
 
-def record(caches: list[EvictingKVCache]) -> None:
+def record(caches: list[CompressedKVCache]) -> None:
     """Keep the queries of what these caches are to read."""
-    for cache in caches:
-        cache._calibrator = Recorder(cache._calibrator)  # type: ignore[assignment, arg-type]
+    found = calibrators(caches)
+    for number, calibrator in found.items():
+        found[number] = Recorder(calibrator)  # type: ignore[assignment]
 
 
-def recorded(caches: list[EvictingKVCache]) -> Queries:
+def recorded(caches: list[CompressedKVCache]) -> Queries:
     """The queries that were kept."""
-    return [cache._calibrator.queries for cache in caches]  # type: ignore[union-attr, attr-defined]
+    return [recorder.queries for recorder in calibrators(caches).values()]  # type: ignore[attr-defined]
 
 
-def statistics(caches: list[EvictingKVCache], queries: Queries, config: EvictConfig) -> list[QueryStats]:
+def calibrators(caches: list[CompressedKVCache]) -> dict[int, Calibrator]:
+    """Those of the caches' sequence, by the number of the layer."""
+    sequence = sequence_in(caches)
+    assert sequence is not None
+    return sequence.calibrators
+
+
+def statistics(caches: list[CompressedKVCache], queries: Queries, policy: CalibratedPolicy) -> list[QueryStats]:
     """The statistics of all these queries."""
     found = []
-    for cache, each in zip(caches, queries, strict=True):
-        rope = cache._calibrator.rope  # type: ignore[union-attr]
-        parts = [each.mean(axis=1), rope.lengths(each).mean(axis=1)]
-        if config.aggregation == "expected_attention":
+    for calibrator, each in zip(calibrators(caches).values(), queries, strict=True):
+        assert calibrator.rope is not None
+        parts = [each.mean(axis=1), calibrator.rope.lengths(each).mean(axis=1)]
+        if policy.needs_covariance:
             parts.append(each.swapaxes(-1, -2) @ each / each.shape[1])
         found.append(QueryStats(*parts))
     return found
 
 
-def layers_of(caches: list[EvictingKVCache], stats: Sequence[QueryStats]) -> list[PackedLayer]:
+def layers_of(caches: list[CompressedKVCache], stats: Sequence[QueryStats]) -> list[PackedLayer]:
     """The bodies as policies see them, under these statistics."""
-    found = []
-    for cache, each in zip(caches, stats, strict=True):
-        layer = cache.packed_layer()
-        found.append(PackedLayer(layer.rows, layer.layout, cache._calibrator.rope, each))  # type: ignore[union-attr]
-    return found
+    own = calibrators(caches)
+    return [PackedLayer(*cache.body(), own[cache.number].rope, each) for cache, each in zip(caches, stats, strict=True)]
 
 
-def by_policy(caches: list[EvictingKVCache], stats: Sequence[QueryStats], config: EvictConfig) -> np.ndarray:
-    """What the package's policy says, [S]."""
+def by_policy(caches: list[CompressedKVCache], stats: Sequence[QueryStats], policy: CalibratedPolicy) -> np.ndarray:
+    """The scores of a policy of the package, [S]."""
     positions = caches[0].body_positions
-    return get_policy(config).score(Body(layers_of(caches, stats), positions, caches[0].offset, 0))
+    return policy.score(Body(layers_of(caches, stats), positions, caches[0].offset, 0))
 
 
 def by_head(
-    caches: list[EvictingKVCache], stats: Sequence[QueryStats], *, trig: float = 1.0, norm: float = 1.0
+    caches: list[CompressedKVCache], stats: Sequence[QueryStats], *, trig: float = 1.0, norm: float = 1.0
 ) -> np.ndarray:
     """Scores of TriAttention before aggregation, [layers, Hq, S], with weights on its two terms."""
     tokens, last = len(caches[0].body_positions), caches[0].offset - 1
@@ -103,12 +109,13 @@ def by_head(
     return np.stack(found)
 
 
-def attention_of(caches: list[EvictingKVCache], queries: Queries, start: int) -> np.ndarray:
+def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) -> np.ndarray:
     """Attention weights that queries at positions from `start` give to the body: [layers, Hq, L, S]."""
     prefix, found = caches[0].spec.prefix, []
     tokens = len(caches[0].body_positions)
+    own = calibrators(caches)
     for cache, each in zip(caches, queries, strict=True):
-        turned = cache._calibrator.rope.module(each[None], offset=start)[0]  # type: ignore[union-attr]
+        turned = own[cache.number].rope.module(each[None], offset=start)[0]  # type: ignore[union-attr]
         keys = cache.keys_and_values()[0].materialize()[0].astype(mx.float32)  # [H, T, D]
         keys = mx.repeat(keys, turned.shape[0] // keys.shape[0], axis=0)
         logits = turned @ keys.swapaxes(-1, -2) / each.shape[-1] ** 0.5

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels.bench_kernels
 
-A GPU is timed over many calls in one evaluation, `attend` with its `merge`. On a CPU the kernels run on the simulator
-of the tests, which counts bytes and lane operations: the difference between two contexts, per token and KV head.
+A GPU is timed over many calls in one evaluation, `attend` with its `merge`. On a CPU the kernels run on `metal_sim`,
+which counts bytes and lane operations: the difference between two contexts, per token and KV head.
 """
 
 import argparse
@@ -21,17 +21,19 @@ import numpy as np
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benchmarks.kernels.cases import DIM, GROUP, cases
-from mlx_tq.environment import environment
-from mlx_tq.kernels import build, impl, phases
-from mlx_tq.kernels.phases import Phases
+from metal_sim.sdpa_vector import sdpa_vector
+from mlx_tq.commands.environment import environment
+from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.kernels.thresholds import KernelThresholds
 
 ROOT = Path(__file__).parents[2]
 CALLS, ROUNDS = 50, 7
 COUNTED = (96, 224)  # tokens
 SHORT = 320  # packed tokens of a short context
-ONE_BLOCK = Phases(least_block=4096, short=0)  # what merging several costs is no cost of a token
+ARCHIVED, QUESTIONS = 64, (2, 8, 32)  # archived tokens that are counted, and the tokens that ask them
+ONE_BLOCK = KernelThresholds(least_block=4096, short=0)  # what merging several costs is no cost of a token
 # Other ways of attention, and which of their kernels is counted: one for all, and what merges blocks of 64 tokens.
-ATTENTION = {"attend_short": (Phases(short=4096), 0), "merge": (Phases(least_block=64, short=0), 1)}
+ATTENTION = {"attend_short": (KernelThresholds(short=4096), 0), "merge": (KernelThresholds(least_block=64, short=0), 1)}
 
 
 def seconds(call: Callable[[], list[mx.array]]) -> float:
@@ -73,8 +75,7 @@ def timed(tokens: int, heads: int) -> dict[str, Any]:
 
 def counted() -> dict[str, Any]:
     """Bytes and lane operations on the simulator, per token and KV head; mlx's `sdpa_vector` beside them."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/kernels/metal")]
-    from sdpa_vector import sdpa_vector
+    sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
     from simulated import simulated
 
     mx.random.seed(0)  # how often a maximum grows is a matter of the numbers
@@ -84,12 +85,12 @@ def counted() -> dict[str, Any]:
             made = cases(tokens, 1)
         found.append({})
         for case in made:
-            with simulated() as counters, phases.using(ONE_BLOCK):
+            with simulated() as counters, thresholds.using(ONE_BLOCK):
                 mx.eval(case.call())
             found[-1][case.kernel] = _total(counters)
         (attention,) = (case for case in made if case.kernel == "attend")
         for name, (way, place) in ATTENTION.items():
-            with simulated() as counters, phases.using(way):
+            with simulated() as counters, thresholds.using(way):
                 mx.eval(attention.call())
             found[-1][name] = _total(counters[place : place + 1])
         shape = (1, tokens, DIM)
@@ -103,10 +104,25 @@ def counted() -> dict[str, Any]:
     for name, short in (("attend, then merge", 0), ("attend_short", 65536)):
         with impl.using("ops"):
             (attend,) = (case for case in cases(SHORT, 1) if case.kernel == "attend")
-        with simulated() as counters, phases.using(Phases(short=short)):
+        with simulated() as counters, thresholds.using(KernelThresholds(short=short)):
             mx.eval(attend.call())
         whole.append({"kernel": name, "dispatches": len(counters), **_total(counters)})
-    return {"tokens": COUNTED, "kernels": rows, "short": {"packed_tokens": SHORT, "kernels": whole}}
+    archived = []
+    for question in QUESTIONS:
+        with impl.using("ops"):
+            (recall,) = (case for case in cases(ARCHIVED, 1, question) if case.kernel == "recall_score")
+        with simulated() as counters:
+            mx.eval(recall.call())
+        archived.append({"queries": GROUP * question, "stored": recall.nbytes, **_by_part(*counters)})
+    thousand = [{k: n if k == "queries" else 1000 * n / ARCHIVED for k, n in row.items()} for row in archived]
+    short = {"packed_tokens": SHORT, "kernels": whole}
+    return {"tokens": COUNTED, "kernels": rows, "short": short, "archived": thousand}
+
+
+def _by_part(cost: Any) -> dict[str, int]:
+    """Bytes that `recall_score` loads of keys and of queries, and what it does."""
+    keys = cost.loaded["key_codes"] + cost.loaded["key_scales"]
+    return {"keys": keys, "asked": cost.loaded["asked_queries"], "lane_operations": sum(cost.operations.values())}
 
 
 def _total(counters: list[Any]) -> Counter[str]:

@@ -5,17 +5,22 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.codec.rows import RowLayout
+from mlx_tq.config import BLOCK
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.recall_score import recall_score
+from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
 
 DIM, GROUP = 128, 4
+QUESTION = 32  # tokens that ask an archive
 
 
 class Case(NamedTuple):
@@ -26,25 +31,55 @@ class Case(NamedTuple):
     nbytes: int
 
 
-def cases(tokens: int, heads: int) -> list[Case]:
-    """Every kernel on a layer of `heads` KV heads, tq4 keys and values, fp16."""
+def cases(tokens: int, heads: int, asking: int = QUESTION) -> list[Case]:
+    """Every kernel on a layer of `heads` KV heads, tq4 keys and values, fp16; then those that conditioned keys change.
+
+    An archive's tokens are in blocks of BLOCK, of which `tokens` must be a multiple, and `asking` tokens ask it.
+    In a body "with gaps" one token of four has stayed.
+    """
     layout = RowLayout(*(get_format("tq4").codec(DIM, CodecOptions(seed=seed), mx.float16) for seed in (0, 1)))
     keys, values = (_random(heads, tokens) for _ in range(2))
-    rows = encode(keys, values, layout).rows
     queries, virtual = _random(heads * GROUP, 1), _random(heads, GROUP)[0].astype(mx.float32)
-    few = keys[:, :, :64], values[:, :, :64]
     weights, pairs = mx.abs(virtual[..., : DIM // 2]), mx.arange(DIM, dtype=mx.int32).reshape(2, -1)
+    question = mx.random.normal((1, heads * GROUP, asking, DIM), key=mx.random.key(0)) / DIM**0.5
+    blocks = [BLOCK] * (tokens // BLOCK)
     kept = mx.arange(0, tokens, 2, dtype=mx.int32)
-    mx.eval(rows, queries, weights, pairs, kept)
-    options = {"prefix": 32, "scale": DIM**-0.5}
+    mx.eval(queries, weights, pairs, kept)
     rotation = get_rotation("wht", DIM, 0)
+
+    def of_keys(name: str, means: Conditioning | None) -> list[Case]:
+        """The kernels that read packed keys, and what writes them."""
+        rows = encode(keys, values, layout, means).rows
+        regions = Regions(rows, tokens, layout, keys[:, :, :64], values[:, :, :64], 32, 64, means)
+        mx.eval(rows)
+        both, key_bytes = 2 * keys.nbytes + rows.nbytes, rows.nbytes // 2
+        return [
+            Case("encode" + name, lambda: [encode(keys, values, layout, means).rows], both),
+            Case("dequantize" + name, lambda: list(dequantize(rows, layout, mx.float16, None, means)), both),
+            Case("attend" + name, lambda: [attend(queries, regions, scale=DIM**-0.5)], rows.nbytes),
+            Case(
+                "score" + name,
+                lambda: [score(rows, tokens, layout, virtual, weights, pairs, means)],
+                key_bytes,
+            ),
+            Case(
+                "recall_score" + name,
+                lambda: list(recall_score(question, layout.keys(rows), layout, means, blocks)),
+                key_bytes,
+            ),
+        ]
+
+    rows = encode(keys, values, layout).rows
+    scale = mx.ones((1, heads, DIM))
+    means = _random(heads, -(-4 * tokens // MEAN_TOKENS))
+    gaps = Conditioning(scale, means, mx.arange(tokens, dtype=mx.int32) * 4 // MEAN_TOKENS)
+    mx.eval(rows, gaps.scale, gaps.means, gaps.index)
     return [
-        Case("encode", lambda: [encode(keys, values, layout).rows], 2 * keys.nbytes + rows.nbytes),
-        Case("dequantize", lambda: list(dequantize(rows, layout, mx.float16)), 2 * keys.nbytes + rows.nbytes),
-        Case("attend", lambda: [attend(queries, rows, tokens, layout, *few, **options)], rows.nbytes),
+        *of_keys("", None),
         Case("wht", lambda: [wht(keys, rotation)], 2 * keys.nbytes),
-        Case("score", lambda: [score(rows, tokens, layout, virtual, weights, pairs)], rows.nbytes // 2),
         Case("compact", lambda: [compact(rows, kept, kept.size)], rows.nbytes),
+        *of_keys(", conditioned", Conditioning(scale, means)),
+        *(case for case in of_keys(", conditioned, with gaps", gaps) if "attend" in case.kernel),
     ]
 
 

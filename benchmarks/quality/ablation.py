@@ -1,7 +1,7 @@
 """Measure what each part of TurboQuant is worth, on the embedded model's own keys and values.
 
 python benchmarks/quality/ablation.py changes one thing at a time, first of the keys alone, then of the values; the
-other side stays fp16. It resumes ../results/quality_ablation.json. docs/quality.md has the table.
+other side stays fp16. It resumes ../results/quality_ablation.json. docs/measurements/codec.md has the table.
 """
 
 from dataclasses import asdict
@@ -10,11 +10,11 @@ from pathlib import Path
 from variants import BITS, CHANGES, Variant
 
 from mlx_tq.codec import formats
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.formats import measure_formats
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.report import Results
-from mlx_tq.haystack import load_text
 from mlx_tq.models import load
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "quality_ablation.json"

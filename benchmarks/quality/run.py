@@ -1,4 +1,4 @@
-"""Measure what docs/quality.md reports: one `mlx_tq.evaluate` command after another, each with its JSON.
+"""Measure what docs/measurements reports of quality: one `mlx_tq.evaluate` command after another, each with its JSON.
 
 python benchmarks/quality/run.py [NAME ...] runs those that have no results yet; remove a file of ../results to repeat
 it. Needle and format runs resume where they stopped.
@@ -24,7 +24,7 @@ def _scales(pair: str) -> str:
 PROFILES = "off,safe,balanced,small"
 OTHERS = "q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls"
 FORMATS = "fp16,q8,tq4,tq3,tq2"
-# The pairs of docs/formats.md: those in a class of their own, the formats of other programs, and spectral keys.
+# The pairs of docs/measurements/formats.md: our own, the formats of other programs, and spectral keys.
 PAIRS = (
     "q8/q8,q8/tq4,q8/tq3,q8/tq2,tq4/tq4,tq4/tq3,tq4/tq2,tq3/tq4,tq3/tq3,tq2/tq4,tq2/tq2,fp8/fp8,fp8/tq4,q8_0/q8_0,"
     "q8_0/tq4,tbq4_0/tbq4_0,tbq3_0/tbq3_0,tq3_0/tq4,tq3_0/tq3_0,tq35/tq4,tq35/tq35,tq25/tq4,tq25/tq25,q8/tq35,q8/tq25,"
@@ -39,7 +39,9 @@ MIXED = (
 )
 PARETO = f"--length 768 --step 256 --needles 1 --needle-length 500 {SMALL}"
 
-RUNS = {
+# Of plain keys: what formats cost by themselves. Conditioned ones are in ../../docs/measurements/keys.md.
+PLAIN = "--kv-condition off"
+_RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
     "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
     "perplexity": f"perplexity --profiles {PROFILES},{OTHERS}",
@@ -57,6 +59,7 @@ RUNS = {
     "layers_float32": f"layers --profiles balanced,small --against float32 --length 512 --step 128 {SMALL}",
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles balanced,small",
 }
+RUNS = {name: f"{words} {PLAIN}" for name, words in _RUNS.items()}
 
 
 def main(names: list[str]) -> int:

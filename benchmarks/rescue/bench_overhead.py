@@ -29,11 +29,11 @@ import psutil
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
 from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
+from mlx_tq.commands.environment import environment
+from mlx_tq.commands.needles.haystack import QUESTION, build_case, load_text
 from mlx_tq.config import RescueConfig
-from mlx_tq.environment import environment
-from mlx_tq.haystack import QUESTION, build_case, load_text
+from mlx_tq.conversation import Rehydration
 from mlx_tq.rescue import RescueClient
-from mlx_tq.session import Rehydration
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_overhead.json"
 ANSWER = 24  # tokens
@@ -67,7 +67,7 @@ def service_s(running: Service) -> float:
 
 def measure(session: Session, text: str) -> dict[str, Any]:
     """Two turns, and their seconds."""
-    memory, writing = session._memory, [0.0]
+    memory, writing = session._transcript, [0.0]
     write = memory.write
 
     def clocked() -> None:

@@ -3,9 +3,8 @@
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
                                            [--policy triattention] [--embedder hashing] [--json FILE]
 
-Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and goes on where it stopped. `--table` only prints
-what is there. Real processes: the service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in
-`mlx_tq.evaluate`.
+Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and goes on where it stopped. Real processes: the
+service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
 
     none        the cache keeps every token
     evict       tokens are evicted
@@ -26,19 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rescue.process import Service, service
+from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key, lines
 from mlx_tq import EvictConfig, KVConfig, Session, load
-from mlx_tq.environment import environment
+from mlx_tq.commands.environment import environment
+from mlx_tq.commands.needles.haystack import QUESTION, build_case, load_text, verdict
 from mlx_tq.evaluate.asking import whereabouts
-from mlx_tq.haystack import QUESTION, build_case, load_text, verdict
+from mlx_tq.policies import parse_policy
+from mlx_tq.sequence.passes import sequence_in
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
-ARMS = ("none", "evict", "rescue", "retrieval")
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
-WHOLE = ("none", "retrieval")  # arms that evict nothing, so they are the same for every budget
-DEPTHS = (0.0, 0.5, 1.0)
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
 POLICY = "triattention"
-Setting = tuple[str, str, int]  # policy, budget, rung
 
 
 class Everything(Session):
@@ -53,7 +51,7 @@ def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
     plain = KVConfig(prefix=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
-    evict = EvictConfig(policy=policy, budget=budget, warmup=WARMUP, granularity=64, trigger=64)
+    evict = EvictConfig(parse_policy(policy, stats="text", warmup=WARMUP, granularity=64, trigger=64), budget)
     return replace(plain, evict=evict)
 
 
@@ -83,20 +81,20 @@ def measure(
         session.save(file)
         twin.load(file)
         if arm == "retrieval":
-            session._memory.rewrite(())
+            session._transcript.rewrite(())
             assert session.client is not None
             session.client.flush(30)
         needle = find(session.ids, case.ids[case.needle[0] : case.needle[1]])
         live, _ = whereabouts(session.cache, needle)
         before = twin.stats
-        eviction = getattr(session.cache[0], "eviction", None)
+        sequence = sequence_in(session.cache)
         shared = {
             **cell,
             "needle": needle,
             "live": live,
             "expected": case.answer,
             "first_s": first_s,
-            "rounds": eviction.rounds if eviction else 0,
+            "rounds": sequence.stats.rounds if sequence else 0,
             "tokens": before.tokens,
             "evicted": before.evicted,
             "kv_bytes": before.nbytes,
@@ -130,63 +128,6 @@ def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, A
     }
 
 
-def outcome(cell: dict[str, Any], cells: dict[str, dict[str, Any]]) -> str:
-    """A hit is native if any of the needle was live; a rescue hit only if none was and the same case fails without."""
-    if cells[key("none", cell)]["verdict"] != "PASS":
-        return "void"
-    if cell["verdict"] != "PASS":
-        return "miss"
-    if cell["arm"] in WHOLE or cell["live"]:
-        return "native"
-    return "rescue" if cell["arm"] == "rescue" and cells[key("evict", cell)]["verdict"] != "PASS" else "luck"
-
-
-def key(arm: str, cell: dict[str, Any]) -> str:
-    """Names a cell."""
-    setting = [] if arm in WHOLE else [cell["policy"], cell["budget"]]
-    return " ".join([arm, *setting, str(cell["rung"]), f"{cell['depth']:g}", str(cell["seed"])])
-
-
-def cells_of(arm: str, setting: Setting, cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of an arm where all four arms were measured."""
-    policy, budget, rung = setting
-    some = [c for c in cells.values() if c["arm"] == arm and c["rung"] == rung]
-    if arm not in WHOLE:
-        some = [c for c in some if (c["policy"], c["budget"]) == (policy, budget)]
-    return [c for c in some if all(key(a, {**c, "policy": policy, "budget": budget}) in cells for a in ARMS)]
-
-
-def settings(cells: dict[str, dict[str, Any]]) -> list[Setting]:
-    """Policies, budgets and rungs that were measured."""
-    found = {(c["policy"], c["budget"], c["rung"]) for c in cells.values() if c["arm"] not in WHOLE}
-    return sorted(found, key=lambda setting: (setting[2], setting[0], setting[1]))
-
-
-def table(cells: dict[str, dict[str, Any]]) -> str:
-    """A row of Markdown for each policy, budget and length: answers found by each arm, of so many cases."""
-    head = (
-        "tokens, policy, budget | cases | gone: start, middle, end | none | evict | rescue: native + rescued | "
-        "retrieval | void | evicted | quoted"
-    )
-    lines = [head, " | ".join("---" for _ in head.split(" | "))]
-    for setting in settings(cells):
-        by_arm = {arm: cells_of(arm, setting, cells) for arm in ARMS}
-        if not by_arm["rescue"]:
-            continue
-        kinds = {arm: [outcome(c, cells) for c in some] for arm, some in by_arm.items()}
-        rescued = by_arm["rescue"]
-        gone = [sum(not c["live"] for c in rescued if c["depth"] == depth) for depth in DEPTHS]
-        found = {arm: some.count("native") for arm, some in kinds.items()}
-        evicted, quoted = (sum(c[name] for c in rescued) / len(rescued) for name in ("evicted", "injected"))
-        policy, budget, rung = setting
-        lines.append(
-            f"{rung:,}, {policy}, {budget} | {len(rescued)} | {', '.join(map(str, gone))} | {found['none']} | "
-            f"{found['evict']} | {found['rescue']} + {kinds['rescue'].count('rescue')} | {found['retrieval']} | "
-            f"{kinds['rescue'].count('void')} | {evicted:,.0f} | {quoted:.0f}"
-        )
-    return "\n".join(f"| {line} |" for line in lines)
-
-
 def main() -> None:
     """Measure what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -197,13 +138,9 @@ def main() -> None:
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--embedder", default="hashing")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     done = json.loads(args.json.read_text()) if args.json.exists() else {"commands": [], "cells": {}}
     cells = done["cells"]
-    if args.table:
-        print(table(cells))
-        return
     command = (
         f"python -m benchmarks.rescue.bench_ramp --rungs {args.rungs} --seeds {args.seeds} --budgets {args.budgets} "
         f"--policy {args.policy} --embedder {args.embedder}"
@@ -228,7 +165,8 @@ def main() -> None:
                     flush=True,
                 )
             args.json.write_text(json.dumps(done, indent=1) + "\n")
-    print(table(cells))
+    for line in lines(cells):
+        print(" | ".join(line))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks.rescue.bench_ramp import ARMS, DEPTHS, RESULTS, cells_of, outcome, settings
+from benchmarks.rescue.bench_ramp import RESULTS
+from benchmarks.rescue.ramp_cells import ARMS, DEPTHS, cells_of, outcome, settings
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

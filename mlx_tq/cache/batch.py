@@ -7,23 +7,24 @@ depend on its neighbours, and rows join and leave without a copy.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx_lm.models.cache as native
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_tq.cache.compressed import CompressedKVCache
-from mlx_tq.cache.view import Handle, Regions, before_rope, check_seam, handles
+from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
+from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.evict import taps
+from mlx_tq.kernels import thresholds
+from mlx_tq.kernels.attend import attend_batch
 from mlx_tq.kernels.masks import Mask
 
 
 @dataclass(frozen=True)
-class BatchRegions:
+class BatchView:
     """The regions of each row, None where a row got no token in this step.
 
     Attributes:
@@ -32,17 +33,17 @@ class BatchRegions:
         key_heads: [H, Dk] and [H, Dv] of the model.
     """
 
-    rows: list[Regions | None]
+    rows: list[StepView | None]
     counts: list[int]
     key_heads: tuple[int, int]
     value_heads: tuple[int, int]
 
     def _longest(self, heads: tuple[int, int]) -> tuple[int, ...]:
-        tokens = max((row.key_shape()[2] for row in self.rows if row is not None), default=0)
+        tokens = max((row.tokens for row in self.rows if row is not None), default=0)
         return len(self.rows), heads[0], tokens, heads[1]
 
     def _shape(self, heads: tuple[int, int]) -> tuple[int, ...]:
-        rows = {(row and row.key_shape()[2], count) for row, count in zip(self.rows, self.counts, strict=True)}
+        rows = {(row and row.tokens, count) for row, count in zip(self.rows, self.counts, strict=True)}
         if len(rows) > 1:
             raise UnsupportedModelError(
                 "the model reads the number of keys of a batch, which differs from row to row (in mlx-lm's own batches "
@@ -58,26 +59,54 @@ class BatchRegions:
         """[B, H, S, Dv]; refused where rows have different S."""
         return self._shape(self.value_heads)
 
+    @property
+    def wants_queries(self) -> bool:
+        """A row's observer has not seen the queries of this step."""
+        return any(row.wants_queries for row in self.rows if row is not None)
+
+    def observed(self, queries: mx.array, rope: Any) -> "BatchView":
+        """The same regions, whose observers have seen queries [B, Hq, L, D] as they were before `rope`."""
+        rows = [
+            row and row.observed(queries[i : i + 1, :, :count], rope)
+            for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True))
+        ]
+        return replace(self, rows=rows)
+
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
-        """Attention row by row; queries of padding give zeros. [B, Hq, L, Dk] -> [B, Hq, L, Dv]."""
+        """Attention of each row; queries of padding give zeros. [B, Hq, L, Dk] -> [B, Hq, L, Dv].
+
+        A step of all rows is one call; prompts, of which rows have more or fewer tokens, are one each.
+        """
         if isinstance(mask, mx.array):
             raise ConfigError(
                 "a batch on a compressed cache was given an attention mask of its own; rows here have no padding that "
                 "such a mask could describe. Run the sequences one at a time."
             )
         length = queries.shape[2]
+        if self._steps_together(length):
+            rows = [row for row in self.rows if row is not None]
+            out = attend_batch(queries, [row.undivided() for row in rows], scale=scale, mask=mask, sinks=sinks)
+            pending = [array for i, row in enumerate(rows) for array in row.awaited(queries[i : i + 1])]
+            return mx.depends(out, pending) if pending else out
         outputs = []
         for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
             padding = mx.zeros((1, queries.shape[1], length - count, self.value_heads[1]), queries.dtype)
             if row is None:
                 outputs.append(padding)
                 continue
-            if row.observer is not None and row.observer.due:
-                seen = row.observer.observe(before_rope(queries), i, count)
-                row = replace(row, observer=None, pending=(*row.pending, *seen))  # identity ends at a slice
             out = row.attend(queries[i : i + 1, :, :count], scale, mask, sinks)
             outputs.append(out if count == length else mx.concatenate([out, padding], axis=2))
         return mx.concatenate(outputs, axis=0)
+
+    def _steps_together(self, length: int) -> bool:
+        """Every row attends to packed tokens with L = `length` queries of its own, and all rows are laid out alike."""
+        return (
+            length <= thresholds.current().packed_queries
+            and all(row is not None and row.earlier is None for row in self.rows)
+            and all(count == length for count in self.counts)
+            and any(row.regions.body for row in self.rows if row is not None)
+            and len({id(row.regions.layout) for row in self.rows if row is not None}) == 1
+        )
 
     def materialize(self) -> tuple[mx.array, mx.array]:
         """Decoded keys and values, padded on the right with zeros: [B, H, S, D] each."""
@@ -90,6 +119,35 @@ class BatchRegions:
         return keys, values
 
 
+class Row(Protocol):
+    """One sequence of a batch: a `CompressedKVCache`."""
+
+    spec: CacheSpec
+    offset: int
+    nbytes: int
+    state: tuple[Any, ...]
+
+    def append(self, keys: mx.array, values: mx.array) -> StepView:
+        """Store tokens; returns what they attend to."""
+        ...
+
+    def fork(self) -> Any:
+        """A copy that shares no change with this one."""
+        ...
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens."""
+        ...
+
+    def size(self) -> int:
+        """Tokens stored."""
+        ...
+
+    def empty(self) -> bool:
+        """Whether nothing has been stored yet."""
+        ...
+
+
 class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
     """A drop-in for mlx-lm's `BatchKVCache`.
 
@@ -97,10 +155,14 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         rows: the sequences.
     """
 
-    def __init__(self, rows: Sequence[CompressedKVCache]) -> None:
-        self.rows = list(rows)
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows: list[Any] = list(rows)
         self._remaining: list[int] | None = None  # tokens of each row still to come in a padded prompt
-        self._last: tuple[BatchRegions, str] | None = None  # what the last step attended to, where layers share it
+        self._last: tuple[BatchView, str] | None = None  # what the last step attended to, where layers share it
+
+    def counts(self, length: int) -> list[int]:
+        """Of `length` tokens of the next pass, how many are each row's own; the rest is padding on the right."""
+        return [min(length, left) for left in self._remaining or [length] * len(self.rows)]
 
     @property
     def offset(self) -> mx.array:
@@ -111,15 +173,14 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Append keys [B, H, L, Dk] and values [B, H, L, Dv], without the padding that `prepare` announced."""
         check_seam()
         length = keys.shape[2]
-        remaining = self._remaining or [length] * len(self.rows)
-        counts = [min(length, left) for left in remaining]
+        counts = self.counts(length)
         regions = [
             row.append(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
             for i, (row, count) in enumerate(zip(self.rows, counts, strict=True))
         ]
         if self._remaining is not None:
-            self._remaining = [left - count for left, count in zip(remaining, counts, strict=True)]
-        view = BatchRegions(regions, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+            self._remaining = [left - count for left, count in zip(self._remaining, counts, strict=True)]
+        view = BatchView(regions, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
         self._last = (view, dtype_name(keys.dtype)) if any(row.spec.shared for row in self.rows) else None
         return handles(view, keys.dtype)
 
@@ -171,9 +232,6 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
                 f"a batch on a compressed cache was asked for a sliding window of {window_size} tokens, which its rows "
                 "do not have. Run the sequences one at a time."
             )
-        counts = self._remaining or [N] * len(self.rows)
-        listens = [row.begin(min(N, count)) for row, count in zip(self.rows, counts, strict=True)]
-        taps.arm(on=any(listens))
         return None if N == 1 else "causal"
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -184,17 +242,17 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Add the rows of another batch."""
         self.rows += other.rows
 
-    def extract(self, idx: int) -> CompressedKVCache:
+    def extract(self, idx: int) -> Any:
         """A copy of one row."""
         return self.rows[idx].fork()
 
     @classmethod
-    def merge(cls, caches: list[CompressedKVCache]) -> "BatchCompressedKVCache":
+    def merge(cls, caches: Sequence[Row]) -> "BatchCompressedKVCache":
         """A batch of copies of `caches`."""
         return cls([cache.fork() for cache in caches])
 
     def is_trimmable(self) -> bool:
-        """Always."""
+        """The last tokens of every row can be dropped."""
         return True
 
     def trim(self, n: int) -> int:

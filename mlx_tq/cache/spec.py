@@ -1,15 +1,26 @@
 """How one layer stores its tokens: formats, region sizes and seeds, from which every codec follows."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import MEAN_TOKENS
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.codec.formats import Codec, CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK, COLD, KVConfig
 from mlx_tq.errors import ConfigError
+
+# Up to so many tokens of a pass see each what it would have seen alone, which speculative decoding counts on.
+SHORT_PASS = 8
+# Conditioned keys are packed by the statistics of so many first tokens, ...
+LEARNED = 128
+# ... and not before this length: queries come after their keys, and those of a short pass are not needed in it.
+READY = LEARNED + SHORT_PASS
+# Tokens by which the buffer of a cache grows that has packed none.
+FULL_STEP = 2 * BLOCK
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,7 @@ class CacheSpec:
         shared: later layers read this cache with `keys_and_values`, so it holds on to what each step attended to.
         cold: format of the keys of older tokens, or "" where they have no other.
         recent: packed tokens that are not older.
+        condition: keys are conditioned (see `codec.conditioning`); by means alone where `key_options` has no pairs.
     """
 
     key: str
@@ -34,6 +46,7 @@ class CacheSpec:
     shared: bool = False
     cold: str = ""
     recent: int = 0
+    condition: bool = False
 
     @classmethod
     def for_layer(
@@ -54,11 +67,11 @@ class CacheSpec:
             key: format of its keys, or two as in `KVConfig`.
             value: format of its values.
             shared: see above.
-            pairs: the dims that its RoPE turns together, for spectral keys.
+            pairs: the dims that its RoPE turns together, where they are known.
         """
         seed = config.seed + 1000 * layer
         key, _, cold = key.partition(COLD)
-        common = {"rotation": config.rotation, "wide_scale": config.wide_scale}
+        common = {"rotation": config.rotation, "fp32_scales": config.fp32_scales}
         return cls(
             key=key,
             value=value,
@@ -69,6 +82,7 @@ class CacheSpec:
             shared=shared,
             cold=cold,
             recent=config.recent if cold else 0,
+            condition=config.condition and get_format(key).bits < 16,
         )
 
     @classmethod
@@ -78,7 +92,7 @@ class CacheSpec:
         return cls(**{**fields, **options})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain numbers and strings."""
+        """The storage as plain numbers and strings, for JSON."""
         return asdict(self)
 
     @property
@@ -102,24 +116,42 @@ class CacheSpec:
         """The position before which keys are cold when tokens before `packed` are packed."""
         return max(self.prefix, packed - self.recent) if self.cold else self.prefix
 
-    def body_nbytes(self, packed: int, layout: RowLayout, dtype: mx.Dtype, step: int = 1) -> int:
-        """Bytes of a KV head's rows when tokens before `packed` are packed, in buffers of whole `step` rows.
+    def body_nbytes(self, packed: int, layout: RowLayout, dtype: mx.Dtype, capacity: Callable[[int], int] = int) -> int:
+        """Bytes of a KV head's rows when tokens before `packed` are packed, in buffers with so much room for them.
 
-        The block that went cold last is there in both formats.
+        What went cold last is there in both formats, as long as its originals are kept.
         """
         cold = self.cold_until(packed) - self.prefix
-        recent = packed - self.prefix - max(0, cold - BLOCK)
-        nbytes = -(-recent // step) * step * layout.nbytes
-        return nbytes + -(-cold // step) * step * self.cold_layout(layout, dtype).nbytes if cold else nbytes
+        recent = packed - self.cold_until(self.originals_from(packed))
+        nbytes = capacity(recent) * layout.nbytes
+        return nbytes + capacity(cold) * self.cold_layout(layout, dtype).nbytes if cold else nbytes
 
     def packed_until(self, length: int) -> int:
         """The logical position before which tokens are packed once `length` have been seen: a multiple of BLOCK."""
-        return max(self.prefix, (length - self.window) // BLOCK * BLOCK)
+        packed = max(self.prefix, (length - self.window) // BLOCK * BLOCK)
+        return self.prefix if self.condition and packed + self.window < READY else packed
+
+    def originals_from(self, packed: int) -> int:
+        """The position from which originals are kept for trims when tokens before `packed` are packed."""
+        return self.packed_until(packed + self.window - BLOCK)
+
+    def full_capacity(self, packed: int, length: int) -> int:
+        """Tokens that prefix and tail have room for when `length` have been seen, and those before `packed` packed.
+
+        Once there are such: the window, the rest of a block, and a block of new tokens. Before that it grows with use.
+        """
+        if packed > self.prefix:
+            return self.prefix + self.window + 2 * BLOCK
+        return -(-length // FULL_STEP) * FULL_STEP
+
+    def blocks(self, packed: int) -> int:
+        """Blocks of keys that have a mean when tokens before `packed` are packed and none has left."""
+        return -(-(packed - self.prefix) // MEAN_TOKENS) if self.condition else 0
 
     @property
-    def full_capacity(self) -> int:
-        """Tokens that prefix and tail have room for: window, the rest of a block, and a block of new tokens."""
-        return self.prefix + self.window + 2 * BLOCK
+    def mean_tokens(self) -> int:
+        """First tokens of a block of keys that its mean is taken of: those that are there when its first are packed."""
+        return min(MEAN_TOKENS, BLOCK - self.prefix % BLOCK + self.window)
 
 
 @lru_cache(maxsize=4096)

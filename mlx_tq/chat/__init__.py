@@ -1,5 +1,11 @@
 """`mlx_tq.chat`: a conversation in a terminal."""
 
-from mlx_tq.chat.command import build_parser, run
+from collections.abc import Sequence
 
-__all__ = ["build_parser", "run"]
+from mlx_tq.chat.flags import build_parser
+from mlx_tq.commands.frame import run_command
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    return run_command("chat", build_parser(), "mlx_tq.chat.command", words)

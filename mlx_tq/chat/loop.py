@@ -5,24 +5,31 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from mlx_tq.chat.screen import show_memory, show_stats, show_turn
+from mlx_tq.chat.screen import show_banner, show_last_exchange, show_memory, show_stats, show_turn
+from mlx_tq.commands.foreign_text import say
+from mlx_tq.commands.frame import DONE, INTERRUPTED
+from mlx_tq.commands.progress import prefill_progress
+from mlx_tq.commands.screen import console, warn
+from mlx_tq.conversation import Session
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.session import Session
-from mlx_tq.ui import console, warn
 
 with suppress(ImportError):  # not on every system; without it lines cannot be edited
-    import readline  # noqa: F401  gives input() its history and editing
+    import readline  # gives input() its history and editing
 
-INTERRUPTED = 130
+    if "libedit" not in (readline.__doc__ or ""):  # which has another syntax, and no such thing
+        readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message, with all its lines
+
 BLOCK = '"""'  # begins and ends a message of several lines
 HELP = f"""\
 /stats        what the conversation takes
-/save FILE    write the conversation to a file
+/save FILE    write the conversation to a file, a new one or one of a conversation
 /load FILE    go on with one from a file
 /reset        begin anew
 /help         this
 /quit         leave; so does Ctrl-D
+ /...         after a space, a message that begins with a slash; so does a path
 {BLOCK}           begins and ends a message of several lines
 Ctrl-C        stop the answer; twice at the prompt leaves"""
 
@@ -56,7 +63,7 @@ class Chat:
                 message = self._read()
                 warned = False
             except EOFError:
-                return 0
+                return DONE
             except KeyboardInterrupt:
                 if warned or not self._terminal:
                     return INTERRUPTED
@@ -64,16 +71,19 @@ class Chat:
                 console.print("\nCtrl-C once more leaves", style="dim")
                 continue
             if message.strip() in ("/quit", "/exit"):
-                return 0
+                return DONE
             self._take(message)
 
     def _take(self, message: str) -> None:
         """Do what a message says. What cannot be done is said, and the conversation goes on."""
         try:
-            if message.startswith("/") and "\n" not in message:
-                name, _, rest = message.strip().partition(" ")
+            name, _, rest = message.strip().partition(" ")
+            if message.startswith("/") and "\n" not in message and not _is_path(name):
                 if name not in self._commands:
-                    raise ConfigError(f"{name} is no command; valid are {', '.join(self._commands)}, /quit.")
+                    raise ConfigError(
+                        f"{name} is no command; valid are {', '.join(self._commands)}, /quit. A message may begin with "
+                        "a slash after a space."
+                    )
                 self._commands[name](rest.strip())
             elif message.strip():
                 self._answer(message)
@@ -85,14 +95,12 @@ class Chat:
     def _answer(self, message: str) -> None:
         before = len(self._session.turns)
         try:
-            with _stops(self._session):
-                for piece in self._session.respond(message):
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+            with _stops(self._session), prefill_progress() as progress:
+                for piece in self._session.respond(message, progress=progress):
+                    say(piece)
         except KeyboardInterrupt:  # the second one in a turn
             pass
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        say("\n")
         if len(self._session.turns) > before:
             show_turn(self._session)
         else:
@@ -122,6 +130,8 @@ class Chat:
 
     def _load(self, path: str) -> None:
         self._session.load(_named(path, "/load"))
+        show_banner(self._session)
+        show_last_exchange(self._session)
         show_memory(self._session.stats)
 
     def _reset(self, _: str) -> None:
@@ -129,10 +139,18 @@ class Chat:
         console.print("the conversation is forgotten", style="dim")
 
 
-def _named(path: str, command: str) -> str:
+def _named(path: str, command: str) -> Path:
     if not path:
         raise ConfigError(f"{command} needs a file, such as {command} chat.safetensors.")
-    return path
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{command} {path}: {error}. Write the folder itself.") from error
+
+
+def _is_path(word: str) -> bool:
+    """A word that begins with a slash is a path where it has another one, or is there."""
+    return "/" in word[1:] or Path(word).exists()
 
 
 @contextmanager

@@ -1,37 +1,38 @@
 """What a chat shows beside the answers, on stderr."""
 
-from rich.text import Text
+from mlx_tq.commands.foreign_text import readable
+from mlx_tq.commands.memory_bar import memory_bar
+from mlx_tq.commands.screen import console, human_bytes, results, show_plan, show_recalled, table
+from mlx_tq.conversation import Session, SessionStats
 
-from mlx_tq.session import Session, SessionStats
-from mlx_tq.ui import console, human_bytes, results, table
-
-_BAR = 40  # characters
-_LIVE, _EVICTED, _FREE = ("█", "green"), ("▒", "yellow"), ("·", "dim")
+_SHOWN_TOKENS = 32768  # context at which the bytes of a model without a limit are shown
 
 
-def memory_bar(stats: SessionStats) -> Text:
-    """Tokens in the cache and out of it, along the model's positions, and the bytes."""
-    total = max(stats.positions or 0, stats.tokens, 1)
-    live = round(_BAR * stats.live / total)
-    evicted = min(round(_BAR * stats.evicted / total), _BAR - live)
-    bar = Text()
-    for (sign, style), count in ((_LIVE, live), (_EVICTED, evicted), (_FREE, _BAR - live - evicted)):
-        bar.append(sign * count, style)
-    bar.append(f" {stats.live:,} live", "green")
-    bar.append(f"  {stats.evicted:,} evicted", "yellow")
-    bar.append(f"  {stats.rescued:,} rescued", "cyan")
-    bar.append(f"  {human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}", "dim")
-    return bar
+def show_banner(session: Session) -> None:
+    """Print how the conversation's cache is stored, what leaves it, and what brings that back."""
+    if session.plan is not None:
+        show_plan(session.plan, session.positions or _SHOWN_TOKENS)
+    if session.client is not None:
+        console.print(f"rescue: {session.rescue.service}", style="dim", markup=False)
+
+
+def show_last_exchange(session: Session) -> None:
+    """Print the last question of a loaded conversation and its answer, whole."""
+    if session.last_exchange is not None:
+        question, answer = map(readable, session.last_exchange)
+        console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
 
 
 def show_memory(stats: SessionStats) -> None:
-    """Print the bar."""
+    """Print the bar of live, evicted and rescued tokens."""
     console.print(memory_bar(stats), soft_wrap=True)
 
 
 def show_turn(session: Session) -> None:
     """Say what came back, and how fast the answer was."""
     turn = session.turns[-1]
+    if turn.archived:
+        show_recalled(list(turn.recalled), turn.archived, turn.recall_seconds)
     if turn.rehydration.ids:
         spans = ", ".join(f"{start:,}-{stop:,}" for start, stop in turn.rehydration.ranges)
         console.print(f"brought back: tokens {spans} ({turn.rescue_seconds * 1000:.0f} ms)", style="cyan")
@@ -42,7 +43,7 @@ def show_turn(session: Session) -> None:
 def show_stats(session: Session) -> None:
     """Print a table of what the conversation takes; to stdout, as it was asked for."""
     stats = session.stats
-    shown = table("", "conversation", session.session_id[:8])
+    shown = table("", "conversation", readable(session.session_id[:8]))
     size = f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}"
     if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation
         size += f" ({stats.fp16_nbytes / stats.nbytes:.1f}x)"

@@ -26,7 +26,7 @@ _GRID = 100_001  # points of the integrals; their error is below 1e-8
 
 
 def normal_density(t: np.ndarray) -> np.ndarray:
-    """N(0, 1)."""
+    """The density of the normal distribution N(0, 1) at x."""
     return np.asarray(np.exp(-t * t / 2) / np.sqrt(2 * np.pi))
 
 

@@ -6,11 +6,11 @@ import mlx.core as mx
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Such as "bfloat16"."""
+    """The name of a type, such as "bfloat16"."""
     return str(dtype).removeprefix("mlx.core.")
 
 
 def dtype_of(name: str) -> mx.Dtype:
-    """The inverse of `dtype_name`."""
+    """The type of a name; the inverse of `dtype_name`."""
     found: Any = getattr(mx, name)
     return found  # type: ignore[no-any-return]

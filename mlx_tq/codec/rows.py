@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning, condition
 from mlx_tq.codec.formats.base import Codec, Encoded
 
 
@@ -44,6 +45,14 @@ class RowLayout:
         return self
 
     @property
+    def split_words(self) -> tuple[int, int]:
+        """How many words `split` gives of a key and of a value."""
+        keys, values = (
+            codec.words + (codec.scale_dtype.size // 2 if codec.scale_dtype else 0) for codec in (self.key, self.value)
+        )
+        return keys, values
+
+    @property
     def learned_bytes(self) -> int:
         """Bytes for each head of what the codecs learn."""
         return self.key.learned_bytes + self.value.learned_bytes
@@ -68,8 +77,10 @@ class RowLayout:
         """Stored bytes of a token and KV head: the payload padded to 4 bytes."""
         return 4 * self.words
 
-    def encode(self, keys: mx.array, values: mx.array) -> Rows:
-        """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]."""
+    def encode(self, keys: mx.array, values: mx.array, conditioning: Conditioning | None = None) -> Rows:
+        """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]; with `conditioning` [B, H, S, D]."""
+        if conditioning is not None:
+            keys = condition(keys, conditioning, self.key.rotation)
         encoded = [self.key.encode(keys), self.value.encode(values)]
         return Rows(self.join(*encoded), self._health(encoded, keys, values))
 
@@ -98,12 +109,38 @@ class RowLayout:
         """The value part of rows uint32 [..., W]."""
         return self._part(rows, 1, self.value)
 
+    def split(self, rows: mx.array) -> tuple[mx.array, mx.array]:
+        """The words of keys and those of values apart: rows uint32 [..., W] -> uint16 [..., nk], [..., nv]."""
+        return _words(self.keys(rows)), _words(self.values(rows))
+
+    def unsplit(self, keys: mx.array, values: mx.array) -> mx.array:
+        """The inverse of `split`: rows uint32 [..., W]."""
+        return self.join(_encoded(self.key, keys), _encoded(self.value, values))
+
+    def split_keys(self, words: mx.array) -> Encoded:
+        """The keys of which `split` gave the words uint16 [..., nk]."""
+        return _encoded(self.key, words)
+
     def _part(self, rows: mx.array, index: int, codec: Codec) -> Encoded:
         codes = _slice(rows, self._codes[index])
         if codec.scale_dtype is None:
             return Encoded(codes, None)
         scale = _slice(rows, self._scales[index]).view(codec.scale_dtype)
         return Encoded(codes, scale[..., 0])
+
+
+def _words(encoded: Encoded) -> mx.array:
+    """Codes, then the scale, as 16-bit words."""
+    if encoded.scale is None:
+        return encoded.codes
+    return mx.concatenate([encoded.codes, encoded.scale[..., None].view(mx.uint16)], axis=-1)
+
+
+def _encoded(codec: Codec, words: mx.array) -> Encoded:
+    """The inverse of `_words`."""
+    if codec.scale_dtype is None:
+        return Encoded(words, None)
+    return Encoded(words[..., : codec.words], words[..., codec.words :].view(codec.scale_dtype)[..., 0])
 
 
 def _slice(rows: mx.array, segment: Segment) -> mx.array:

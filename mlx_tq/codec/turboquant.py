@@ -27,7 +27,7 @@ class Validation:
 
     @property
     def deviation(self) -> float:
-        """Mse / theory - 1."""
+        """How far the distortion is from theory: mse / theory - 1."""
         return self.mse / self.theory - 1
 
 
@@ -40,7 +40,7 @@ class TurboQuant:
         seed: of the rotation.
         scale: write-time scale rule, "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
         rotation: "wht" or "haar".
-        wide_scale: fp32 scales instead of fp16.
+        fp32_scales: fp32 scales instead of fp16.
 
     Raises:
         ConfigError: a size, width or rule that does not exist.
@@ -54,7 +54,7 @@ class TurboQuant:
         seed: int = 42,
         scale: str = "raw",
         rotation: str = "wht",
-        wide_scale: bool = False,
+        fp32_scales: bool = False,
     ) -> None:
         if bits not in POLYNOMIALS:
             raise ConfigError(f"bits {bits!r} is not available; valid are {', '.join(map(str, POLYNOMIALS))}.")
@@ -62,7 +62,7 @@ class TurboQuant:
             raise ConfigError(f"head_dim {head_dim} cannot be packed; valid are multiples of 16, such as 64 or 128.")
         self.head_dim = head_dim
         self.bits = bits
-        self.codec = TurboCodec(head_dim, bits, CodecOptions(seed, rotation, scale, wide_scale))
+        self.codec = TurboCodec(head_dim, bits, CodecOptions(seed, rotation, scale, fp32_scales))
 
     def encode(self, x: mx.array) -> Encoded:
         """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...]."""

@@ -1,6 +1,11 @@
-"""Measure what a compressed KV cache costs in quality; each measurement is a function and a subcommand."""
+"""`mlx_tq.evaluate`: measure what a compressed KV cache costs in quality."""
 
-from mlx_tq.evaluate.command import run
-from mlx_tq.evaluate.parser import build_parser
+from collections.abc import Sequence
 
-__all__ = ["build_parser", "run"]
+from mlx_tq.commands.frame import run_command
+from mlx_tq.evaluate.flags import build_parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    return run_command("evaluate", build_parser(), "mlx_tq.evaluate.command", words)

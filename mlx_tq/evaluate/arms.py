@@ -2,15 +2,19 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_tq.args import OPTIONS, PROFILE, config_from_args, evict_from_args, option_value
-from mlx_tq.cache.factory import Plan, build_caches
+from mlx_tq.commands.args import OPTIONS, PROFILE, config_from_args, evict_from_args, option_value
 from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
-from mlx_tq.dispatch import planner
 from mlx_tq.errors import ConfigError
-from mlx_tq.probe import native_caches
+from mlx_tq.seam.probe import native_caches
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import planner
+from mlx_tq.sequence.plan import Plan
+
+# Of keys: not conditioned.
+_PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,9 @@ OFF = Arm("off", PROFILES["off"])
 
 
 def parse_arm(text: str, **changes: Any) -> Arm:
-    """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule.
+    """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule, and keys be plain.
 
-    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`.
+    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without conditioning.
 
     Args:
         text: as above.
@@ -52,27 +56,20 @@ def parse_arm(text: str, **changes: Any) -> Arm:
         return OFF
     if text in PROFILES or text in PAIRS:
         chosen = profile(text)
-        return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes}))
+        evict = changes.pop("evict", None) or chosen.evict
+        if evict is not None:
+            evict = replace(evict, recall="off")  # nothing asks for what left
+        return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes, "evict": evict}))
     key, slash, value = text.partition("/")
     if not slash:
         raise ConfigError(
             f"profile {text!r} is unknown; valid are {', '.join(PROFILES)}, or a pair of formats such as q8/tq4."
         )
     for field, part in (("key", key), ("value", value)):
-        name, colon, rule = part.partition(":")
-        changes = {**changes, field: name, **({f"{field}_scale": rule} if colon else {})}
+        changes[field], *words = part.split(":")
+        for word in words:
+            changes |= {"condition": False} if (field, word) == ("key", _PLAIN) else {f"{field}_scale": word}
     return Arm(text, KVConfig(**changes))
-
-
-def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add --profiles."""
-    parser.add_argument(
-        "--profiles",
-        metavar="A,B,...",
-        help="what to compare: profiles, or pairs such as q8/tq4, with a scale rule as in tq4:raw/fp16 (default: "
-        f"{default}, or what the --kv flags say)",
-    )
-    parser.set_defaults(default_profiles=default)
 
 
 def region_changes(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
 
-from mlx_tq.cache.factory import compressed_caches
-from mlx_tq.dispatch import attention
 from mlx_tq.evaluate.passes import steps
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import compressed_caches
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came out.
+    """What the model answered, and what the cache held of the fact.
 
     Attributes:
         text: generated; the question is not part of it.
@@ -28,7 +28,7 @@ class Answer:
 
 def read_text(model: Any, ids: list[int], caches: list[Any], step: int) -> None:
     """Append tokens to the caches, `step` at a time."""
-    with attention(model):
+    with compressed(model):
         for start, stop in steps(len(ids), step):
             mx.eval(model(mx.array(ids[start:stop])[None], cache=caches))
 
@@ -46,7 +46,7 @@ def ask(
         needle: position of the first token of the planted sentence, and the one after its last.
         max_tokens: of the answer; 0 only reads the question.
     """
-    with attention(model):
+    with compressed(model):
         # Tokens are evicted when a forward begins, so what the question saw is known only after it was read.
         mx.eval(model(mx.array(question[:-1])[None], cache=caches))
         live, packed = whereabouts(caches, needle)

@@ -7,7 +7,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.args import config_from_args
+from mlx_tq.commands.args import config_from_args
+from mlx_tq.commands.asking import ask_beforehand
+from mlx_tq.commands.loading import load_chosen
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import divergence, drift, formats, layers, needle, perplexity, spectrum, sweep, tables
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, parse_arm, region_changes
@@ -16,8 +19,6 @@ from mlx_tq.evaluate.report import Results, progress
 from mlx_tq.evaluate.scenes import questions
 from mlx_tq.evaluate.settings import grid
 from mlx_tq.evaluate.sweep_table import show_sweep
-from mlx_tq.haystack import load_text
-from mlx_tq.models import load
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,21 +50,12 @@ def _read_text(path: str | None) -> str:
         raise ConfigError(f"the text {path} cannot be read: {error}. Give a UTF-8 file.") from error
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    return load(
-        args.model,
-        dtype=args.dtype,
-        tokenizer_config={"trust_remote_code": args.trust_remote_code},
-        trust_remote_code=args.trust_remote_code,
-    )
-
-
 def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], *, resume: bool = False) -> Results:
     """The results of a measurement under the settings called `names`."""
     settings = {"model": args.model or "embedded", "text": args.text or "embedded"}
     settings |= {name: getattr(args, name) for name in names}
     settings |= {} if args.dtype is None else {"dtype": args.dtype}
-    settings["arms"] = {arm.name: asdict(arm.config) for arm in arms}
+    settings["arms"] = {arm.name: arm.config.to_dict() for arm in arms}
     return Results(args.json, args.measurement, settings, resume=resume)
 
 
@@ -80,7 +72,7 @@ def _numbers(text: str, flag: str, least: int = 1) -> list[int]:
 def _perplexity(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
     results = _results(args, arms, ("chunks", "length", "step"))
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     passes = 1 + sum(not arm.config.is_off for arm in arms)
     with progress("perplexity", passes * args.chunks * (args.length - 1)) as advance:
@@ -94,7 +86,7 @@ def _perplexity(args: argparse.Namespace, text: str) -> int:
 def _divergence(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
     results = _results(args, arms, ("chunks", "length", "step"))
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     with progress("divergence", (1 + len(arms)) * args.chunks * (args.length - 1)) as advance:
         rows = divergence.measure_divergence(model, chunks, arms, args.step, advance)
@@ -107,7 +99,7 @@ def _divergence(args: argparse.Namespace, text: str) -> int:
 def _formats(args: argparse.Namespace, text: str) -> int:
     pairs = formats.pairs(args.keys, args.values, args.pairs, **region_changes(args))
     results = _results(args, pairs, ("chunks", "length", "step", "needle_length"), resume=True)
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     left = [pair for pair in pairs if pair.name not in results.rows]
     passes = len(left) + -(-len(left) // formats.TOGETHER)
@@ -129,7 +121,7 @@ def _formats(args: argparse.Namespace, text: str) -> int:
 def _layers(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
     results = _results(args, arms, ("length", "step", "against", "impl"))
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     (ids,) = cut_chunks(tokenizer, text, 1, args.length)
     found = []
     with progress("layers", 2 * len(arms) * args.length) as advance:
@@ -149,7 +141,7 @@ def _reference(args: argparse.Namespace, model: Any, arm: Arm) -> layers.Side:
     if args.against == "ops":
         return layers.Side(model, arm, "ops")
     if args.against == "float32":
-        wide, _ = _load(args)
+        wide, _ = load_chosen(args)
         wide.set_dtype(mx.float32)
         return layers.Side(wide, arm)
     return layers.Side(model, parse_arm(args.against, **region_changes(args)))
@@ -157,7 +149,7 @@ def _reference(args: argparse.Namespace, model: Any, arm: Arm) -> layers.Side:
 
 def _spectrum(args: argparse.Namespace, text: str) -> int:
     results = _results(args, [], ("length",))
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     (ids,) = cut_chunks(tokenizer, text, 1, args.length)
     rows = spectrum.measure_spectrum(model, ids)
     for row in rows:
@@ -173,7 +165,7 @@ def _needle(args: argparse.Namespace, text: str) -> int:
     if args.seeds < 1 or args.max_tokens < 1:
         raise ConfigError(f"--seeds is {args.seeds} and --max-tokens {args.max_tokens}; both must be 1 or more.")
     results = _results(args, arms, ("lengths", "depths", "seeds", "step", "max_tokens"), resume=True)
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     with progress("needle", (1 + len(arms)) * len(lengths) * len(depths) * args.seeds) as advance:
 
         def report(cell: needle.Cell) -> None:
@@ -227,7 +219,8 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
     # Settings, texts and scenes are in the keys of the records: a file can take up more of them later.
     names = ("warmup", "step", "max_tokens")
     results = _results(args, [Arm("base", replace(base, prefix=prefix, evict=None))], names, resume=True)
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
+    ask_beforehand(model, tokenizer, *(setting.config(base, args.warmup) for setting in settings))
     shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
     if reads:
         chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
@@ -280,7 +273,7 @@ def _drift(args: argparse.Namespace, text: str) -> int:
         drift.check_arm(arm)
     sizes = _numbers(args.steps, "--steps")
     results = _results(args, arms, ("length", "steps"))
-    model, tokenizer = _load(args)
+    model, tokenizer = load_chosen(args)
     (ids,) = cut_chunks(tokenizer, text, 1, args.length)
     with progress("drift", (1 + len(arms)) * (1 + len(sizes)) * args.length) as advance:
         rows = [row for arm in (OFF, *arms) for row in drift.measure_drift(model, ids, arm, sizes, advance)]

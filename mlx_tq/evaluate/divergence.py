@@ -39,7 +39,7 @@ class Divergence:
 
 
 def summarize_divergence(name: str, scores: TokenScores) -> Divergence:
-    """The numbers of one arm."""
+    """Sum up the divergence of one arm over all tokens."""
     median, high = np.quantile(scores.kld, [0.5, 0.99])
     return Divergence(
         name=name,

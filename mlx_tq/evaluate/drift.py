@@ -11,11 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.cache.factory import compressed_caches
-from mlx_tq.dispatch import attention
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.passes import Advance, check_positions_of, kl_divergence, log_probabilities, steps
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import compressed_caches
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _read(
 ) -> tuple[mx.array, list[mx.array]]:
     """Log-probabilities [L, V] after each token, and the packed rows [B, H, S, W] of each compressed cache."""
     parts = []
-    with attention(model):
+    with compressed(model):
         for start, stop in steps(len(ids), step):
             parts.append(log_probabilities(model, ids[start:stop], caches))
             mx.eval(parts[-1])

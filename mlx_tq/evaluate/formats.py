@@ -8,9 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.factory import make_cache
 from mlx_tq.codec.formats import format_names, get_format
-from mlx_tq.dispatch import plan_caches
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, parse_arm
 from mlx_tq.evaluate.divergence import summarize_divergence
@@ -18,6 +16,8 @@ from mlx_tq.evaluate.needle import VOID, measure_needles
 from mlx_tq.evaluate.passes import Advance, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.recording import Attended, record
+from mlx_tq.sequence.build import make_cache
+from mlx_tq.sequence.compressed import plan_caches
 
 TOGETHER = 4  # pairs that read beside one fp16 cache
 QUERIES = 64  # the last tokens of the recorded text, whose attention is compared
@@ -25,7 +25,7 @@ QUERIES = 64  # the last tokens of the recorded text, whose attention is compare
 
 @dataclass(frozen=True)
 class FormatRow:
-    """One pair.
+    """What one pair of formats costs.
 
     Attributes:
         name: KEY/VALUE.
@@ -169,7 +169,8 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> _Storage
     for planned, layer in zip(plan_caches(model, arm.config).layers, recorded, strict=True):
         cache = make_cache(planned.spec)
         past = layer.keys.shape[2] - QUERIES
-        cache.append(layer.keys[:, :, :past], layer.values[:, :, :past])
+        reading = cache.append(layer.keys[:, :, :past], layer.values[:, :, :past])
+        reading.attend(layer.earlier, layer.scale, "causal", layer.sinks)  # keys are conditioned by queries
         if not cache.body_tokens:
             raise ConfigError(
                 f"{past} tokens with prefix {planned.spec.prefix} and window {planned.spec.window} pack none. Take a "

@@ -12,20 +12,22 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.compressed import CompressedKVCache
-from mlx_tq.cache.factory import cache_parts
-from mlx_tq.cache.view import Regions
+from mlx_tq.cache.handles import StepView
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.codec.conditioning import condition
 from mlx_tq.codec.formats import Codec, Encoded
-from mlx_tq.dispatch import attention
-from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.passes import Advance, check_reading, kl_divergence, log_probabilities, steps
 from mlx_tq.kernels import impl
+from mlx_tq.kernels.regions import Regions
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import cache_parts
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run.
+    """One of the two runs that are compared.
 
     Attributes:
         model: to run.
@@ -44,7 +46,7 @@ class Side:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer.
+    """What differs in one layer.
 
     Attributes:
         name: of the arm.
@@ -94,7 +96,6 @@ def measure_layers(
 
     Raises:
         ConfigError: an arm that evicts, or a reading that never meets a packed token.
-        UnsupportedModelError: a model whose layers are in no list.
     """
     sides = (reference, side)
     if any(each.arm.config.evict is not None for each in sides):
@@ -107,7 +108,7 @@ def measure_layers(
     agrees, divergences = [], []
     with ExitStack() as contexts:
         for model in models.values():
-            contexts.enter_context(attention(model))
+            contexts.enter_context(compressed(model))
         listeners = {key: contexts.enter_context(_listening(model)) for key, model in models.items()}
         for start, stop in steps(len(ids), step):
             logits, outputs = [], []
@@ -135,40 +136,26 @@ def measure_layers(
 @contextmanager
 def _listening(model: Any) -> Iterator[list[mx.array]]:
     """Yields a list to which each layer appends its output [1, L, hidden] until the context ends."""
-    layers = _layer_list(model)
     found: list[mx.array] = []
-    own = list(layers)
-    layers[:] = [_Listening(layer, found) for layer in own]
+    own = {id(layer): (layer, type(layer)) for layer in model.layers}
+    for layer, kind in own.values():  # the module itself stays in its place, with its weights
+        object.__setattr__(layer, "__class__", _listening_kind(kind, found))
     try:
         yield found
     finally:
-        layers[:] = own
+        for layer, kind in own.values():
+            object.__setattr__(layer, "__class__", kind)
 
 
-def _layer_list(model: Any) -> list[Any]:
-    """The list that a model's `layers` is, or is a copy of."""
-    wanted = list(map(id, model.layers))
-    for module in model.modules():
-        for value in module.values():
-            if isinstance(value, list) and list(map(id, value)) == wanted:
-                return value
-    raise UnsupportedModelError("the model keeps its layers in no list, so that none can be listened to.")
+def _listening_kind(kind: type[Any], found: list[mx.array]) -> type[Any]:
+    """A kind of layer that appends its outputs to `found`."""
 
-
-class _Listening:
-    """In the place of a layer."""
-
-    def __init__(self, layer: Any, found: list[mx.array]) -> None:
-        self._layer = layer
-        self._found = found
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        output = self._layer(*args, **options)
-        self._found.append(output[0] if isinstance(output, tuple) else output)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        output = kind.__call__(self, *args, **options)
+        found.append(output[0] if isinstance(output, tuple) else output)
         return output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+    return type(kind.__name__, (kind,), {"__call__": call})
 
 
 def _cosine(a: mx.array, b: mx.array) -> np.ndarray:
@@ -187,8 +174,8 @@ def _stored(wanted: list[Any], found: list[Any]) -> Iterator[tuple[int, tuple[fl
 
 def _view(cache: CompressedKVCache) -> Regions:
     view = cache.keys_and_values()[0].view
-    assert isinstance(view, Regions)  # noqa: S101  of a single sequence
-    return view
+    assert isinstance(view, StepView)  # noqa: S101  of a single sequence
+    return view.regions
 
 
 def _compare(view: Regions, reference: Any, cache: CompressedKVCache) -> tuple[float | None, float | None, int | None]:
@@ -212,7 +199,10 @@ def _wanted_codes(view: Regions, reference: Any, cache: CompressedKVCache, side:
     codec: Codec = getattr(view.layout, side)
     full: mx.array = getattr(reference, f"{side}s")
     start = _start(view, cache)
-    return _codes(codec, codec.encode(full[:, :, start : start + view.body]))
+    body = full[:, :, start : start + view.body]
+    if side == "key" and view.conditioning is not None:
+        body = condition(body, view.conditioning, codec.rotation)
+    return _codes(codec, codec.encode(body))
 
 
 def _start(view: Regions, cache: CompressedKVCache) -> int:
@@ -221,8 +211,7 @@ def _start(view: Regions, cache: CompressedKVCache) -> int:
 
 
 def _stored_codes(view: Regions, side: str) -> np.ndarray:
-    assert view.rows is not None  # noqa: S101  there are packed tokens
-    return _codes(getattr(view.layout, side), getattr(view.layout, f"{side}s")(view.rows[:, :, : view.body]))
+    return _codes(getattr(view.layout, side), getattr(view.layout, f"{side}s")(view.packed()))
 
 
 def _codes(codec: Codec, encoded: Encoded) -> np.ndarray:

@@ -7,13 +7,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.evicting import EvictingKVCache
-from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.dispatch import attention, planner
+from mlx_tq.config import SCHEDULE
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
-from mlx_tq.probe import position_limit
+from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.seam.probe import position_limit
+from mlx_tq.sequence.compressed import compressed, planner
+from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.sequence.statistics import tokens_seen
 
 Advance = Callable[[int], None]  # told how many tokens were read
 
@@ -64,14 +66,15 @@ def check_evicted(name: str, caches: list[Any]) -> None:
     Raises:
         ConfigError: no token left.
     """
-    for cache in compressed_caches(caches):
-        if isinstance(cache, EvictingKVCache) and not cache.eviction.rounds:
-            config = cache.coordinator.plan.config
-            raise ConfigError(
-                f"{name} evicted nothing in {cache.offset:,} tokens, with a budget of {config.budget}, a warm-up of "
-                f"{config.warmup:,} tokens and a trigger of {config.trigger}. Take a longer text or a "
-                "smaller budget or warm-up."
-            )
+    sequence = sequence_in(caches)
+    if sequence is not None and not sequence.stats.rounds:
+        config = sequence.plan.config
+        policy = config.policy
+        after = f", a warm-up of {policy.warmup:,} tokens" if isinstance(policy, CalibratedPolicy) else ""
+        raise ConfigError(
+            f"{name} evicted nothing in {tokens_seen(caches):,} tokens, with a budget of {config.budget}{after} and a "
+            f"trigger of {policy.trigger}. Take a longer text or a smaller budget, warm-up or trigger."
+        )
 
 
 def steps(total: int, step: int) -> Iterator[tuple[int, int]]:
@@ -108,7 +111,7 @@ def check_reading(model: Any, length: int, step: int, arms: Sequence[Arm]) -> No
     last = (length - 2) // step * step
     for arm in arms:
         config = arm.config
-        spec = CacheSpec.for_layer(config, 0, "fp16", config.value)
+        spec = CacheSpec.for_layer(config, 0, config.key.split(SCHEDULE)[0], config.value)
         if not config.is_off and spec.packed_until(last) == config.prefix:
             raise ConfigError(
                 f"{length} tokens in steps of {step} never read a packed one with prefix {config.prefix} and window "
@@ -137,10 +140,10 @@ def body_tokens(caches: list[Any]) -> int:
 
 def evicted(caches: list[Any]) -> tuple[int, float]:
     """Rounds of eviction, and of the tokens seen the share that is left."""
-    for cache in compressed_caches(caches):
-        if isinstance(cache, EvictingKVCache) and cache.offset:
-            return cache.eviction.rounds, cache.size() / cache.offset
-    return 0, 1.0
+    sequence, layers = sequence_in(caches), compressed_caches(caches)
+    if sequence is None or not layers[0].offset:
+        return 0, 1.0
+    return sequence.stats.rounds, layers[0].size() / layers[0].offset
 
 
 def read_side_by_side(
@@ -161,7 +164,7 @@ def read_side_by_side(
     scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
     attended, packed, nbytes = 0, [0] * len(makers), [0] * len(makers)
     rounds, kept = [0] * len(makers), [1.0] * len(makers)
-    with attention(model):
+    with compressed(model):
         for ids in chunks:
             readers = [make() for make in makers]
             for start, stop in steps(len(ids) - 1, step):

@@ -10,12 +10,10 @@ import numpy as np
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.passes import Advance, TokenScores, read_side_by_side
 
-DEFAULT_ARMS = "off,safe,balanced,small"
-
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of one arm.
+    """The perplexity of one arm.
 
     Attributes:
         name: of the arm.

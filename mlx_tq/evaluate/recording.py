@@ -1,15 +1,15 @@
 """Record what a model's layers attend with: queries, keys and values, as the cache would store them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from mlx_tq.cache.view import Handle, handles
-from mlx_tq.dispatch import attention
+from mlx_tq.cache.handles import Handle, handles
 from mlx_tq.kernels.masks import Mask
-from mlx_tq.probe import native_caches
+from mlx_tq.seam.probe import native_caches
+from mlx_tq.sequence.compressed import compressed
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Attended:
         mask: as in `kernels.masks`.
         sinks: attention-sink logits or None.
         output: of attention in the model's type, [B, Hq, L, Dv].
+        earlier: queries of the tokens before them, [B, Hq, S - L, Dk].
     """
 
     keys: mx.array
@@ -32,6 +33,7 @@ class Attended:
     mask: Mask
     sinks: mx.array | None
     output: mx.array
+    earlier: mx.array
 
 
 class _Recording:
@@ -47,10 +49,15 @@ class _Recording:
     def value_shape(self) -> tuple[int, ...]:
         return self._values.shape
 
+    wants_queries = False
+
+    def observed(self, queries: mx.array, rope: Any) -> "_Recording":
+        return self
+
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         keys, values = self._keys, self._values
         output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-        self.attended = Attended(keys, values, queries, scale, mask, sinks, output)
+        self.attended = Attended(keys, values, queries, scale, mask, sinks, output, queries[:, :, :0])
         return output
 
     def materialize(self) -> tuple[mx.array, mx.array]:
@@ -78,9 +85,11 @@ def record(model: Any, ids: list[int], last: int) -> list[Attended]:
     The order is that of the layers of a `Plan`.
     """
     caches = [_recording(cache) for cache in native_caches(model)]
-    with attention(model):
+    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+    recorders = [part for part in parts if isinstance(part, _Recorder)]
+    steps = []
+    with compressed(model):
         for part in (ids[:-last], ids[-last:]):
             mx.eval(model(mx.array(part)[None], cache=caches))
-    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
-    views = [part.view for part in parts if isinstance(part, _Recorder)]
-    return [view.attended for view in views if view.attended is not None]
+            steps.append([each.view.attended for each in recorders if each.view.attended is not None])
+    return [replace(asked, earlier=before.queries) for before, asked in zip(*steps, strict=True)]

@@ -11,10 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlx_tq import __version__, ui
+from mlx_tq import __version__
+from mlx_tq.atomic_files import atomic_write
+from mlx_tq.commands import screen
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.passes import Advance
-from mlx_tq.files import written_whole
 
 STDOUT = "-"
 
@@ -78,7 +79,7 @@ class Results:
 
     def _write(self, path: Path) -> None:
         try:
-            with written_whole(path) as temporary:
+            with atomic_write(path) as temporary:
                 temporary.write_text(self.dumps(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from error
@@ -94,7 +95,7 @@ class Results:
             sys.stdout.write(self.dumps())
             return
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        shown = ui.table(title, *columns)
+        shown = screen.table(title, *columns)
         for line in lines:
             shown.add_row(*line)
         console.print(shown)
@@ -105,10 +106,10 @@ class Results:
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
     """A progress bar; yields a function that is told how much was done."""
-    if not ui.console.is_terminal:
+    if not screen.console.is_terminal:
         yield lambda done: None
         return
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=ui.console, transient=True) as shown:
+    with Progress(*columns, console=screen.console, transient=True) as shown:
         task = shown.add_task(label, total=total)
         yield lambda done: shown.advance(task, done)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_tq.commands.needles.haystack import Fact, Scene, Verdict, build_scene, code_word, verdict
 from mlx_tq.errors import ConfigError
-from mlx_tq.haystack import Fact, Scene, Verdict, build_scene, code_word, verdict
 
 DECOY = "DECOY"
 _NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")

@@ -8,9 +8,9 @@ import mlx.core as mx
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats.spectral import COUNTS, SpectralCodec
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.dispatch import plan_caches
 from mlx_tq.evaluate.passes import check_positions_of
 from mlx_tq.evaluate.recording import record
+from mlx_tq.sequence.compressed import plan_caches
 
 # Share of a layer's key energy that a profile asks of its pairs.
 PROFILES = {"lean": 0.5, "even": 0.65, "rich": 0.8}
@@ -20,7 +20,7 @@ _OTHERWISE = "tq4"
 
 @dataclass(frozen=True)
 class SpectrumRow:
-    """One layer.
+    """What the strongest pairs of one layer hold.
 
     Attributes:
         layer: its number.

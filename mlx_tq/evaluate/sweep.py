@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 from mlx_tq.config import KVConfig
-from mlx_tq.dispatch import planner
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
@@ -19,7 +18,8 @@ from mlx_tq.evaluate.passes import Advance, evicted, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.scenes import SPREAD, Planted, plant
 from mlx_tq.evaluate.settings import Setting
-from mlx_tq.evict.policy import get_policy
+from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.sequence.compressed import planner
 
 # Text is read by this many settings beside one fp16 cache: few, so that a stopped sweep loses little.
 _SIDE_BY_SIDE = 9
@@ -260,7 +260,8 @@ def check_settings(settings: Sequence[Setting], window: int, lengths: Iterable[i
     length = min(lengths)
     for setting in settings:
         config = setting.config(KVConfig(window=window, prefix=setting.prefix), warmup).evict
-        calibrates = config is not None and get_policy(config).needs_queries
+        policy = None if config is None else config.policy
+        calibrates = isinstance(policy, CalibratedPolicy) and not (policy.file or policy.looks_up)
         most = max(int(setting.retention / 100 * length), window + 1) + setting.trigger
         if most >= length or (calibrates and warmup + step > length):
             raise _nothing_evicted(setting, length, warmup)

@@ -5,26 +5,24 @@ and the output is rotated back once. Tokens in the model's own type attend unrot
 rows are taken in blocks, so that memory stays bounded.
 """
 
+from collections.abc import Sequence
 from functools import partial as bound
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning, asking, mean_scores
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl, phases
-from mlx_tq.kernels.constants import LEAST, check_can_run, codec_constants, flips, layout_constants, table
-from mlx_tq.kernels.lanes import Stream, lanes
-from mlx_tq.kernels.masks import (
-    Mask,
-    apply_mask,
-    causal_columns,
-    mask_bias,
-    restrict,
-    take_columns,
-    visible_ranges,
-)
+from mlx_tq.kernels import impl
+from mlx_tq.kernels.attend_kernels import attend_gpu
+from mlx_tq.kernels.constants import check_can_run
+from mlx_tq.kernels.cpu_streams import Stream, runs
+from mlx_tq.kernels.masks import Mask, apply_mask, causal_columns, take_columns
+from mlx_tq.kernels.prefill import prefill
+from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.softmax import Partial, merge, partial
 
 # Packed tokens decoded at a time: at 8 heads of 128 this is 32 MiB of fp32 scratch.
@@ -33,79 +31,74 @@ BLOCK_TOKENS = 4096
 
 def attend(
     queries: mx.array,
-    rows: mx.array,
-    body: int,
-    layout: RowLayout,
-    keys: mx.array,
-    values: mx.array,
+    regions: Regions,
     *,
-    prefix: int,
     scale: float,
     mask: Mask = None,
     sinks: mx.array | None = None,
-    visible: mx.array | None = None,
 ) -> mx.array:
-    """Attend to `prefix | body | tail`.
+    """Attend to packed rows and to what lies beside them.
 
     Args:
         queries: [B, Hq, L, Dk], L small; the last L tokens of the tail are theirs.
-        rows: packed body, uint32 [B, H, capacity, W]; what lies past `body` is never read.
-        body: tokens in the body.
-        layout: of the rows.
-        keys: prefix and tail in the model's type, [B, H, T, Dk].
-        values: theirs, [B, H, T, Dv].
-        prefix: how many of the T come before the body.
+        regions: what they attend to, with rows.
         scale: of the scores.
         mask: see `masks`.
         sinks: attention-sink logits, [Hq].
-        visible: int32 [B, L, 2], the range of tokens [first, last) in logical order that each query of a batch row sees
-            at most: a sliding window, padding on the left. A query that sees nothing returns any finite value.
 
     Returns:
         [B, Hq, L, Dv] in the queries' type.
     """
-    return impl.call(
-        _attend_gpu,
-        attend_ref,
-        queries,
-        rows,
-        body,
-        layout,
-        keys,
-        values,
-        check=bound(check_can_run, layout, queries.dtype, keys.dtype),
-        prefix=prefix,
-        scale=scale,
-        mask=mask,
-        sinks=sinks,
-        visible=visible,
-    )
+    check = bound(check_can_run, regions.layout, queries.dtype, regions.full_keys.dtype)
+    return impl.call(_attend_gpu, attend_ref, queries, regions, check=check, scale=scale, mask=mask, sinks=sinks)
+
+
+def attend_batch(
+    queries: mx.array,
+    batch: Sequence[Regions],
+    *,
+    scale: float,
+    mask: str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """`attend` for a batch whose rows have buffers and lengths of their own: on a GPU in one call for eight rows.
+
+    Args:
+        queries: [B, Hq, L, Dk], as of `attend`.
+        batch: B regions of one layout and batch size 1.
+        scale: of the scores.
+        mask: None or "causal".
+        sinks: attention-sink logits, [Hq].
+
+    Returns:
+        [B, Hq, L, Dv] in the queries' type: of each row what it would have been alone.
+    """
+    check = bound(check_can_run, batch[0].layout, queries.dtype, batch[0].full_keys.dtype)
+    return impl.call(attend_gpu, _attend_batch_ref, queries, batch, check=check, scale=scale, mask=mask, sinks=sinks)
+
+
+def _attend_batch_ref(queries: mx.array, batch: Sequence[Regions], **options: Any) -> mx.array:
+    runs = [attend_ref if regions.body else prefill for regions in batch]
+    return mx.concatenate([run(queries[i : i + 1], batch[i], **options) for i, run in enumerate(runs)])
 
 
 def attend_ref(
     queries: mx.array,
-    rows: mx.array,
-    body: int,
-    layout: RowLayout,
-    keys: mx.array,
-    values: mx.array,
+    regions: Regions,
     *,
-    prefix: int,
     scale: float,
     mask: Mask = None,
     sinks: mx.array | None = None,
-    visible: mx.array | None = None,
 ) -> mx.array:
     """`attend` in mlx's own operations."""
     batch, query_heads, length, dim = queries.shape
+    keys, values, prefix, body = regions.keys, regions.values, regions.prefix, regions.body
     heads, tokens = keys.shape[1:3]
-    if visible is not None:
-        mask = restrict(mask, visible, tokens + body)
     q = (queries.astype(mx.float32) * scale).reshape(batch, heads, -1, dim)  # [B, H, G L, Dk]
 
     scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
     if isinstance(mask, mx.array):
-        columns = take_columns(mask, (0, prefix), (prefix + body, tokens + body))
+        columns = take_columns(mask, (0, prefix), (prefix + body, regions.tokens))
         scores = apply_mask(scores, columns, length)
     elif mask == "causal" and length > 1:
         scores = apply_mask(scores, causal_columns(length, tokens), length)
@@ -114,9 +107,9 @@ def attend_ref(
         result = merge(result, _sink(sinks, result, heads, length))
 
     if body:
-        turned = rotated(q, layout.key.rotation)
-        packed = reduce(merge, [_attend_run(*run, turned, rows, layout, mask, prefix, length) for run in lanes(body)])
-        result = merge(result, packed._replace(o=rotated_back(packed.o, layout.value.rotation)))
+        turned = rotated(asking(q, regions.conditioning), regions.layout.key.rotation)
+        packed = reduce(merge, [_attend_run(*run, turned, regions, mask, length) for run in runs(body)])
+        result = merge(result, packed._replace(o=rotated_back(packed.o, regions.layout.value.rotation)))
     out = result.o / result.l
     return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
 
@@ -131,26 +124,41 @@ def _attend_run(
     start: int,
     stop: int,
     q: mx.array,
-    rows: mx.array,
-    layout: RowLayout,
+    regions: Regions,
     mask: Mask,
-    prefix: int,
     length: int,
 ) -> Partial:
     """A run of packed tokens, in blocks, on a stream."""
     edges = [*range(start, stop, BLOCK_TOKENS), stop]
+    rows = regions.stored()
     with mx.stream(stream):
         return reduce(
             merge,
             (
-                _attend_block(q, rows[:, :, first:last], layout, _columns(mask, prefix, first, last), length)
+                _attend_block(
+                    q,
+                    rows[:, :, first:last],
+                    regions.layout,
+                    regions.conditioning and regions.conditioning.after(first),
+                    _columns(mask, regions.prefix, first, last),
+                    length,
+                )
                 for first, last in pairwise(edges)
             ),
         )
 
 
-def _attend_block(q: mx.array, block: mx.array, layout: RowLayout, mask: mx.array | None, length: int) -> Partial:
+def _attend_block(
+    q: mx.array,
+    block: mx.array,
+    layout: RowLayout,
+    conditioning: Conditioning | None,
+    mask: mx.array | None,
+    length: int,
+) -> Partial:
     scores = layout.key.scores(q, layout.keys(block))
+    if conditioning is not None:
+        scores = scores + mean_scores(q, conditioning, block.shape[2])
     if mask is not None:
         scores = apply_mask(scores, mask, length)
     codes, scale = layout.values(block)
@@ -165,160 +173,5 @@ def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:
     return Partial(score, mx.ones_like(score), mx.zeros_like(like.o))
 
 
-ATTEND = build.Kernel(
-    "attend",
-    inputs=(
-        "queries",
-        "key_flips",
-        "packed_rows",
-        "row_pairs",
-        "full_keys",
-        "full_values",
-        "visible_ranges",
-        "mask_bias",
-        "score_scale",
-        "attend_sizes",
-    ),
-    outputs=("block_outputs", "block_maxima", "block_sums"),
-)
-MERGE = build.Kernel(
-    "merge",
-    inputs=("block_outputs", "block_maxima", "block_sums", "value_flips", "sink_logits", "merge_sizes"),
-    outputs=("attended",),
-)
-ATTEND_SHORT = build.Kernel(
-    "attend_short",
-    inputs=(*ATTEND.inputs, "value_flips", "sink_logits"),
-    outputs=("attended",),
-)
-# A kernel decodes a code once for this many query rows, as many as fit a lane's registers.
-QUERIES = 4
-
-
-def _attend_gpu(
-    queries: mx.array,
-    rows: mx.array,
-    body: int,
-    layout: RowLayout,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    prefix: int,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-    visible: mx.array | None = None,
-) -> mx.array:
-    """`attend` in one kernel or in two, by the number of tokens.
-
-    The last axis of `rows`, `keys` and `values` must be contiguous.
-
-    Raises:
-        KernelUnavailableError: there is no GPU, its compiler refuses the kernel, or kernels do not have the format,
-            rotation, head size or type; `attend_ref` does.
-
-    """
-    check_can_run(layout, queries.dtype, keys.dtype)
-    batch, query_heads, length, _ = queries.shape
-    heads, tokens = keys.shape[1:3]
-    per_head = query_heads // heads * length
-    taken = min(QUERIES, 1 << (per_head - 1).bit_length())
-    tiles = batch * heads * -(-per_head // taken)
-    short = tokens + body <= phases.current().short
-    simdgroups = _SHARING if layout.key.head_dim <= _WIDE else _SHARING // 2
-    packed_blocks = _share(body, tokens, simdgroups) if short else _blocks(body, tiles)
-    inputs = [
-        queries,
-        flips(layout.key.rotation),
-        rows.view(mx.uint16),
-        rows,
-        keys.view(mx.uint16),
-        values.view(mx.uint16),
-        visible_ranges(mask, visible, batch, length, tokens + body),
-        mask_bias(mask, (batch, query_heads, length, tokens + body)),
-        table([scale], mx.float32),
-        table([prefix, body, packed_blocks]),
-    ]
-    constants: build.Constants = (
-        ("T", queries.dtype),
-        ("QUERIES", taken),
-        ("MASKED", isinstance(mask, mx.array)),
-        ("FULL_BITS", 8 * keys.dtype.size),
-        ("FULL_WORD", keys.dtype if keys.dtype.size == 2 else mx.float16),
-        *layout_constants(layout),
-    )
-    if not short:
-        blocks = packed_blocks + _blocks(tokens, tiles)
-        return _attend_in_two(inputs, constants, layout, sinks, (packed_blocks, blocks), tiles)
-    (attended,) = build.run(
-        ATTEND_SHORT,
-        inputs=[*inputs, flips(layout.value.rotation), _logits(sinks)],
-        constants=(*constants, ("SINKS", sinks is not None), ("SIMDGROUPS", simdgroups)),
-        grid=(32 * simdgroups, 1, tiles),
-        threadgroup=(32 * simdgroups, 1, 1),
-        output_shapes=[(batch, query_heads, length, layout.value.head_dim)],
-        output_dtypes=[queries.dtype],
-    )
-    return attended
-
-
-def _attend_in_two(
-    inputs: list[mx.array],
-    constants: build.Constants,
-    layout: RowLayout,
-    sinks: mx.array | None,
-    cut: tuple[int, int],
-    tiles: int,
-) -> mx.array:
-    """Blocks side by side, of which `cut` are packed and all, and their merge."""
-    queries, (packed_blocks, blocks) = inputs[0], cut
-    batch, query_heads, length, _ = queries.shape
-    partial_shape = (batch, query_heads, length, blocks)
-    outputs, maxima, sums = build.run(
-        ATTEND,
-        inputs=inputs,
-        constants=constants,
-        grid=(32, blocks, tiles),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(*partial_shape, layout.value.head_dim), partial_shape, partial_shape],
-        output_dtypes=[mx.float32] * 3,
-    )
-    merging = phases.current().merging
-    sizes = table([packed_blocks, blocks, query_heads, length])
-    (attended,) = build.run(
-        MERGE,
-        inputs=[outputs, maxima, sums, flips(layout.value.rotation), _logits(sinks), sizes],
-        constants=(
-            ("T", queries.dtype),
-            ("SINKS", sinks is not None),
-            ("SIMDGROUPS", merging),
-            *codec_constants("VALUE", layout.value),
-        ),
-        grid=(32 * merging, batch * query_heads * length, 1),
-        threadgroup=(32 * merging, 1, 1),
-        output_shapes=[(batch, query_heads, length, layout.value.head_dim)],
-        output_dtypes=[queries.dtype],
-    )
-    return attended
-
-
-def _logits(sinks: mx.array | None) -> mx.array:
-    """Sinks for a kernel; any numbers where there are none."""
-    if sinks is None:
-        return table([], mx.float32)
-    return mx.pad(sinks.astype(mx.float32), (0, max(0, LEAST - sinks.size)))
-
-
-def _blocks(tokens: int, tiles: int) -> int:
-    """Into how many blocks tokens are cut that so many simdgroups each attend to."""
-    cut = phases.current()
-    return min(-(-tokens // cut.least_block), max(1, cut.simdgroups // tiles), cut.most_blocks)
-
-
-# Simdgroups that share a short context, and keys up to this wide: their threadgroup memory fits Metal's 32 KB.
-_SHARING, _WIDE = 8, 256
-
-
-def _share(body: int, tokens: int, simdgroups: int) -> int:
-    """How many simdgroups take the packed tokens, in proportion; the others take those in the model's type."""
-    return min(max(round(simdgroups * body / (body + tokens)), 1), simdgroups - 1) if body else 0
+def _attend_gpu(queries: mx.array, regions: Regions, **options: Any) -> mx.array:
+    return attend_gpu(queries, [regions], **options)

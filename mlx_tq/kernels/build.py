@@ -1,7 +1,8 @@
 """Builds kernels when they are first called, and runs them on the GPU."""
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,17 +18,29 @@ Constants = tuple[tuple[str, Constant], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel by name.
+    """A kernel by name, built when it is first called.
 
     Attributes:
         name: of its file in metal/.
         inputs, outputs: names of its arrays, as the text uses them.
+        sources: names of further inputs, of which there is one array for each of its constant SOURCES, all of the first
+            name, then all of the second. The text takes array number n, or the only one, by TQ_SELECT(name, n). Such a
+            kernel reads contiguous arrays, and others are copied for it.
 
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+
+    def with_more(self, *, inputs: tuple[str, ...] = (), sources: tuple[str, ...] = ()) -> "Kernel":
+        """The same text with further inputs and sources, which its part for conditioned keys uses."""
+        return replace(self, inputs=self.inputs + inputs, sources=self.sources + sources)
+
+    def names(self, sources: int) -> list[str]:
+        """Of all inputs."""
+        return [*self.inputs, *(f"{name}_{i}" for name in self.sources for i in range(sources))]
 
 
 def backend() -> str | None:
@@ -42,19 +55,36 @@ def built(kernel: Kernel, where: str, constants: Constants) -> Callable[..., lis
     """The object of `mx.fast` for a kernel with these constants; its text is compiled when it first runs.
 
     The constants stand in the text, and not in `template`, which mlx takes apart at every call: twenty values take
-    2 us. As mlx keeps one text for a name, they are in the name too. Inputs are never copied.
+    2 us. As mlx keeps one text for a name, they are in the name too.
     """
     make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-    header, body = text(kernel.name, where)
+    known = dict(constants)
+    header, body = text(kernel.name, where, conditioned=bool(known.get("CONDITIONED", False)))
+    sources = known.get("SOURCES", 1)
+    assert isinstance(sources, int)  # noqa: S101 - tells the type checker
     made: Callable[..., list[mx.array]] = make(
         name="_".join(["mlx_tq", kernel.name, *(_written(value, "plain") for _, value in constants)]),
-        input_names=list(kernel.inputs),
+        input_names=kernel.names(sources),
         output_names=list(kernel.outputs),
         header=header,
-        source="".join(_declared(name, value, where) for name, value in constants) + body,
-        ensure_row_contiguous=False,
+        source="".join(_declared(name, value, where) for name, value in constants) + _selected(body, sources),
+        ensure_row_contiguous=bool(kernel.sources),
     )
     return made
+
+
+_SELECT = re.compile(r"TQ_SELECT\((\w+), (\w+)\)")
+
+
+def _selected(body: str, sources: int) -> str:
+    """The text with expressions in place of TQ_SELECT."""
+
+    def chosen(match: re.Match[str]) -> str:
+        name, number = match.groups()
+        others = [f"{number} == {i} ? {name}_{i} : " for i in range(sources - 1)]
+        return f"({''.join(others)}{name}_{sources - 1})"
+
+    return _SELECT.sub(chosen, body)
 
 
 _TYPES = {

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.base import SCALE_RULES
@@ -14,7 +15,7 @@ from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels.build import Constant, Constants
 
-_LANES = 32
+_STREAMS = 32
 _LARGEST = 512
 # mlx passes arrays of fewer values in another address space, which would be another kernel.
 LEAST = 8
@@ -25,7 +26,7 @@ def can_rotate(rotation: Rotation | None) -> bool:
     if not isinstance(rotation, WalshHadamard) or rotation.dim > _LARGEST:
         return False
     order, power = split_order(rotation.dim) or (0, 0)
-    return order == 1 or 0 < power <= _LANES
+    return order == 1 or 0 < power <= _STREAMS
 
 
 def can_run(layout: RowLayout) -> bool:
@@ -74,7 +75,7 @@ def _known(codec: Codec) -> bool:
 
 
 def layout_constants(layout: RowLayout) -> Constants:
-    """KEY_... and VALUE_..., see `codec_constants`."""
+    """The constants KEY_... and VALUE_... of a layout; see `codec_constants`."""
     return (*codec_constants("KEY", layout.key), *codec_constants("VALUE", layout.value))
 
 
@@ -100,6 +101,20 @@ def table(numbers: list[int] | list[float], dtype: mx.Dtype = mx.int32) -> mx.ar
     return mx.array(numbers + [0] * (LEAST - len(numbers)), dtype)
 
 
+def means_inputs(conditioning: Conditioning | None, tokens: int) -> list[mx.array]:
+    """Weights, means, and which one each of the first rows has, for a kernel; none where keys are plain."""
+    if conditioning is None:
+        return []
+    return [mx.contiguous(conditioning.scale), mx.contiguous(conditioning.means), filled(conditioning.which(tokens))]
+
+
+def filled(numbers: mx.array) -> mx.array:
+    """An array for a kernel: itself, or with zeros after its last axis where it is short."""
+    if numbers.size >= LEAST:
+        return numbers
+    return mx.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, LEAST - numbers.size)])
+
+
 def flips(rotation: Rotation | None) -> mx.array:
     """Which values a rotation flips, in the layout of metal/rotation.h: uint32 [at least 8]; zeros for none."""
     return _flips(rotation if isinstance(rotation, WalshHadamard) else None)
@@ -112,7 +127,7 @@ def _flips(rotation: WalshHadamard | None) -> mx.array:
         signs: list[float] = rotation.signs.tolist()  # type: ignore[assignment]
         order, _ = split_order(rotation.dim) or (1, 0)
         matrix = hadamard_matrix(order)
-        words = [_mask(signs[start : start + _LANES]) for start in range(0, rotation.dim, _LANES)]
+        words = [_mask(signs[start : start + _STREAMS]) for start in range(0, rotation.dim, _STREAMS)]
         words += [_mask(row) for row in matrix.tolist()] + [_mask(column) for column in matrix.T.tolist()]
     return mx.array(words + [0] * (LEAST - len(words)), mx.uint32)
 

@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_tq.codec.formats import Codec, Encoded
+from mlx_tq.codec.conditioning import Conditioning, decode_rotated, narrowed
+from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, table
+from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table
 from mlx_tq.kernels.wht import wht_ref
 
 KERNEL = build.Kernel(
@@ -16,6 +17,7 @@ KERNEL = build.Kernel(
     inputs=("packed_rows", "full_keys", "full_values", "key_flips", "value_flips", "dequantize_sizes"),
     outputs=("keys_out", "values_out"),
 )
+CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
 THREADS = 256
 # Packed tokens that mlx's own operations decode at a time.
 BLOCK_TOKENS = 256
@@ -23,41 +25,63 @@ BLOCK_TOKENS = 256
 Pair = tuple[mx.array, mx.array]
 
 
-def dequantize(rows: mx.array, layout: RowLayout, dtype: mx.Dtype, following: Pair | None = None) -> Pair:
+def dequantize(
+    rows: mx.array,
+    layout: RowLayout,
+    dtype: mx.Dtype,
+    following: Pair | None = None,
+    conditioning: Conditioning | None = None,
+) -> Pair:
     """Rotated keys and values of packed rows, and behind them those of other tokens: no copy joins the two.
+
+    Keys are those that queries divided by w ask for: of packed rows with their mean, of other tokens times w.
 
     Args:
         rows: uint32 [B, H, S, W].
         layout: of the rows.
         dtype: of the result.
         following: keys [B, H, L, Dk] and values [B, H, L, Dv] of type `dtype`, not rotated yet.
+        conditioning: of the packed keys.
 
     Returns:
         Keys [B, H, S + L, Dk] and values [B, H, S + L, Dv].
     """
     check = partial(check_can_run, layout, dtype)
-    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, check=check)
+    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, conditioning, check=check)
 
 
-def dequantize_ref(rows: mx.array, layout: RowLayout, dtype: mx.Dtype, following: Pair | None = None) -> Pair:
+def dequantize_ref(
+    rows: mx.array,
+    layout: RowLayout,
+    dtype: mx.Dtype,
+    following: Pair | None = None,
+    conditioning: Conditioning | None = None,
+) -> Pair:
     """`dequantize` in mlx's own operations, in blocks: what one of them needs in fp32 is gone before the next."""
     edges = [*range(0, rows.shape[2], BLOCK_TOKENS), rows.shape[2]]
-    blocks = [rows[:, :, start:stop] for start, stop in pairwise(edges)]
-    keys, values = following or (None, None)
-    return (
-        _joined(layout.key, [layout.keys(block) for block in blocks], dtype, keys),
-        _joined(layout.value, [layout.values(block) for block in blocks], dtype, values),
-    )
-
-
-def _joined(codec: Codec, blocks: list[Encoded], dtype: mx.Dtype, following: mx.array | None) -> mx.array:
-    parts = [codec.decode_rotated(block).astype(dtype) for block in blocks]
+    keys, values = [], []
+    for start, stop in pairwise(edges):
+        block, means = rows[:, :, start:stop], conditioning and conditioning.after(start)
+        keys.append(narrowed(decode_rotated(layout.key, layout.keys(block), means), dtype, means))
+        values.append(layout.value.decode_rotated(layout.values(block)).astype(dtype))
     if following is not None:
-        parts.append(following if codec.rotation is None else wht_ref(following, codec.rotation))
-    return mx.concatenate(parts, axis=2)
+        keys.append(_turned(following[0], layout.key, conditioning))
+        values.append(_turned(following[1], layout.value))
+    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
-def _dequantize_gpu(rows: mx.array, layout: RowLayout, dtype: mx.Dtype, following: Pair | None = None) -> Pair:
+def _turned(x: mx.array, codec: Codec, conditioning: Conditioning | None = None) -> mx.array:
+    wide = x if conditioning is None else x.astype(mx.float32) * conditioning.scale[:, :, None]
+    return narrowed(wide if codec.rotation is None else wht_ref(wide, codec.rotation), x.dtype, conditioning)
+
+
+def _dequantize_gpu(
+    rows: mx.array,
+    layout: RowLayout,
+    dtype: mx.Dtype,
+    following: Pair | None = None,
+    conditioning: Conditioning | None = None,
+) -> Pair:
     batch, heads, tokens, _ = rows.shape
     units = max(_units(layout.key), _units(layout.value))
     decoding = _whole(units * batch * heads * tokens)
@@ -65,15 +89,21 @@ def _dequantize_gpu(rows: mx.array, layout: RowLayout, dtype: mx.Dtype, followin
     # Arrays must not be empty, and the kernel reads none of these where nothing follows.
     full = following or (table([], mx.float32).astype(dtype).reshape(1, 1, 1, -1),) * 2
     keys, values = build.run(
-        KERNEL,
+        KERNEL if conditioning is None else CONDITIONED,
         inputs=[
             rows.view(mx.uint16),
             *full,
             flips(layout.key.rotation),
             flips(layout.value.rotation),
             table([length, decoding]),
+            *means_inputs(conditioning, tokens),
         ],
-        constants=(("T", dtype), *layout_constants(layout)),
+        constants=(
+            ("T", dtype),
+            ("CONDITIONED", conditioning is not None),
+            ("CLAMPED", conditioning is not None and dtype == mx.float16),
+            *layout_constants(layout),
+        ),
         grid=(decoding + _whole(32 * batch * heads * length), 2, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(batch, heads, tokens + length, codec.head_dim) for codec in (layout.key, layout.value)],

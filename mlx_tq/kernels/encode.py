@@ -4,35 +4,56 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants
+from mlx_tq.kernels.constants import check_can_run, filled, flips, layout_constants
+from mlx_tq.kernels.wht import wht
 
 KERNEL = build.Kernel(
     "encode",
     inputs=("keys", "values", "key_flips", "value_flips"),
     outputs=("packed_rows", "health_flags"),
 )
+CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_centres", "mean_index"))
 SIMDGROUPS = 4
 
 
-def encode(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
-    """Encode keys [B, H, S, Dk] and values [B, H, S, Dv] of one type into rows uint32 [B, H, S, W]."""
-    return impl.call(_encode_gpu, encode_ref, keys, values, layout, check=partial(check_can_run, layout, keys.dtype))
+def encode(keys: mx.array, values: mx.array, layout: RowLayout, conditioning: Conditioning | None = None) -> Rows:
+    """Encode tokens into rows uint32 [B, H, S, W].
+
+    Args:
+        keys: [B, H, S, Dk].
+        values: [B, H, S, Dv], of the same type.
+        layout: of the rows.
+        conditioning: of these keys: row s of it is token s.
+    """
+    check = partial(check_can_run, layout, keys.dtype)
+    return impl.call(_encode_gpu, encode_ref, keys, values, layout, conditioning, check=check)
 
 
-def encode_ref(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
+def encode_ref(keys: mx.array, values: mx.array, layout: RowLayout, conditioning: Conditioning | None = None) -> Rows:
     """`encode` in mlx's own operations."""
-    return layout.encode(keys, values)
+    return layout.encode(keys, values, conditioning)
 
 
-def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
+def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout, conditioning: Conditioning | None = None) -> Rows:
     batch, heads, tokens, _ = keys.shape
     count = batch * heads * tokens
+    inputs = [keys, values, flips(layout.key.rotation), flips(layout.value.rotation)]
+    if conditioning is not None:
+        scale, index = mx.contiguous(conditioning.scale), filled(conditioning.which(tokens))
+        inputs += [scale, _centres(conditioning, layout), index]
     words, flags = build.run(
-        KERNEL,
-        inputs=[keys, values, flips(layout.key.rotation), flips(layout.value.rotation)],
-        constants=(("T", keys.dtype), ("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
+        KERNEL if conditioning is None else CONDITIONED,
+        inputs=inputs,
+        constants=(
+            ("T", keys.dtype),
+            ("SIMDGROUPS", SIMDGROUPS),
+            ("CONDITIONED", conditioning is not None),
+            ("CLAMPED", conditioning is not None and keys.dtype == mx.float16),
+            *layout_constants(layout),
+        ),
         grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 2),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],
@@ -40,3 +61,8 @@ def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout) -> Rows:
     )
     health = mx.stack([(flags & 1).sum(), (flags >> 1).sum()]).astype(mx.int32)
     return Rows(words.view(mx.uint32), health)
+
+
+def _centres(conditioning: Conditioning, layout: RowLayout) -> mx.array:
+    means = conditioning.means.astype(mx.float32)
+    return mx.contiguous(means) if layout.key.rotation is None else wht(means, layout.key.rotation, inverse=True)

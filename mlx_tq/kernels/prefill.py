@@ -6,34 +6,29 @@ output is rotated back once.
 
 import mlx.core as mx
 
-from mlx_tq.codec.rows import RowLayout
+from mlx_tq.codec.conditioning import asking, narrowed
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.masks import Mask, take_columns
+from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.wht import wht
 
 
 def prefill(
-    queries: mx.array,
-    rows: mx.array,
-    body: int,
-    layout: RowLayout,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    prefix: int,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to `prefix | body | tail`; arguments and result as in `attend.attend`, any L."""
-    if body == 0:
+    """Attend to regions, with rows or without; arguments and result as in `attend.attend`, any L."""
+    keys, values, layout = regions.keys, regions.values, regions.layout
+    if regions.body == 0:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    tokens = keys.shape[2]
     if isinstance(mask, mx.array):
-        mask = take_columns(mask, (prefix, prefix + body), (0, prefix), (prefix + body, tokens + body))
+        start, stop = regions.prefix, regions.prefix + regions.body
+        mask = take_columns(mask, (start, stop), (0, start), (stop, regions.tokens))
+    means, rotation = regions.conditioning, layout.key.rotation
     out = mx.fast.scaled_dot_product_attention(
-        queries if layout.key.rotation is None else wht(queries, layout.key.rotation),
-        *dequantize(rows[..., :body, :], layout, keys.dtype, (keys, values)),
+        narrowed(asking(queries, means), queries.dtype, means)
+        if rotation is None
+        else wht(queries, rotation, conditioning=means),
+        *dequantize(regions.packed(), layout, keys.dtype, (keys, values), means),
         scale=scale,
         mask=mask,
         sinks=sinks,

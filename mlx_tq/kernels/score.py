@@ -4,22 +4,30 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, table
+from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table
 
 KERNEL = build.Kernel(
     "score",
     inputs=("packed_rows", "key_flips", "virtual_queries", "pair_weights", "rope_pairs", "score_sizes"),
     outputs=("key_scores",),
 )
+CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
 SIMDGROUPS = 4
 
 
 def score(
-    rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
+    rows: mx.array,
+    body: int,
+    layout: RowLayout,
+    queries: mx.array,
+    weights: mx.array,
+    pairs: mx.array,
+    conditioning: Conditioning | None = None,
 ) -> mx.array:
     """<query, K> + sum over f of weight_f |K_f| of each packed key K in its original space.
 
@@ -30,19 +38,26 @@ def score(
         queries: turned virtual queries, fp32 [H, G, Dk].
         weights: of the lengths of the RoPE pairs, fp32 [H, G, F]; F may be 0.
         pairs: dims of each pair, int32 [2, F].
+        conditioning: of the keys.
 
     Returns:
         fp32 [B, H, G, body].
     """
     check = partial(check_can_run, layout)
-    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, check=check)
+    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, conditioning, check=check)
 
 
 def score_ref(
-    rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
+    rows: mx.array,
+    body: int,
+    layout: RowLayout,
+    queries: mx.array,
+    weights: mx.array,
+    pairs: mx.array,
+    conditioning: Conditioning | None = None,
 ) -> mx.array:
     """`score` in mlx's own operations."""
-    keys = _decode(layout.key, layout.keys(rows[:, :, :body]))
+    keys = _decode(layout.key, layout.keys(rows[:, :, :body]), conditioning)
     found = queries @ keys.swapaxes(-1, -2)
     if pairs.shape[1]:
         first, second = (_dims(keys, index) for index in pairs)
@@ -51,13 +66,13 @@ def score_ref(
     return found
 
 
-def _decode(codec: Codec, encoded: Encoded) -> mx.array:
-    """As `Codec.decode`, without its fixed order of sums: a tenth of the time where the transform is mlx's own."""
+def _decode(codec: Codec, encoded: Encoded, conditioning: Conditioning | None) -> mx.array:
+    """As `decode`, without its fixed order of sums: a tenth of the time where the transform is mlx's own."""
     rotation = codec.rotation
     if not isinstance(rotation, WalshHadamard) or rotation.dim != codec.head_dim or rotation.dim & (rotation.dim - 1):
-        return codec.decode(encoded)
-    transformed: mx.array = mx.hadamard_transform(codec.decode_rotated(encoded)) * rotation.signs
-    return transformed
+        return decode(codec, encoded, conditioning)
+    whole = mx.hadamard_transform(decode_rotated(codec, encoded, conditioning)) * rotation.signs
+    return whole if conditioning is None else whole / conditioning.scale[:, :, None]
 
 
 def _dims(keys: mx.array, index: mx.array) -> mx.array:
@@ -70,22 +85,33 @@ def _dims(keys: mx.array, index: mx.array) -> mx.array:
 
 
 def _score_gpu(
-    rows: mx.array, body: int, layout: RowLayout, queries: mx.array, weights: mx.array, pairs: mx.array
+    rows: mx.array,
+    body: int,
+    layout: RowLayout,
+    queries: mx.array,
+    weights: mx.array,
+    pairs: mx.array,
+    conditioning: Conditioning | None = None,
 ) -> mx.array:
     batch, heads = rows.shape[:2]
     count = pairs.shape[1]
     # Arrays must not be empty, and the kernel reads none of these where there are no pairs.
     lengths = [mx.contiguous(weights), mx.contiguous(pairs)] if count else [table([], mx.float32), table([])]
     (scores,) = build.run(
-        KERNEL,
+        KERNEL if conditioning is None else CONDITIONED,
         inputs=[
             rows.view(mx.uint16),
             flips(layout.key.rotation),
             mx.contiguous(queries),
             *lengths,
             table([body, count]),
+            *means_inputs(conditioning, body),
         ],
-        constants=(("SIMDGROUPS", SIMDGROUPS), *layout_constants(layout)),
+        constants=(
+            ("SIMDGROUPS", SIMDGROUPS),
+            ("CONDITIONED", conditioning is not None),
+            *layout_constants(layout),
+        ),
         grid=(32 * SIMDGROUPS, -(-body // SIMDGROUPS), batch * heads),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(batch, heads, queries.shape[1], body)],

@@ -5,13 +5,16 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning, block_means, pair_scale
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl, phases
+from mlx_tq.kernels import impl, thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.recall_score import recall_score
+from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
 
@@ -48,38 +51,45 @@ def check_kernels(where: str) -> Iterator[KernelCheck]:
     for number, key in enumerate(FORMATS):
         for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
             value = FORMATS[(number + DIMS.index(dim)) % len(FORMATS)]
-            yield from _check_case(where, key, value, dim, dtype)
+            for conditioned in (False, True):
+                yield from _check_case(where, key, value, dim, dtype, conditioned=conditioned)
 
 
-def _check_case(where: str, key: str, value: str, dim: int, dtype: mx.Dtype) -> Iterator[KernelCheck]:
-    case = f"{key}/{value}, D = {dim}, {str(dtype).removeprefix('mlx.core.')}"
+def _check_case(
+    where: str, key: str, value: str, dim: int, dtype: mx.Dtype, *, conditioned: bool
+) -> Iterator[KernelCheck]:
+    case = f"{key}/{value}, D = {dim}, {str(dtype).removeprefix('mlx.core.')}" + ", conditioned" * conditioned
     layout = RowLayout(
         *(get_format(name).codec(dim, CodecOptions(seed=i), dtype) for i, name in enumerate((key, value)))
     )
     shape = (2, _HEADS, _TOKENS, dim)
     keys, values = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(2))
     queries = mx.random.normal((2, _HEADS * _GROUP, 2, dim), key=mx.random.key(2)).astype(dtype)
+    means = _conditioning(keys, queries, layout) if conditioned else None
     with impl.using("ops"):
-        rows = encode(keys, values, layout).rows
-    full = keys[:, :, :9], values[:, :, :9]
+        rows = encode(keys, values, layout, means).rows
+    regions = Regions(rows, _TOKENS, layout, keys[:, :, :9], values[:, :, :9], 4, 9, means)
     virtual = mx.random.normal((_HEADS, _GROUP, dim), key=mx.random.key(3))
+    asking = queries[:1].astype(mx.float32) * dim**-0.5
+    first = means and replace(means, scale=means.scale[:1], means=means.means[:1])
     pairs = mx.arange(dim, dtype=mx.int32).reshape(2, -1)
 
     def attended(short: int) -> list[mx.array]:
-        with phases.using(replace(phases.current(), short=short)):
-            return [attend(queries, rows, _TOKENS, layout, *full, prefix=4, scale=dim**-0.5, mask="causal")]
+        with thresholds.using(replace(thresholds.current(), short=short)):
+            return [attend(queries, regions, scale=dim**-0.5, mask="causal")]
 
     calls: dict[str, Callable[[], list[mx.array]]] = {
-        "encode": lambda: list(encode(keys, values, layout)),
-        "dequantize": lambda: list(dequantize(rows, layout, dtype)),
+        "encode": lambda: list(encode(keys, values, layout, means)),
+        "dequantize": lambda: list(dequantize(rows, layout, dtype, (keys, values), means)),
         "attend": lambda: attended(0),
         "attend_short": lambda: attended(2 * _TOKENS),
-        "score": lambda: [score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs)],
+        "score": lambda: [score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs, means)],
+        "recall_score": lambda: list(recall_score(asking, layout.keys(rows[:1]), layout, first, [32, 33, 5, 27])),
         "compact": lambda: [compact(rows, mx.arange(0, _TOKENS, 3, dtype=mx.int32), 64)[:, :, :33]],
     }
     if layout.key.rotation is not None:
         rotation = layout.key.rotation
-        calls["wht"] = lambda: [wht(keys, rotation), wht(keys, rotation, inverse=True)]
+        calls["wht"] = lambda: [wht(queries, rotation, conditioning=means), wht(keys, rotation, inverse=True)]
     for name, call in calls.items():
         with impl.using(where):
             found = call()
@@ -90,6 +100,14 @@ def _check_case(where: str, key: str, value: str, dim: int, dtype: mx.Dtype) -> 
         allowed = 0.0 if exact else _ROUNDINGS + 2 * float(mx.finfo(found[0].dtype).eps)
         difference = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
         yield KernelCheck(name, case, difference, allowed)
+
+
+def _conditioning(keys: mx.array, queries: mx.array, layout: RowLayout) -> Conditioning:
+    """Weights of these keys and queries, and means of every ninth key: rows of an eviction."""
+    stored, asked = (mx.sqrt(mx.square(x.astype(mx.float32)).mean(axis=2)) for x in (keys, queries))
+    scale = pair_scale(stored, asked)
+    means = block_means(keys[:, :, ::9, None], scale, layout.key.rotation).means
+    return Conditioning(scale, means, mx.arange(_TOKENS, dtype=mx.int32) // 9)
 
 
 def _difference(a: mx.array, b: mx.array) -> float:

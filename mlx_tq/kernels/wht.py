@@ -5,28 +5,40 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_tq.codec.conditioning import Conditioning, asking, narrowed
 from mlx_tq.codec.exact import split_order
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import check_can_rotate, flips
 
 KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
+CONDITIONED = KERNEL.with_more(inputs=("key_scale",))
 SIMDGROUPS = 4
 
 
-def wht(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:
-    """R x, or R^T x, of vectors [..., D] in their own type; computed in fp32."""
-    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, check=partial(check_can_rotate, rotation))
+def wht(
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+) -> mx.array:
+    """R x, or R^T x, of vectors [..., D] in their own type; computed in fp32.
+
+    With `conditioning` they are queries [B, Hq, L, D], which are divided by its weights first.
+    """
+    check = partial(check_can_rotate, rotation)
+    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, conditioning=conditioning, check=check)
 
 
-def wht_ref(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:
+def wht_ref(
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+) -> mx.array:
     """`wht` in mlx's own operations."""
-    wide = x.astype(mx.float32)
+    wide = asking(x, conditioning).astype(mx.float32)
     y = rotation.inverse(wide) if inverse else rotation.forward(wide) / math.sqrt(rotation.dim)
-    return y.astype(x.dtype)
+    return narrowed(y, x.dtype, conditioning)
 
 
-def _wht_gpu(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.array:
+def _wht_gpu(
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+) -> mx.array:
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     count = x.size // rotation.dim
     order, _ = split_order(rotation.dim) or (1, 0)
@@ -35,11 +47,13 @@ def _wht_gpu(x: mx.array, rotation: Rotation, *, inverse: bool = False) -> mx.ar
         ("DIM", rotation.dim),
         ("ORDER", order),
         ("INVERSE", inverse),
+        ("CONDITIONED", conditioning is not None),
+        ("CLAMPED", conditioning is not None and x.dtype == mx.float16),
         ("SIMDGROUPS", SIMDGROUPS),
     )
     (rotated,) = build.run(
-        KERNEL,
-        inputs=[vectors, flips(rotation)],
+        KERNEL if conditioning is None else CONDITIONED,
+        inputs=[vectors, flips(rotation)] + ([] if conditioning is None else [mx.contiguous(conditioning.scale)]),
         constants=constants,
         grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),

@@ -2,6 +2,6 @@
 
 from mlx_tq.rescue.client import RescueClient, RescueStats
 from mlx_tq.rescue.service import AUTO, OFF, open_service
-from mlx_tq.rescue.wire import Found, Span
+from mlx_tq.rescue.wire import Found, TextSpan
 
-__all__ = ["AUTO", "OFF", "Found", "RescueClient", "RescueStats", "Span", "open_service"]
+__all__ = ["AUTO", "OFF", "Found", "RescueClient", "RescueStats", "TextSpan", "open_service"]

@@ -30,10 +30,10 @@ class Breaker:
         return self._failures < PATIENCE or self.pause == 0
 
     def worked(self) -> None:
-        """A call went through."""
+        """Note that a call went through."""
         self._failures, self._next = 0, 0.0
 
     def failed(self) -> None:
-        """A call did not."""
+        """Note that a call did not go through."""
         self._failures += 1
         self._next = self._clock() + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, 30))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue.service import Service
 from mlx_tq.rescue.transport import RefusedError, Transport
-from mlx_tq.rescue.wire import MAX_CHUNKS, Found, Range, Span, read_found, read_written, retrieve_body, write_body
+from mlx_tq.rescue.wire import MAX_CHUNKS, Found, Range, TextSpan, read_found, read_written, retrieve_body, write_body
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class RescueClient:
         self._service = service
         self._max_queued = max_queued
         self._lock = threading.Lock()
-        self._queue: deque[tuple[str, Span]] = deque()
+        self._queue: deque[tuple[str, TextSpan]] = deque()
         self._queued_bytes = 0
         self._accepted = 0
         self._stats = RescueStats()
@@ -86,7 +86,7 @@ class RescueClient:
 
     # What callers use.
 
-    def write(self, session_id: str, spans: Sequence[Span]) -> None:
+    def write(self, session_id: str, spans: Sequence[TextSpan]) -> None:
         """Queue spans for the service. Returns at once."""
         dropped = 0
         with self._lock:
@@ -257,7 +257,7 @@ class RescueClient:
                 await self._settle(settled)
             await asyncio.sleep(self._transport.breaker.pause)
 
-    async def _write(self, session_id: str, batch: list[Span]) -> int:
+    async def _write(self, session_id: str, batch: list[TextSpan]) -> int:
         """Write spans; returns how many need not be written again."""
         try:
             await self._transport.call("POST", "/evict/write", read_written, write_body(session_id, batch))
@@ -270,9 +270,9 @@ class RescueClient:
             self._count(written=len(batch))
         return len(batch)
 
-    def _batch(self) -> tuple[str, list[Span]]:
+    def _batch(self) -> tuple[str, list[TextSpan]]:
         """The oldest spans of the oldest session, as many as one call takes."""
-        batch: list[Span] = []
+        batch: list[TextSpan] = []
         with self._lock:
             session_id = self._queue[0][0] if self._queue else ""
             size = 0
@@ -323,5 +323,5 @@ class RescueClient:
         self._complain(message)
 
 
-def _size(span: Span) -> int:
+def _size(span: TextSpan) -> int:
     return sys.getsizeof(span.text) + _OVERHEAD

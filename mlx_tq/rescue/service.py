@@ -1,8 +1,9 @@
 """Where the rescue service is: at a URL, or a private one that ends with us.
 
 A private one is a child process on a free loopback port, with a token and a folder of its own. It ends when it is told
-to, when this process ends, and also when this process is killed: it watches a pipe that only we hold open. Its folder
-is deleted with it.
+to, when this process ends, and also when this process is killed: it watches a pipe that only we hold open. It
+deletes its folder; we do so where it was killed. What it says goes to a file without a name: its folder holds nothing
+but its own, and nothing is left of that file either.
 """
 
 import asyncio
@@ -32,7 +33,6 @@ _COMMAND = (sys.executable, "-m", "rescue_svc.cli", "serve")
 _OURS = ("RESCUE_DATA_DIR", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 _START_S, _STOP_S, _PROBE_S = 60.0, 5.0, 0.5
 _QUERY_S = "0.4"  # a question's vector may take so long; then words alone answer, still within a turn's patience
-_LOG = "service.log"
 
 
 class Address(NamedTuple):
@@ -43,7 +43,7 @@ class Address(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """That each call carries."""
+        """The headers that each call carries."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
@@ -91,11 +91,11 @@ class FixedService:
         self._address = address
 
     async def address(self, http: Any) -> Address:
-        """Where it is."""
+        """Where the service is."""
         return self._address
 
     def stop(self) -> None:
-        """Nothing: it is not ours."""
+        """Do nothing: the service is not ours."""
 
 
 class AutoService:
@@ -119,7 +119,7 @@ class AutoService:
         return await self._private.address(http)
 
     def stop(self) -> None:
-        """End the private one."""
+        """End the private service, if one was started."""
         if self._private is not None:
             self._private.stop()
 
@@ -141,7 +141,8 @@ class PrivateService:
 
     def __init__(self) -> None:
         self._token = secrets.token_urlsafe(32)
-        self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
+        self._folder = _new_folder()
+        self._log: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
         self._fault: str | None = None
@@ -174,6 +175,8 @@ class PrivateService:
         return self._process.pid if self._process else None
 
     def _start(self) -> None:
+        if not self._folder.exists():  # one that was told to end has deleted it
+            self._folder = _new_folder()
         environment = {"RESCUE_QUERY_TIMEOUT_S": _QUERY_S}
         environment |= {name: value for name, value in os.environ.items() if name not in _OURS}
         environment |= {
@@ -182,26 +185,25 @@ class PrivateService:
             TOKEN_VARIABLE: self._token,
             "RESCUE_EPHEMERAL": "true",
         }
-        self._folder.mkdir(mode=0o700, exist_ok=True)  # one that was told to end has deleted it
-        with (self._folder / _LOG).open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603  our own module
-                _COMMAND,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C in the terminal is for us
-            )
-            # At the latest when this object or the interpreter ends; folders that are gone are no error.
-            self._end = weakref.finalize(self, _end, self._process, self._folder)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
+        self._process = subprocess.Popen(  # noqa: S603  our own module
+            _COMMAND,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            start_new_session=True,  # Ctrl-C in the terminal is for us
+        )
+        # At the latest when this object or the interpreter ends; folders that are gone are no error.
+        self._end = weakref.finalize(self, _end, self._process, self._folder, self._log)
 
     async def _listening(self) -> str:
         """The URL that the child says it listens on."""
-        process, log = self._process, self._folder / _LOG
+        process = self._process
         try:
             async with asyncio.timeout(_START_S):
                 while True:
-                    lines = _complete_lines(log)
+                    lines = _complete_lines(self._log)
                     for line in lines:
                         if url := _url_of(line):
                             return url
@@ -219,11 +221,16 @@ class PrivateService:
             ) from None
 
 
-def _complete_lines(log: Path) -> list[str]:
-    try:
-        return log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-    except FileNotFoundError:  # the child was told to end already, and has deleted its folder
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
+
+
+def _complete_lines(log: IO[bytes] | None) -> list[str]:
+    if log is None:
         return []
+    # From its start, and without moving the place where the child writes, which the two share.
+    said = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
+    return said.decode("utf-8", errors="replace").split("\n")[:-1]
 
 
 def _url_of(line: str) -> str | None:
@@ -234,7 +241,7 @@ def _url_of(line: str) -> str | None:
         return None
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+def _end(process: subprocess.Popen[bytes], folder: Path, log: IO[bytes]) -> None:
     """Ask the child to end, make it end, and delete its folder."""
     pipe: IO[bytes] | None = process.stdin
     if pipe is not None:
@@ -245,4 +252,5 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    log.close()
     shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ MAX_ANSWER = 8_000_000
 Range = tuple[int, int]
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Text of the evicted tokens at positions [start, stop)."""
 
     start: int
@@ -37,12 +37,12 @@ class Found(NamedTuple):
 
 def http_errors() -> tuple[type[Exception], ...]:
     """What a call may raise before there is an answer."""
-    import httpx2
+    import httpx2  # a quarter of a second
 
     return (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OSError)
 
 
-def write_body(session_id: str, spans: Sequence[Span]) -> dict[str, Any]:
+def write_body(session_id: str, spans: Sequence[TextSpan]) -> dict[str, Any]:
     """The body of /evict/write."""
     chunks = [
         {"text": clean(span.text)[:MAX_TEXT], "token_range": [span.start, span.stop], "layer": -1, "score": 0.0}

@@ -1,5 +1,11 @@
 """`mlx_tq.server`: an OpenAI-compatible server whose concurrent requests all run on compressed KV caches."""
 
-from mlx_tq.server.command import build_parser, run
+from collections.abc import Sequence
 
-__all__ = ["build_parser", "run"]
+from mlx_tq.commands.frame import run_command
+from mlx_tq.server.flags import build_parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command; returns the exit code."""
+    return run_command("server", build_parser(), "mlx_tq.server.command", words)

@@ -40,7 +40,7 @@ class MessageReader:
         self.calls = 0
 
     def read(self, piece: Piece) -> Delta:
-        """What a piece adds."""
+        """What a piece of text adds to the answer."""
         self._state, segments = TextStateMachine.split(self._state, piece.text)
         if piece.finish is not None:
             self._state, rest, state = TextStateMachine.flush(self._state)
@@ -89,7 +89,7 @@ class TextReader:
     calls = 0
 
     def read(self, piece: Piece) -> Delta:
-        """What a piece adds."""
+        """What a piece of text adds to the answer."""
         return Delta(content=piece.text)
 
 
@@ -138,7 +138,7 @@ class Answer:
 
     @property
     def is_complete(self) -> bool:
-        """All pieces were added."""
+        """Whether all pieces were added."""
         return self._finish is not None
 
     def message(self) -> dict[str, Any] | None:

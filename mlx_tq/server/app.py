@@ -29,6 +29,8 @@ from mlx_tq.server.sessions import HEADER, Turn
 
 log = logging.getLogger(__name__)
 
+LIMITED = "X-Max-Tokens"  # of the answer, where that is less than what was asked for
+
 
 class ClientGoneError(ApiError):
     """Nobody reads this answer any more."""
@@ -162,6 +164,7 @@ async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionReq
             service.sessions.leave(session)
         raise
     settled = None if turn is None else web.spawn(_settle(web, turn, job, answer))
+    limited = {LIMITED: str(job.max_tokens)} if job.max_tokens < (asked.answer_tokens or 0) else {}
     watch = asyncio.create_task(_watch(request, job))
     try:
         first = await anext(events)
@@ -173,14 +176,14 @@ async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionReq
                     answer.add(event, service.tokenizer.decode)
             if settled is not None:
                 await asyncio.shield(settled)
-            return JSONResponse(answer.whole())
+            return JSONResponse(answer.whole(), headers=limited)
     except BaseException:
         await events.aclose()
         raise
     finally:
         watch.cancel()
     lines = _lines(answer, events, service, settled, usage=asked.wants_usage)
-    return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **limited})
 
 
 async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:

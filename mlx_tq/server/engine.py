@@ -1,6 +1,7 @@
 """The thread that generates: mlx-lm's batch generator over compressed caches, fed from a bounded queue."""
 
 import asyncio
+import copy
 import logging
 import math
 import time
@@ -13,12 +14,13 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.cache.evicting import EvictingKVCache
-from mlx_tq.cache.factory import Plan, compressed_caches
 from mlx_tq.config import KVConfig
-from mlx_tq.dispatch import attention
+from mlx_tq.conversation.recall import question_of, recall, release
 from mlx_tq.errors import CacheFormatError, MlxTqError
-from mlx_tq.evict.selection import Span
+from mlx_tq.policies.selection import PositionRange
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.jobs import Event, Failed, Job, Left, Piece, Progress, Started
 from mlx_tq.server.metrics import Metrics
@@ -58,7 +60,7 @@ class Kept(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Of all."""
+        """Bytes of all kept caches."""
         ...
 
     def trim_to(self, nbytes: int) -> None:
@@ -123,7 +125,7 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """Jobs are taken."""
+        """Whether jobs are taken."""
         return self._thread.is_alive() and not self._stopping
 
     def submit(self, job: Job) -> None:
@@ -160,7 +162,7 @@ class Engine:
             mx.clear_streams()
 
     def _serve(self) -> None:
-        with attention(self._model, self._config):
+        with compressed(self._model, self._config):
             self._batch = self._new_batch()
             try:
                 while self._take():
@@ -231,16 +233,14 @@ class Engine:
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
-        (uid,) = self._batch.insert_segments(
-            segments=[segments],
-            max_tokens=[job.max_tokens],
-            caches=[caches],
-            all_tokens=[job.prompt.ids[:cached]],
-            samplers=[job.sampler],
-            logits_processors=[job.processors],
-            stop_sequences=[self._stop_sequences],
-        )
-        self._running[uid] = Running(job, cached, kinds, self._tokenizer.detokenizer)
+        running = Running(job, cached, kinds, self._tokenizer.detokenizer)
+        if self._plan is not None and self._plan.recalls:
+            document, running.question = question_of(self._tokenizer, segments[-1])
+            running.divided = bool(document)
+            segments[-1:] = [part for part in (document, running.question) if part]
+            if len(segments) == 1:
+                caches = self._recalled(running, copy.deepcopy(caches))
+        self._insert(running, segments, caches, job.prompt.ids[:cached])
         self._outbox.append((job, Started(cached)))
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
@@ -251,6 +251,38 @@ class Engine:
                 self._kept.trim_to(room)
                 room -= self._kept.nbytes
             self._prompt_cache.trim_to(n_bytes=max(0, room))
+
+    def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:
+        job = running.job
+        (uid,) = self._batch.insert_segments(
+            segments=[segments],
+            max_tokens=[job.max_tokens],
+            caches=[caches],
+            all_tokens=[read],
+            samplers=[job.sampler],
+            logits_processors=[job.processors],
+            stop_sequences=[self._stop_sequences],
+        )
+        self._running[uid] = running
+
+    def _recalled(self, running: Running, caches: list[Any] | None) -> list[Any] | None:
+        """Caches to which the rows are back that the question asks for, which is all that is left to read."""
+        question, running.question = running.question, []
+        if caches is not None:
+            found = recall(self._model, caches, question, self._limits.prefill_step_size)
+            self._metrics.recalled_tokens.inc(len(found.positions))
+        return caches
+
+    def _ask(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
+        """The question alone is left of a prompt: if rows have left its caches, read it over those that it needs."""
+        running, sequence = self._running[uid], sequence_in(caches)
+        if sequence is None or not sequence.archived:
+            running.question = []
+            return
+        self._batch.remove([uid])
+        del self._running[uid]
+        question = running.question
+        self._insert(running, [question], self._recalled(running, caches), tokens)
 
     def _caches_for(self, job: Job) -> tuple[list[Any] | None, int]:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them."""
@@ -277,10 +309,12 @@ class Engine:
         if job.start is None:
             self._keep(tokens, caches, "assistant")
         else:
+            release(caches)
             _hold(caches, None)
             self._outbox.append((job, Left(caches, list(tokens))))
 
     def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
+        release(caches)
         self._prompt_cache.insert_cache(_ONE_MODEL, list(tokens), caches, cache_type=kind)
 
     def _step(self) -> None:
@@ -302,16 +336,26 @@ class Engine:
         self._send()
 
     def _after_reading(self, responses: list[Any]) -> None:
-        ended = []
+        ended, asking = [], []
         for response in responses:
             running = self._running[response.uid]
             done, total = response.progress
             running.prefilled = len(running.job.prompt.ids) - total + done
             self._outbox.append((running.job, Progress(done, total)))
-            if response.end_of_segment and not response.end_of_prompt and running.kinds:
+            asks = running.question and total - done == len(running.question)
+            if asks:
+                asking.append(response.uid)
+            if (
+                response.end_of_segment
+                and not response.end_of_prompt
+                and running.kinds
+                and not (asks and running.divided)
+            ):
                 ended.append(response.uid)
         for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
             self._keep(tokens, caches, self._running[uid].kinds.pop())
+        for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
+            self._ask(uid, caches, tokens)
 
     def _after_generating(self, responses: list[Any]) -> None:
         stopped = []
@@ -348,7 +392,7 @@ class Engine:
             return
         self._measured = time.monotonic()
         tokens = [running.prefilled + running.generated for running in self._running.values()]
-        native = sum(map(self._plan.native_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
+        native = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
         self._metrics.running.set(len(self._running))
         self._metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
         self._metrics.kv_fp16_bytes.set(native)
@@ -369,8 +413,8 @@ def _deliver(events: list[tuple[Job, Event | Left]]) -> None:
             job.events.put_nowait(event)
 
 
-def _hold(caches: list[Any], span: Span | None) -> None:
+def _hold(caches: list[Any], span: PositionRange | None) -> None:
     """Keep the positions of `span` in a sequence's caches until told None."""
-    evicting = [cache for cache in compressed_caches(caches) if isinstance(cache, EvictingKVCache)]
-    if evicting:
-        evicting[0].hold(span)  # for all layers
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        sequence.held = span

@@ -23,7 +23,7 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The error as the JSON object that OpenAI's clients read."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
 

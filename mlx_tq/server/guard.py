@@ -7,7 +7,13 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from mlx_tq.server.errors import BodyTooLargeError, BodyTooSlowError, ForeignOriginError, UnauthorizedError
+from mlx_tq.server.errors import (
+    BodyTooLargeError,
+    BodyTooSlowError,
+    ForeignOriginError,
+    QueueFullError,
+    UnauthorizedError,
+)
 
 BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a connection for long
 
@@ -27,12 +33,14 @@ class Guard:
         key: that clients have to send, or None on a loopback address.
         origins: of web pages that may call.
         max_body: bytes.
+        max_bodies: that may arrive at once.
     """
 
-    def __init__(self, key: str | None, origins: list[str], max_body: int) -> None:
+    def __init__(self, key: str | None, origins: list[str], max_body: int, max_bodies: int) -> None:
         self._key = key.encode() if key else None
         self._origins = set(origins)
-        self._max_body = max_body
+        self._max_body, self._max_bodies = max_body, max_bodies
+        self._arriving = 0
 
     def check(self, request: Request) -> None:
         """Raise unless the caller may use the models.
@@ -59,12 +67,16 @@ class Guard:
 
         Raises:
             BodyTooLargeError, BodyTooSlowError: it is.
+            QueueFullError: as many bodies as may are on their way.
             ClientDisconnect: the client left before it had arrived.
         """
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body:
             raise self._too_large()
+        if self._arriving >= self._max_bodies:
+            raise QueueFullError(f"{self._max_bodies} requests are arriving, the limit; try again in a second")
         body = bytearray()
+        self._arriving += 1
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for part in request.stream():
@@ -73,6 +85,8 @@ class Guard:
                         raise self._too_large()
         except TimeoutError:
             raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive") from None
+        finally:
+            self._arriving -= 1
         return bytes(body)
 
     def _too_large(self) -> BodyTooLargeError:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_tq.evict.selection import Span
+from mlx_tq.policies.selection import PositionRange
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError
 from mlx_tq.server.sampling import Sampler
@@ -71,7 +71,7 @@ class Start:
 
     caches: list[Any] | None
     cached: int
-    held: Span | None = None
+    held: PositionRange | None = None
 
 
 @dataclass(frozen=True)

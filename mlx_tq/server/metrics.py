@@ -23,11 +23,12 @@ class Metrics:
         self.waiting = gauge("waiting", "Requests in the queue")
         self.running = gauge("running", "Requests in the batch")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the caches of the batch")
-        self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes that the same tokens take uncompressed")
+        self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes that the same tokens take at 16 bits")
         self.prompt_cache_bytes = gauge("prompt_cache_bytes", "Bytes of the caches kept for later requests")
         self.prompt_cache_entries = gauge("prompt_cache_entries", "Caches kept for later requests")
         self.sessions = gauge("sessions", "Sessions that are kept")
         self.session_bytes = gauge("session_bytes", "Bytes of the caches of kept sessions")
+        self.recalled_tokens = counter("recalled_tokens", "Tokens whose rows came back for a question")
         self.rescued_tokens = counter("rescued_tokens", "Tokens of quotations that sessions were given")
         self.first_token_seconds = Histogram(
             "mlx_tq_first_token_seconds",

@@ -9,11 +9,20 @@ from mlx_tq.server.jobs import Choice, Job
 
 
 class Running:
-    """A job in the batch."""
+    """A job in the batch.
+
+    Attributes:
+        kinds: of the segments still to be read, the next one last.
+        question: the last tokens of the prompt, if rows may come back before these are read.
+        divided: the last segment was cut before the question.
+        prefilled, generated: tokens that were read and said.
+    """
 
     def __init__(self, job: Job, cached: int, kinds: list[str], detokenizer: Any) -> None:
         self.job = job
-        self.kinds = kinds[::-1]  # of the segments still to be read, the next one last
+        self.kinds = kinds[::-1]
+        self.question: list[int] = []
+        self.divided = False
         self.detokenizer = detokenizer
         self.stops = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
         self.prefilled, self.generated = cached, 0

@@ -81,7 +81,7 @@ def _draw(logprobs: mx.array, filters: list[Sampler], temperature: float, key: m
 
 
 def processors(request: Request, vocabulary: int) -> list[Any]:
-    """mlx-lm's penalties and biases.
+    """mlx-lm's processors for the penalties and biases of a request.
 
     Raises:
         InvalidRequestError: a bias for a token that does not exist.

@@ -8,9 +8,10 @@ from pydantic_core import from_json
 
 from mlx_tq.server.errors import InvalidRequestError
 
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 _MAX_FAULTS = 3
+_ABSENT = object()
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -51,21 +52,23 @@ class ToolCall(_Loose):
 
 
 class Message(_Loose):
-    """One turn."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(None, validate_default=True)
+    content: str | list[TextPart] | None = Field(_ABSENT, validate_default=True)  # null is a message without words
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
-    @field_validator("content")
+    @field_validator("content", mode="before")
     @classmethod
     def _is_said(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and info.data.get("role") in ("system", "developer", "user"):
+        if content is not _ABSENT:
+            return content
+        if info.data.get("role") in ("system", "developer", "user"):
             raise ValueError(f"a message of the role {info.data['role']} needs a text")
-        return content
+        return None
 
 
 class FunctionTool(_Strict):
@@ -76,7 +79,7 @@ class FunctionTool(_Strict):
 
 
 class StreamOptions(_Strict):
-    """Of a stream."""
+    """What a request may say of its stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Any = None
@@ -114,6 +117,7 @@ class Request(_Strict):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    reasoning_effort: Any = None  # of OpenAI's own models; of a template it is one of chat_template_kwargs
 
     @property
     def stops(self) -> list[str]:
@@ -130,14 +134,9 @@ class Request(_Strict):
         """The most tokens to generate, if the request says."""
         return self.max_tokens
 
-    @property
-    def answer_argument(self) -> str:
-        """The argument that says it."""
-        return "max_tokens"
-
 
 class ChatRequest(Request):
-    """Of /v1/chat/completions."""
+    """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -155,14 +154,9 @@ class ChatRequest(Request):
         """The most tokens to generate, if the request says."""
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def answer_argument(self) -> str:
-        """The argument that says it."""
-        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-
 
 class CompletionRequest(Request):
-    """Of /v1/completions."""
+    """The body of a request to /v1/completions."""
 
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
     best_of: Literal[1] | None = None
@@ -182,7 +176,7 @@ Kind = TypeVar("Kind", bound=Request)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
-    """A request from JSON.
+    """Read a request from JSON.
 
     Raises:
         InvalidRequestError: it is no JSON, or arguments are missing, unknown, or of wrong type or range.

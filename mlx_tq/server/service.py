@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.cache.factory import Plan
+from mlx_tq.commands.preflight import check_memory, check_positions
 from mlx_tq.errors import ConfigError
-from mlx_tq.limits import check_memory, check_positions
+from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.answers import Answer, MessageReader, TextReader
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
@@ -100,30 +100,25 @@ class Service:
         """The request as it follows its session, or from its beginning where that has no positions left."""
         turn = self.sessions.begin(session, request)
         try:
-            self._answer_tokens(len(turn.prompt.ids), request)
+            left = self._answer_tokens(len(turn.prompt.ids), request)
         except ContextLengthError:
-            return turn if turn.is_new else self.sessions.begin(session, request, anew=True)
-        return turn
+            left = 0
+        if turn.is_new or left >= min(request.answer_tokens or 1, self.max_tokens):
+            return turn
+        return self.sessions.begin(session, request, anew=True)
 
     def _answer_tokens(self, prompt: int, request: ChatRequest | CompletionRequest) -> int:
-        """How many tokens to generate: what is asked for, or the default as far as positions are left.
+        """How many tokens to generate: what is asked for, or the default, as far as positions are left.
 
         Raises:
-            ContextLengthError: prompt and answer exceed the positions or the memory.
+            ContextLengthError: the prompt exceeds the positions, or prompt and answer the memory.
         """
-        asked = request.answer_tokens
-        tokens = asked or self.max_tokens
+        tokens = request.answer_tokens or self.max_tokens
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
             check_positions(prompt, self.positions)
-            if self.positions is not None and prompt + tokens > self.positions:
-                if asked is not None:
-                    param = request.answer_argument
-                    raise ConfigError(
-                        f"the prompt has {prompt:,} tokens and {asked:,} are asked for; the model allows "
-                        f"{self.positions:,}. Ask for {self.positions - prompt:,} or fewer."
-                    )
-                tokens = self.positions - prompt
+            if self.positions is not None:
+                tokens = min(tokens, self.positions - prompt)
             if self.plan is not None and self.memory is not None:
                 check_memory(self.plan, prompt + tokens, self.memory)
         except ConfigError as error:

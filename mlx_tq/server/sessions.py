@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from mlx_tq.cache.factory import compressed_caches
 from mlx_tq.config import RescueConfig
-from mlx_tq.evict.selection import Span
+from mlx_tq.conversation.plain_text import PlainText
+from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
+from mlx_tq.policies.selection import PositionRange
 from mlx_tq.rescue import RescueClient
+from mlx_tq.sequence.passes import compressed_caches, sequence_in
 from mlx_tq.server.conversation import Conversations, Message, Prompt
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.jobs import Left, Start
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.memory import NOTHING, Memory, Rehydration, quotation_limit
-from mlx_tq.session.plain import PlainText
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Kept:
     """A session. Requests of one session take turns, in the order in which they came.
 
     Attributes:
-        memory: its tokens, and what left its cache.
+        transcript: its tokens, and what left its cache.
         caches: of these tokens; None before the first answer.
         heard: messages that the tokens stand for, the last answer included; None where nothing can follow them.
         options: of the chat template.
@@ -48,7 +48,7 @@ class Kept:
         users: requests that have or wait for it.
     """
 
-    memory: Memory
+    transcript: Transcript
     caches: list[Any] | None = None
     heard: list[Message] | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,17 +57,17 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Of the caches."""
+        """Bytes of a session's caches."""
         return sum(cache.nbytes for cache in self.caches or [])
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request of a session.
+    """One request of a session.
 
     Attributes:
         kept: the session.
-        memory: its own, or a new one where the conversation begins anew.
+        transcript: its own, or a new one where the conversation begins anew.
         messages, options: of the request.
         prompt: all tokens, those that the cache holds included.
         start: where the engine goes on.
@@ -75,7 +75,7 @@ class Turn:
     """
 
     kept: Kept
-    memory: Memory
+    transcript: Transcript
     messages: list[Message]
     options: dict[str, Any]
     prompt: Prompt
@@ -141,7 +141,7 @@ class Sessions:
                 self._drop(lambda: len(self._kept) >= self._limit)
                 if len(self._kept) >= self._limit:
                     raise QueueFullError(f"all of the {self._limit} sessions are in use; try again later")
-                kept = self._kept[name] = Kept(self._new_memory())
+                kept = self._kept[name] = Kept(self._new_transcript())
             elif kept.users and self._waiting() >= self._most_waiting:
                 raise QueueFullError(f"{self._most_waiting} requests wait for their session, the limit; try later")
             self._kept.move_to_end(name)
@@ -154,7 +154,7 @@ class Sessions:
         return kept
 
     def leave(self, kept: Kept) -> None:
-        """The request's turn is over."""
+        """End the turn of a request."""
         kept.users -= 1
         kept.turn.release()
 
@@ -169,21 +169,21 @@ class Sessions:
         parts = self._conversations.parts(messages, options, heard)
         if parts is None:  # the template shows old answers in another way
             return self.begin(kept, request, anew=True)
-        memory = kept.memory if heard else self._new_memory()
+        transcript = kept.transcript if heard else self._new_transcript()
         caches = kept.caches if heard else None
         before, rehydration = list(parts.before), NOTHING
-        if heard and before[:1] == memory.ids[-1:]:  # the answer ended its turn itself
+        if heard and before[:1] == transcript.ids[-1:]:  # the answer ended its turn itself
             del before[0]
         words: list[int] = []
         if parts.words is not None:
             words = self._plain.encode(parts.words)
             if caches is not None:
-                rehydration = memory.recall(parts.words, _live(caches))
-        cached, at = len(memory.ids), len(before)
+                rehydration = transcript.recall(parts.words, _live(caches, len(transcript.ids)))
+        cached, at = len(transcript.ids), len(before)
         ids = [*before, *rehydration.ids, *words, *parts.after]
-        held = Span(cached + at, cached + at + len(rehydration.ids)) if rehydration.ids else None
-        prompt = Prompt([*memory.ids, *ids], [memory.ids, ids], ["assistant", "user"], parts.state)
-        return Turn(kept, memory, messages, options, prompt, Start(caches, cached, held), rehydration, at)
+        held = PositionRange(cached + at, cached + at + len(rehydration.ids)) if rehydration.ids else None
+        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
+        return Turn(kept, transcript, messages, options, prompt, Start(caches, cached, held), rehydration, at)
 
     def settle(self, turn: Turn, left: Left, answer: Message | None) -> None:
         """The turn was answered: its session goes on from there. A turn that was not leaves its session as it was.
@@ -193,16 +193,17 @@ class Sessions:
             left: cache and tokens.
             answer: the message that the client got; None where the next request cannot go on behind it.
         """
-        kept, memory = turn.kept, turn.memory
+        kept, transcript = turn.kept, turn.transcript
         assert left.caches is not None  # noqa: S101 - tells the type checker
-        if memory is not kept.memory:
-            self._discard(kept.memory)
-        gone = _gone(turn.start.caches, len(memory.ids))
-        new = left.tokens[len(memory.ids) :]
-        memory.read(new, turn.rehydration, turn.at)
-        memory.note(np.setdiff1d(_gone(left.caches, len(memory.ids)), gone))
-        memory.write()
-        kept.memory, kept.caches, kept.options = memory, left.caches, turn.options
+        if transcript is not kept.transcript:
+            self._discard(kept.transcript)
+        new = left.tokens[len(transcript.ids) :]
+        transcript.read(new, turn.rehydration, turn.at)
+        sequence = sequence_in(left.caches)
+        if sequence is not None:
+            transcript.note(sequence.take_departed())
+        transcript.write()
+        kept.transcript, kept.caches, kept.options = transcript, left.caches, turn.options
         kept.heard = None if answer is None else [*turn.messages, answer]
         self._measure()
         self._metrics.rescued_tokens.inc(len(turn.rehydration.ids))
@@ -222,7 +223,7 @@ class Sessions:
         """Drop all; the service forgets them."""
         with self._lock:
             for kept in self._kept.values():
-                self._discard(kept.memory)
+                self._discard(kept.transcript)
             self._kept.clear()
         self.forget()
         if self._client is not None:
@@ -245,7 +246,7 @@ class Sessions:
         for name in [name for name, kept in self._kept.items() if not kept.users]:
             if not too_many():
                 break
-            self._discard(self._kept.pop(name).memory)
+            self._discard(self._kept.pop(name).transcript)
         self._measure()
 
     def _measure(self) -> None:
@@ -253,13 +254,13 @@ class Sessions:
         self._metrics.sessions.set(len(everyone))
         self._metrics.session_bytes.set(sum(kept.nbytes for kept in everyone))
 
-    def _new_memory(self) -> Memory:
+    def _new_transcript(self) -> Transcript:
         # Names at the service are ours: nobody can ask for another's text by guessing the name of a session.
-        return Memory(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation)
+        return Transcript(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation)
 
-    def _discard(self, memory: Memory) -> None:
-        if self._client is not None and memory.evicted:
-            self._forgotten.append(memory.session_id)
+    def _discard(self, transcript: Transcript) -> None:
+        if self._client is not None and transcript.evicted:
+            self._forgotten.append(transcript.session_id)
 
     def _waiting(self) -> int:
         return sum(max(0, kept.users - 1) for kept in self._kept.values())
@@ -272,12 +273,6 @@ def _heard(kept: Kept, messages: list[Message], options: dict[str, Any]) -> int:
     return len(heard) if follows else 0
 
 
-def _live(caches: list[Any]) -> Any:
+def _live(caches: list[Any], length: int) -> np.ndarray:
     compressed = compressed_caches(caches)
-    return compressed[0].positions if compressed else range(2**31)
-
-
-def _gone(caches: list[Any] | None, length: int) -> np.ndarray:
-    """Positions that left the caches of `length` tokens."""
-    compressed = compressed_caches(caches) if caches else []
-    return np.setdiff1d(np.arange(length), compressed[0].positions) if compressed else np.zeros(0, np.int64)
+    return compressed[0].positions if compressed else np.arange(length)

@@ -67,7 +67,7 @@ class MiniLMEmbedder:
         # No request ever leaves the machine, not even to ask for a newer model; and stderr is for lines of JSON.
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         import torch  # seconds of imports: in the child only
-        from transformers import BertModel, BertTokenizerFast
+        from transformers import BertModel, BertTokenizerFast  # likewise
 
         # Threads that wait for each other take a question from 15 ms to 500 where other programs want the processor.
         torch.set_num_threads(1)

@@ -71,12 +71,19 @@ class EmbedWorker:
         return self._process.pid if self._process else None
 
     def question(self, text: str) -> "Future[Vectors]":
-        """Ask for the vector [1, D] of a question, or raise EmbedderUnavailableError when none can come at once."""
-        if self.state != "ready":
-            if self.state in ("idle", "unavailable") and self._jobs.empty():
-                self._put(QUESTION, [text])  # starts the child for the next question; nobody waits for this one
+        """Ask for the vector [1, D] of a question, which may have to wait for a start; who gives up cancels it.
+
+        Raises EmbedderUnavailableError where the embedder could not be started.
+        """
+        if self.state == "unavailable":
+            self.warm()
             raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
         return self._put(QUESTION, [text]).answer
+
+    def warm(self) -> None:
+        """Start the child if there is none, for the questions to come."""
+        if self.state in ("idle", "unavailable") and self._jobs.empty():
+            self._put(QUESTION, [""])
 
     def bulk(self, texts: list[str]) -> Vectors:
         """Return the vectors [N, D] of texts, however long it takes; raises EmbedderUnavailableError."""
@@ -124,16 +131,20 @@ class EmbedWorker:
         return jobs
 
     def _serve(self, jobs: list[Job]) -> None:
+        wanted = []
         try:
             if self._process is None:
                 self._start()
-            vectors = self._ask([text for job in jobs for text in job.texts])
+            wanted = _wanted(jobs)
+            if not wanted:
+                return
+            vectors = self._ask([text for job in wanted for text in job.texts])
         except EmbedderUnavailableError as error:
-            for job in jobs:
+            for job in wanted or _wanted(jobs):
                 job.answer.set_exception(error)
             return
         first = 0
-        for job in jobs:
+        for job in wanted:
             job.answer.set_result(vectors[first : first + len(job.texts)])
             first += len(job.texts)
 
@@ -177,8 +188,9 @@ class EmbedWorker:
         if answer != child.READY:
             reason = answer[1:].decode()
             self._failures += 1
-            self._end_child("unavailable", reason)
+            # Logged before the state says it: who reads the state finds the reason in the log.
             log.warning("the embedder did not start", extra={"reason": reason})
+            self._end_child("unavailable", reason)
             # The pause keeps a child that cannot load from being started in a loop.
             self._stopping.wait(min(2.0**self._failures, LONGEST_PAUSE_S))
             raise EmbedderUnavailableError(reason)
@@ -218,4 +230,10 @@ class EmbedWorker:
 
     def _refuse_all(self) -> None:
         while not self._jobs.empty():
-            self._jobs.get().answer.set_exception(EmbedderUnavailableError("the service is stopping"))
+            for job in _wanted([self._jobs.get()]):
+                job.answer.set_exception(EmbedderUnavailableError("the service is stopping"))
+
+
+def _wanted(jobs: list[Job]) -> list[Job]:
+    """Return the jobs whose answers someone still waits for, which from here on cannot be cancelled."""
+    return [job for job in jobs if job.answer.set_running_or_notify_cancel()]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from rescue_svc.index.engines import ENGINES, Engine, EngineName
 from rescue_svc.store.files import INDEXES, write_durably
 
 log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"(\d+)\.index(\.partial|\.bad-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,18 @@ def remove(directory: Path, session: int) -> None:
     """Remove a session's snapshot and all that was renamed aside: it is forgotten."""
     path = path_of(directory, session)
     for file in path.parent.glob(path.name + "*"):
-        file.unlink()
+        if _NAME.fullmatch(file.name):
+            file.unlink()
 
 
 def remove_orphans(directory: Path, sessions: set[int]) -> None:
-    """Remove the snapshots of sessions that are not among these: a crash came between forgetting and removing."""
-    for file in (directory / INDEXES).iterdir():
-        if int(file.name.partition(".")[0]) not in sessions:
+    """Remove the snapshots of sessions that are not among these: a crash came between forgetting and removing.
+
+    By name: whatever else is in that folder is not ours.
+    """
+    for file in (directory / INDEXES).glob("*.index*"):
+        named = _NAME.fullmatch(file.name)
+        if named and int(named[1]) not in sessions:
             file.unlink()
 
 

@@ -73,6 +73,7 @@ class RescueService:
         """Keep spans; return how many are new and how many the session holds. They are on disk when this returns."""
         accepted, total = self.store.write(session, spans)
         if self.embedder:
+            self.embedder.warm()  # what leaves a cache is soon asked for
             self._indexer.wake()
         self.metrics.spans_written.inc(accepted)
         return accepted, total
@@ -100,7 +101,7 @@ class RescueService:
         best = [s for s in best if s.id in spans]  # a DELETE may have come between
         chunks = (join_neighbours if ask.join else each_alone)([spans[s.id] for s in best], best)
         self.metrics.retrieve_seconds.labels("embed").observe(waited)
-        self.metrics.retrieve_seconds.labels("search").observe(time.perf_counter() - began - waited)
+        self.metrics.searched(time.perf_counter() - began - waited)
         self.metrics.retrievals.labels(mode, "hit" if chunks else "miss").inc()
         return Retrieved(chunks, session.spans, mode, degraded)
 
@@ -125,7 +126,10 @@ class RescueService:
         try:
             return asked.result(self.settings.query_timeout_s)[0], None
         except TimeoutError:
-            return None, f"the embedder took longer than {self.settings.query_timeout_s} s"
+            asked.cancel()
+            late = f"the embedder took longer than {self.settings.query_timeout_s} s"
+            starting = self.embedder.reason if self.embedder else None
+            return None, f"{starting}; {late}" if starting else late
         except EmbedderUnavailableError as error:
             return None, str(error)
 
@@ -141,6 +145,14 @@ class RescueService:
         """Return all spans of a session in the order of writing; none for a session that was never written."""
         session = self.store.session(name)
         return self.store.spans(session) if session else []
+
+    def page(self, name: str, first: int, count: int) -> tuple[list[Span], int]:
+        """Return `count` spans in the order of writing, behind the `first` ones, and how many there are in all.
+
+        Raises SessionNotFoundError.
+        """
+        session = self._existing(name)
+        return self.store.page(session, first, count), session.spans
 
     def sessions(self) -> list[SessionState]:
         """Return all sessions, the last written first."""
@@ -196,6 +208,7 @@ class RescueService:
         self.metrics.spans.set(sum(session.spans for session in sessions))
         self.metrics.spans_pending.set(info.pending)
         self.metrics.embedder_ready.set(info.state == "ready")
+        self.metrics.refresh_recent()
         if self.embedder:
             indexes, size = self._residents.sizes()
             self.metrics.indexes.set(indexes)

@@ -19,7 +19,7 @@ _REBUILDING = f"{files.DATABASE}.rebuilding"
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a rebuild kept."""
+    """What a rebuild kept, and what it could not."""
 
     spans: int
     vectors: int
@@ -49,8 +49,9 @@ def backup(directory: Path, folder: Path) -> int:
         partial.rename(folder)
         files.sync_directory(folder.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise StoreUnavailableError(f"{folder} cannot be made ({error.strerror}); name another folder") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # what is left where it failed; once it is renamed, nothing
     return (folder / files.DATABASE).stat().st_size
 
 

@@ -79,13 +79,16 @@ class Store:
 
     def close(self) -> None:
         """Empty the log into the database, seal it and free the directory."""
-        with self._writing, files.sqlite_errors():
-            self._purge_log()
-            for _ in range(READERS):
-                self._readers.get().close()
-            self._writer.close()
-            files.seal_closed(self.directory)
-            self._lock.release()
+        with self._writing:
+            try:
+                with files.sqlite_errors():
+                    self._purge_log()
+                    for _ in range(READERS):
+                        self._readers.get().close()
+                    self._writer.close()
+                    files.seal_closed(self.directory)
+            finally:
+                self._lock.release()
 
     @contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
@@ -188,6 +191,15 @@ class Store:
                 "SELECT id, name, spans, text_bytes, created, updated FROM sessions ORDER BY updated DESC, id DESC"
             ).fetchall()
         return [Session(*row) for row in rows]
+
+    def page(self, session: Session, first: int, count: int) -> list[Span]:
+        """Return `count` spans in the order of writing, behind the `first` ones; raises StoreDamagedError."""
+        with self._read() as connection:
+            rows = connection.execute(
+                f"SELECT {COLUMNS} FROM spans WHERE session = ? ORDER BY id LIMIT ? OFFSET ?",  # noqa: S608
+                (session.id, count, first),
+            ).fetchall()
+        return [span_of_row(row, session.name) for row in rows]
 
     def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
         """Return the session's spans with these ids, or all, in the order of writing; raises StoreDamagedError."""

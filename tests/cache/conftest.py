@@ -2,10 +2,10 @@
 
 import pytest
 
-import mlx_tq
+from mlx_tq.seam.attention import compressed_attention
 
 
 @pytest.fixture(autouse=True, scope="package")
 def _attention():
-    with mlx_tq.attention(None):
+    with compressed_attention():
         yield

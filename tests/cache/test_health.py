@@ -15,8 +15,7 @@ def spoiled(array, position, value):
     return changed
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize(("which", "value"), [("key", float("nan")), ("value", float("inf")), ("key", -float("inf"))])
 @pytest.mark.parametrize("formats", [("q8", "tq4"), ("fp16", "fp16")])
 def test_what_is_not_finite_is_refused_at_the_next_packing(value, which, formats):
     keys, values = (spoiled(x, 40, value) if which == name else x for name, x in (("key", KEYS), ("value", VALUES)))
@@ -31,25 +30,13 @@ def test_what_is_not_finite_is_refused_at_the_next_packing(value, which, formats
         feed(cache, keys, values, [1])
 
 
-def test_what_is_finite_passes():
-    cache = filled(make_spec(), KEYS, VALUES, [50] * 4)
-    cache.check_health()
-    assert cache.clamped == 0
-
-
-def test_trimmed_vectors_do_not_count():
-    """What never reached the body is not looked at."""
-    cache = filled(make_spec(), KEYS[:, :, :100], VALUES[:, :, :100])
-    cache.append(*(mx.full((1, 2, 10, DIM), float("nan")) for _ in range(2)))
-    cache.trim(10)
-    feed(cache, KEYS, VALUES, [50, 50])
-    cache.check_health()
-
-
 def test_clamped_vectors_are_counted_and_stay_finite():
     keys = spoiled(spoiled(KEYS, 40, 1e5), 50, -1e30)
     keys = spoiled(keys, 70, 7e4)  # in a later block
-    cache = filled(make_spec(), keys, VALUES, [90, 1, 1, 108])
+    cache = filled(make_spec(), keys, VALUES, [90, 1])
+    cache.append(*(mx.full((1, 2, 10, DIM), float("nan")) for _ in range(2)))
+    cache.trim(10)  # what never reached the body is not looked at
+    feed(cache, keys, VALUES, [1, 108])
     assert cache.clamped == 3
     cache.check_health()
     assert all(mx.isfinite(handle.materialize()).all() for handle in cache.keys_and_values())
@@ -57,11 +44,3 @@ def test_clamped_vectors_are_counted_and_stay_finite():
     exact = filled(make_spec("fp16", "fp16"), keys, VALUES)
     assert exact.clamped == 0
     assert mx.array_equal(exact.keys_and_values()[0].materialize(), keys)
-
-
-def test_zero_vectors_decode_to_zero():
-    zeros = mx.zeros((1, 2, 120, DIM), mx.float16)
-    cache = filled(make_spec("tq4", "tq3"), zeros, zeros)
-    assert cache.body_tokens > 0
-    assert all((handle.materialize() == 0).all() for handle in cache.keys_and_values())
-    assert cache.clamped == 0

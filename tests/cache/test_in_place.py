@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from cache.tools import DIM, make_cache, random, random_pair
-from mlx_tq.cache.compressed import STEP
+from mlx_tq.cache.buffers import STEP
 from mlx_tq.config import BLOCK
 
 SCALE = DIM**-0.5
@@ -29,24 +29,17 @@ def run_ahead(cache, seen, count):
 
 def test_the_body_stays_where_it_is():
     cache = make_cache(prefix=PREFIX, window=WINDOW)
-    cache.append(*random_pair(PREFIX + WINDOW + BLOCK))
+    cache.append(*random_pair(PREFIX + WINDOW + STEP + BLOCK))
     seen = run_ahead(cache, mx.array(0.0), 3)
-    rows, *_ = addresses(cache)
-    seen = run_ahead(cache, seen, 3 * BLOCK)
-    assert cache.body_tokens == 4 * BLOCK
+    rows, *full = addresses(cache)
+    for count in (1, 2, 4, BLOCK - 11):  # a copy a step would end elsewhere after some of these
+        seen = run_ahead(cache, seen, count)
+        assert addresses(cache) == (rows, *full), "between packings the others stay too"
+    seen = run_ahead(cache, seen, 2 * BLOCK + 4)
+    assert cache.body_tokens == STEP + 4 * BLOCK
     assert addresses(cache)[0] == rows
     run_ahead(cache, seen, STEP)
     assert addresses(cache)[0] != rows, "it grew, so this test can see a copy"
-
-
-def test_the_model_type_buffers_stay_between_packings():
-    cache = make_cache(prefix=PREFIX, window=WINDOW)
-    cache.append(*random_pair(PREFIX + WINDOW + BLOCK))
-    seen = run_ahead(cache, mx.array(0.0), 2)
-    before = addresses(cache)
-    for count in (1, 2, 4, BLOCK - 10):  # a copy a step would end elsewhere after some of these
-        seen = run_ahead(cache, seen, count)
-        assert addresses(cache) == before
 
 
 def test_attention_reads_the_buffers_themselves():
@@ -54,5 +47,5 @@ def test_attention_reads_the_buffers_themselves():
     cache.append(*random_pair(PREFIX + WINDOW + 3 * BLOCK + 5))
     view = cache.append(*random_pair(1))
     inside = [(np.array(x, copy=False).ctypes.data, x.nbytes) for x in cache._full]
-    for read, (start, size) in zip((view.keys, view.values), inside, strict=True):
+    for read, (start, size) in zip((view.regions.keys, view.regions.values), inside, strict=True):
         assert start <= np.array(read, copy=False).ctypes.data < start + size

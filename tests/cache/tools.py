@@ -1,25 +1,35 @@
 """What the cache tests share: random keys and values, exact attention in float64, and comparisons of caches."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_tq.cache import BatchCompressedKVCache, CompressedKVCache
-from mlx_tq.cache.persist import load_prompt_cache, save_prompt_cache
+from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.tiered import TieredKVCache
 from mlx_tq.config import KVConfig
+from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
 
 PREFIX, WINDOW = 4, 24  # of most tests: small, and no multiples of a block
 HEADS, DIM = 2, 64
+PAIRS = tuple((i, i + 24) for i in range(24))  # dims that turn together; the others stand alone
+MODEL = nn.Linear(1, 1)  # whose caches those of files are, where no test needs a real one
 
 
-def make_spec(key="q8", value="tq4", prefix=PREFIX, window=WINDOW, *, shared=False, **changes):
-    config = KVConfig(key=key, value=value, prefix=prefix, window=window, **changes)
-    return CacheSpec.for_layer(config, 0, key, value, shared=shared)
+def make_spec(key="q8", value="tq4", prefix=PREFIX, window=WINDOW, *, shared=False, condition=False, **changes):
+    """A layer's storage; most tests are of where tokens are, which plain keys show at shorter lengths."""
+    config = KVConfig(key=key, value=value, prefix=prefix, window=window, condition=condition, **changes)
+    return CacheSpec.for_layer(config, 0, key, value, shared=shared, pairs=PAIRS if condition else None)
+
+
+def of_spec(spec):
+    return (TieredKVCache if spec.cold else CompressedKVCache)(spec)
 
 
 def make_cache(*args, **changes):
-    return CompressedKVCache(make_spec(*args, **changes))
+    return of_spec(make_spec(*args, **changes))
 
 
 def random(count, *, batch=1, heads=HEADS, dim=DIM, dtype=mx.float16, seed=0):
@@ -34,18 +44,37 @@ def random_pair(count, *, seed=0, dims=(DIM, DIM), **shape):
 
 
 def feed(cache, keys, values, chunks):
-    """Append from the cache's offset on, in chunks; returns the view of each chunk."""
+    """Append from the cache's offset on, in chunks, and attend where the cache listens; returns the view of each."""
     views = []
     for chunk in chunks:
         start = int(cache.offset)
         views.append(cache.append(*(x[:, :, start : start + chunk] for x in (keys, values))))
+        listen(views[-1], start, cache.offset - start)
     return views
 
 
+def queries_at(start, count, heads=HEADS, dim=DIM):
+    """Two queries for each KV head, as uneven as real ones: [1, 2 H, count, D]."""
+    queries = random(start + count, heads=2 * heads, dim=dim, seed=77)[:, :, start:]
+    return (queries * mx.exp(random(1, heads=2 * heads, dim=dim, dtype=mx.float32, seed=78))).astype(mx.float16)
+
+
+def listen(view, start, count):
+    """Attend with the queries of these positions where the cache wants to see them."""
+    if view.told is not None:
+        batch, heads, _, dim = view.key_shape()
+        view.attend(mx.repeat(queries_at(start, count, heads, dim), batch, axis=0), dim**-0.5, "causal", None)
+
+
 def filled(spec, keys, values, chunks=None):
-    cache = CompressedKVCache(spec)
+    cache = of_spec(spec)
     feed(cache, keys, values, chunks or [keys.shape[2]])
     return cache
+
+
+def contents(cache):
+    """Decoded keys and values of all that is stored."""
+    return [handle.materialize() for handle in cache.keys_and_values()]
 
 
 def leaves(state):
@@ -74,23 +103,21 @@ def _bits(x):
 
 def copies(cache, config, path):
     """A cache as it comes from a file, a state, a fork and a batch."""
-    save_prompt_cache(path, [cache], model="m", config=config)
-    (loaded,) = load_prompt_cache(path, model="m", config=config).caches
+    save_prompt_cache(path, [cache], model=MODEL, config=config)
+    (loaded,) = load_prompt_cache(path, model=MODEL, config=config).caches
     merged = BatchCompressedKVCache.merge([cache]).rows[0]
     return [loaded, type(cache).from_state(cache.state), cache.fork(), merged]
 
 
 def decoded(view):
-    """Keys and values of `Regions` as stored, float64: the body decoded without rounding to the model's type."""
-    pair = []
-    for full, codec, part in (
-        (view.keys, view.layout.key, view.layout.keys),
-        (view.values, view.layout.value, view.layout.values),
-    ):
+    """Keys and values of a `StepView` as stored, float64: the body decoded without rounding to the model's type."""
+    regions = view.undivided()
+    pair, layout = [], regions.layout
+    for full, codec, part in ((regions.keys, layout.key, layout.keys), (regions.values, layout.value, layout.values)):
         full = np.array(full.astype(mx.float32), np.float64)
-        if view.body:
-            body = np.array(codec.decode(part(view.rows[:, :, : view.body])), np.float64)
-            full = np.concatenate([full[:, :, : view.prefix], body, full[:, :, view.prefix :]], axis=2)
+        if regions.body:
+            body = np.array(codec.decode(part(regions.packed())), np.float64)
+            full = np.concatenate([full[:, :, : regions.prefix], body, full[:, :, regions.prefix :]], axis=2)
         pair.append(full)
     return pair
 
@@ -141,3 +168,12 @@ def check_attention(view, queries, out, scale, mask=None, sinks=None):
     own = reference_error(view, queries, exact, scale, mask, sinks)
     room = 32 * float(mx.finfo(mx.float32).eps) * np.abs(values).max()
     assert error(out, exact) <= 2 * own + room
+
+
+def uneven(count, *, batch=1, seed=0):
+    """Keys and values whose dims differ in energy, otherwise in each head: what formats that learn are for."""
+    pair = []
+    for side in range(2):
+        scale = random(1, batch=batch, dtype=mx.float32, seed=100 + seed + side)
+        pair.append((random(count, batch=batch, seed=seed + side) * mx.exp(scale)).astype(mx.float16))
+    return pair

@@ -1,71 +1,54 @@
-"""`mlx_tq.chat` with lines from a pipe and in a terminal: real processes, real signals."""
+"""`mlx_tq.chat` with lines from a pipe, and in a terminal: a real process, real signals."""
 
-import json
+import io
 import os
+import readline
 import select
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from commands.tools import command, copy_model, environment
+from processes import read_until
 
 from mlx_tq import cli
-from mlx_tq.chat.screen import memory_bar
-from mlx_tq.models import embedded_path
-from mlx_tq.session import SessionStats
+from mlx_tq.commands.memory_bar import memory_bar
+from mlx_tq.conversation import SessionStats
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 240  # seconds after which a process is taken for stuck
 PATIENCE = 2  # seconds after which people press a key again
 ENDING = 60  # a program that ends has given up its handler: another Ctrl-C then kills it
 PRESSES = 10
-COMMAND = [sys.executable, "-m", "mlx_tq", "chat"]
 
 
-def environment():
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_TQ_", "RESCUE_"))}
-    return {**env, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+@pytest.fixture
+def talk(tmp_path, capsys, monkeypatch):
+    """`mlx_tq chat` with lines from a pipe, in a folder of its own; returns what it said on stdout and on stderr."""
+
+    def call(*lines, words=()):
+        said = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["chat", *words]) == 0
+        return capsys.readouterr()
+
+    return call
 
 
-def model_with_positions(tmp_path, count):
-    """The folder of the embedded model, with another number of positions."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in embedded_path().iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((embedded_path() / "config.json").read_text())
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": count}))
-    return str(folder)
-
-
-def talk(*lines, words=(), cwd=None):
-    done = subprocess.run(
-        [*COMMAND, *words],
-        input="\n".join(lines) + "\n",
-        errors="surrogateescape",
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=cwd,
-        timeout=LIMIT,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_a_conversation_from_a_pipe(tmp_path):
+def test_a_conversation_from_a_pipe(talk, tmp_path):
     """Answers on stdout, all else on stderr; lines in one message, bytes that are no text; saved, forgotten, loaded."""
     (tmp_path / "broken.safetensors").write_bytes(bytes(20))
-    code, out, err = talk(
+    (tmp_path / "thesis.txt").write_text("thesis")
+    out, err = talk(
         "The access code is 417295.",
         '"""',
         "Two lines.",
         "What is the access code?",
         '"""',
+        "/save chat.safetensors",
+        "/save thesis.txt",
         "/save chat.safetensors",
         "/reset",
         "/load chat.safetensors",
@@ -76,31 +59,72 @@ def test_a_conversation_from_a_pipe(tmp_path):
         "/load broken.safetensors",
         "/load nowhere.safetensors",
         "/stats",
-        cwd=tmp_path,
     )
-    assert code == 0
     answers, _, stats = out.partition("conversation")
     assert [line.rstrip() for line in answers.splitlines()[1:3]] == ["417295", "417295"]
     assert "of 4,096" in stats
+    for words in (
+        "saved to chat.safetensors",
+        "the conversation is forgotten",
+        "/save needs a file",
+        "/nope is no command; valid are /stats",
+        "there is no conversation nowhere.safetensors",
+        "the message is not UTF-8 text",
+        "([load_safetensors]",
+        " live  0 evicted  0 rescued",
+    ):
+        assert words in err
+    assert "thesis.txt is no conversation, and is not replaced" in " ".join(err.split())
+    assert (tmp_path / "thesis.txt").read_text() == "thesis"
+
+
+def test_paths_and_what_a_loaded_conversation_said_last(talk, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    question = "/etc/hosts is a file. The access code is 417295. What is the access code?"
+    out, err = talk(question, "/tmp is a folder.", " /nope", "/save ~/chat.safetensors", "/save ~nobody-here/x")
+    assert len(out.splitlines()) >= 3
+    assert "is no command" not in err
+    assert "nobody-here" in err
+    out, err = talk("Go on.", words=("--load", str(tmp_path / "chat.safetensors")))
+    before, _, _ = err.partition("type a message")
+    assert "> /nope\n" in before.replace(">  /", "> /")
+    out, err = talk(question, "/save here", "/reset", "/load here")
+    assert f"> {question}\n417295" in err
+
+
+def test_what_is_pasted_is_one_message(popen):
+    """A terminal marks a paste; the key Enter ends the message. Lines of a pipe are messages each, as before."""
+    if "libedit" in (readline.__doc__ or ""):
+        pytest.skip("this Python has libedit, which does not know pastes")
+    ours, theirs = os.openpty()
+    popen(command("chat", "--max-tokens", "8"), stdin=theirs, stdout=theirs, stderr=theirs, env=environment())
+    os.close(theirs)
+    assert "\x1b[?2004h" in read_until(ours, "> ")  # asks the terminal for the marks
+    os.write(ours, b"\x1b[200~The access code is 417295.\nIt is new.\nWhat is the access code?\x1b[201~")
+    os.write(ours, b"\r")
+    said = read_until(ours, "tokens read")
+    os.write(ours, b"/stats\r")
+    said += read_until(ours, "KV cache")
+    assert said.partition("turns")[2].split()[0] == "1"
+
+
+def test_a_conversation_to_its_last_position(talk, tmp_path):
+    """Said when it nears; then refused with the remedy, and what was said can still be saved and gone on with."""
+    out, err = talk(
+        "The access code is 417295.",
+        "word " * 330,
+        "word " * 500,
+        "/save chat.safetensors",
+        "/reset",
+        "The access code is 417295. What is the access code?",
+        words=("--model", str(copy_model(tmp_path / "model", max_position_embeddings=400)), "--max-tokens", "8"),
+    )
+    assert err.count("of the model's 400 positions; it ends there") == 1
+    assert "has 400 positions, which evicted tokens keep: " in err
+    assert "tokens would fit. Shorten the turn, start a new conversation (reset)" in err
     assert "saved to chat.safetensors" in err
-    assert "the conversation is forgotten" in err
-    assert "/save needs a file" in err
-    assert "/nope is no command; valid are /stats" in err
-    assert "there is no conversation nowhere.safetensors" in err
-    assert "the message is not UTF-8 text" in err
-    assert "([load_safetensors]" in err
-    assert "Traceback" not in err
-    assert " live  0 evicted  0 rescued" in err
-
-
-def read_until(terminal, mark, said=""):
-    """What a terminal shows up to `mark`; fails when it ends or takes too long."""
-    deadline = time.monotonic() + LIMIT
-    while mark not in said:
-        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
-        assert ready, f"no {mark!r} in {said!r}"
-        said += os.read(terminal, 65536).decode(errors="replace")
-    return said
+    assert out.splitlines()[-1].strip() == "417295"
+    assert "indexing errors" not in err  # transformers' word for a text longer than the model's positions
 
 
 def read_all(terminal):
@@ -118,6 +142,22 @@ def has_ended(process):
     return process.returncode is not None
 
 
+def test_a_long_message_moves_a_bar(popen):
+    """With its rate; without a terminal there is none."""
+    words = ("chat", "--prefill-step-size", "16", "--max-tokens", "4")
+    message = ("The history of the city. " * 60 + "\n").encode()
+    quiet = popen(command(*words), stdin=subprocess.PIPE, stdout=-1, stderr=subprocess.PIPE, env=environment())
+    assert b"reading" not in quiet.communicate(message)[1]
+    ours, theirs = os.openpty()
+    moving = popen(command(*words), stdin=subprocess.PIPE, stdout=-1, stderr=theirs, env=environment())
+    os.close(theirs)
+    moving.stdin.write(message)
+    moving.stdin.close()
+    assert "reading the prompt" in read_until(ours, "tok/s", read_until(ours, "help shows"))
+    read_until(ours, " rescued")
+    os.close(ours)
+
+
 def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     """A terminal of its own, so that Ctrl-C is a key.
 
@@ -126,7 +166,7 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     """
     ours, theirs = os.openpty()
     process = popen(
-        [*COMMAND, "--max-tokens", "-1", "--temp", "1"],
+        command("chat", "--max-tokens", "-1", "--temp", "1"),
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -161,43 +201,7 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     os.close(ours)
 
 
-def test_a_conversation_to_its_last_position(tmp_path):
-    """Said when it nears; then refused with the remedy, and what was said can still be saved and gone on with."""
-    folder = model_with_positions(tmp_path, 400)
-    code, out, err = talk(
-        "The access code is 417295.",
-        "word " * 330,
-        "word " * 500,
-        "/save chat.safetensors",
-        "/reset",
-        "The access code is 417295. What is the access code?",
-        words=("--model", folder, "--max-tokens", "8"),
-        cwd=tmp_path,
-    )
-    assert code == 0
-    assert err.count("of the model's 400 positions; it ends there") == 1
-    assert "the model has 400 positions, which evicted tokens keep. Start a new conversation (reset)" in err
-    assert "saved to chat.safetensors" in err
-    assert out.splitlines()[-1].strip() == "417295"
-    assert "Traceback" not in err
-    assert "indexing errors" not in err  # transformers' word for a text longer than the model's positions
-
-
 def test_the_bar():
     stats = SessionStats(3, 3000, 1000, 2000, 96, 4000, 812_000, 9_300_000, None)
     text = memory_bar(stats).plain
     assert text == f"{'█' * 10}{'▒' * 20}{'·' * 10} 1,000 live  2,000 evicted  96 rescued  812.0 kB, fp16 9.3 MB"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--rescue", "5054"), "it must be off, auto or a URL"),
-        (("--rescue-timeout", "0", "--rescue", "auto"), "timeout is 0.0"),
-        (("--max-tokens", "0"), "--max-tokens is 0"),
-        (("--kv-budget", "100"), "add --kv-evict"),
-    ],
-)
-def test_what_cannot_be_met(words, says, capsys):
-    assert cli.main(["chat", *words]) == 2
-    assert says in capsys.readouterr().err

@@ -6,8 +6,6 @@ from codec_reference import BITS, DIMS, FORMATS, make_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tq.codec import RowLayout
-
 NAMES = (*FORMATS, "tq1")
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 # Share of a vector's norm that may be lost. Random vectors lose sqrt(MSE); the worst that Hypothesis finds, more.
@@ -18,7 +16,7 @@ options = st.fixed_dictionaries(
         "seed": st.integers(0, 2**31),
         "rotation": st.sampled_from(["wht", "wht", "wht", "haar"]),
         "scale": st.sampled_from(["raw", "matched", "ls", "unbiased"]),
-        "wide_scale": st.booleans(),
+        "fp32_scales": st.booleans(),
     }
 )
 dims = st.sampled_from([dim for dim in DIMS if dim <= 128])
@@ -27,8 +25,11 @@ modest = settings(max_examples=60, deadline=None)
 
 
 def draw_vectors(seed: int, shape: tuple[int, ...], dtype: str) -> mx.array:
-    """Vectors of very different size and shape, whose norms fp16 holds well."""
-    rng = np.random.default_rng(seed)
+    """Vectors of very different size and shape, whose norms fp16 holds well.
+
+    From another stream than a rotation of the same seed draws: a vector along a row of it is a case for test_edges.
+    """
+    rng = np.random.default_rng((seed, 1))
     x = rng.standard_normal(shape) ** rng.choice([1, 3]) * 10.0 ** rng.uniform(-2, 1)
     return mx.array(x.astype(np.float32)).astype(DTYPES[dtype])
 
@@ -57,29 +58,3 @@ def test_opposite_vectors_have_opposite_levels(name, dim, chosen, seed):
     x = draw_vectors(seed, (4, dim), "float32")
     one, other = (mx.concatenate(codec.planes(codec.encode(sign * x).codes), axis=-1) for sign in (1, -1))
     assert (one != -other).sum() <= 1
-
-
-@given(st.sampled_from([*BITS]), dims, options, st.integers(0, 2**32 - 1))
-@modest
-def test_inner_products_survive_rotation(name, dim, chosen, seed):
-    """<R x_hat, R q> = <x_hat, q>: what attention relies on."""
-    codec = make_codec(name, dim, **chosen)
-    x, q = (draw_vectors(seed + i, (3, dim), "float32") for i in range(2))
-    encoded = codec.encode(x)
-    rotated = (codec.decode_rotated(encoded) * (q @ codec.rotation.matrix.T)).sum(axis=-1)
-    plain = (codec.decode(encoded) * q).sum(axis=-1)
-    size = mx.linalg.norm(x, axis=-1) * mx.linalg.norm(q, axis=-1)
-    assert mx.all(mx.abs(rotated - plain) <= 1e-5 * size)
-
-
-@given(
-    st.sampled_from(FORMATS), st.sampled_from(FORMATS), dims, dims, leads, options, st.integers(0, 2**32 - 1)
-)  # fmt: skip
-@modest
-def test_rows_hold_what_the_codecs_made(key, value, key_dim, value_dim, lead, chosen, seed):
-    layout = RowLayout(make_codec(key, key_dim, **chosen), make_codec(value, value_dim, **chosen))
-    keys, values = (draw_vectors(seed, (*lead, dim), "float16") for dim in (key_dim, value_dim))
-    rows = layout.encode(keys, values).rows
-    assert rows.shape == (*lead, layout.words)
-    for codec, x, part in ((layout.key, keys, layout.keys(rows)), (layout.value, values, layout.values(rows))):
-        assert mx.array_equal(codec.decode(part), codec.decode(codec.encode(x)))

@@ -1,15 +1,12 @@
 """Codes bit for bit: equal to a scalar NumPy encoder, and the same however the vectors arrive."""
 
-import math
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec, pack, quantize, quantize_q8, rotate
+from published_reference import BLOCKS
 
 from mlx_tq.codec import Encoded
-from mlx_tq.codec.codebook import boundaries
-from mlx_tq.codec.rotation import get_rotation
 
 ALL = (*FORMATS, "tq1")
 SEED = 1042
@@ -39,7 +36,7 @@ def test_turbo_equals_scalar_encoder(name, dim):
     codes, norm = quantize(x.T, bits, SEED)
     assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), bits) for vector in codes.T]
     assert np.array_equal(np.array(encoded.scale), norm.astype(np.float16))
-    wide = make_codec(name, dim, seed=SEED, wide_scale=True).encode(mx.array(x))
+    wide = make_codec(name, dim, seed=SEED, fp32_scales=True).encode(mx.array(x))
     assert np.array_equal(np.array(wide.scale), norm)
 
 
@@ -100,35 +97,10 @@ def test_q8_equals_scalar_encoder(dim):
     assert np.array_equal(np.array(encoded.scale), scale.astype(np.float16))
 
 
-@pytest.mark.parametrize("dim", [48, 128])
-def test_haar_equals_scalar_encoder(dim):
-    """With a dense rotation the sums over D run left to right."""
-    x = gaussian((24, dim))
-    encoded = make_codec("tq4", dim, seed=SEED, rotation="haar").encode(mx.array(x))
-    matrix = np.array(get_rotation("haar", dim, SEED).matrix) * np.float32(math.sqrt(dim))
-    y = np.zeros_like(x)
-    for j in range(dim):
-        y = y + x[:, j : j + 1] * matrix[:, j]
-    norm = np.array(make_codec("tq4", dim, wide_scale=True).encode(mx.array(x)).scale)
-    codes = np.searchsorted(boundaries(4), y * (np.float32(1) / norm)[:, None], side="left")
-    assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), 4) for vector in codes]
+ARRIVING = [(name, dim) for name in ALL for dim in DIMS] + [(name, 128) for name in BLOCKS]
 
 
-@pytest.mark.parametrize("scale", ["raw", "matched", "ls", "unbiased"])
-@pytest.mark.parametrize("name", ALL)
-def test_codes_do_not_depend_on_chunks(name, scale):
-    codec = make_codec(name, 128, scale=scale)
-    x = coarse((2048, 128))
-    whole = codec.encode(x)
-    assert same(codec.encode(x), whole)
-    for chunk in (1, 7, 32, 512):
-        count = 2048 if chunk >= 32 else 256 + 3 * chunk
-        parts = [codec.encode(x[i : min(i + chunk, count)]) for i in range(0, count, chunk)]
-        assert same(joined(parts), Encoded(*(a if a is None else a[:count] for a in whole))), chunk
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), ARRIVING)
 def test_codes_do_not_depend_on_shape_layout_or_type(name, dim):
     codec = make_codec(name, dim)
     x = coarse((24, dim)).astype(mx.float16)
@@ -138,7 +110,7 @@ def test_codes_do_not_depend_on_shape_layout_or_type(name, dim):
         "batch": codec.encode(x.reshape(2, 3, 4, dim)),
         "bfloat16": codec.encode(x.astype(mx.bfloat16)),
         "float32": codec.encode(x.astype(mx.float32)),
-        "strided": codec.encode(mx.repeat(x, 3, axis=0)[::3]),
+        "strided": codec.encode(mx.repeat(x, 50, axis=0)[::50]),
         "column slice": codec.encode(mx.concatenate([x, x], axis=-1)[:, dim:]),
         "transposed": codec.encode(mx.contiguous(x.T).T),
         "swapped axes": codec.encode(mx.contiguous(x.reshape(4, 6, dim).swapaxes(0, 1)).swapaxes(0, 1)),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from codec_reference import BITS, DIMS, gaussian, make_codec, rotation_matrix
 
-from mlx_tq.codec import get_format
 from mlx_tq.codec.codebook import theoretical_mse
 
 RULES = ("raw", "matched", "ls", "unbiased")
@@ -53,11 +52,6 @@ def test_heavy_tails_cost_nothing(name):
     assert np.mean(errors) < theoretical_mse(BITS[name], 128)
 
 
-@pytest.mark.parametrize("name", ["tq4", "tq3", "tq2"])
-def test_the_error_that_a_format_names(name):
-    assert get_format(name).error == pytest.approx(theoretical_mse(BITS[name], 128), rel=0.01)
-
-
 @pytest.mark.parametrize("dim", DIMS)
 def test_q8_mse_is_within_1_percent_of_theory(dim):
     """Uniform rounding errors of variance step^2 / 12 in all coordinates but the largest, which is exact."""
@@ -71,49 +65,15 @@ def test_q8_mse_is_within_1_percent_of_theory(dim):
 @pytest.mark.parametrize("dim", DIMS)
 def test_q8_is_off_by_at_most_half_a_step(dim):
     x = gaussian((256, dim), seed=dim)
-    codec = make_codec("q8", dim, wide_scale=True)
+    codec = make_codec("q8", dim, fp32_scales=True)
     y = x.astype(np.float64) @ rotation_matrix(dim, 42).T
     error = np.abs(np.array(codec.decode_rotated(codec.encode(mx.array(x)))) - y)
     assert (error.max(axis=-1) <= np.abs(y).max(axis=-1) / 254 * (1 + 1e-4)).all()
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_fp16_keeps_every_bit(dim):
-    x = mx.array(gaussian((64, dim))).astype(mx.float16)
-    codec = make_codec("fp16", dim)
-    assert mx.array_equal(codec.decode(codec.encode(x)), x.astype(mx.float32))
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", ["q8", *BITS])
-def test_both_decodings_are_one_vector(name, dim):
-    """The inverse rotation of what attention reads is what decoding returns."""
-    codec = make_codec(name, dim)
-    encoded = codec.encode(mx.array(gaussian((16, dim))))
-    rotated = np.array(codec.decode_rotated(encoded), np.float64)
-    assert np.allclose(np.array(codec.decode(encoded)), rotated @ rotation_matrix(dim, 42), atol=1e-5)
-
-
 def decoded(name: str, dim: int, rule: str, x: np.ndarray, **options) -> np.ndarray:
     codec = make_codec(name, dim, scale=rule, **options)
     return np.array(codec.decode(codec.encode(mx.array(x))), np.float64)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", BITS)
-def test_raw_stores_the_norm(name, dim):
-    x = gaussian((64, dim)) * 5
-    scale = np.array(make_codec(name, dim, scale="raw", wide_scale=True).encode(mx.array(x)).scale)
-    assert np.allclose(scale, np.linalg.norm(x.astype(np.float64), axis=-1), rtol=1e-6)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", BITS)
-def test_matched_keeps_the_norm(name, dim):
-    x = gaussian((64, dim)) * 5
-    norm = np.linalg.norm(x, axis=-1)
-    assert np.allclose(np.linalg.norm(decoded(name, dim, "matched", x), axis=-1), norm, rtol=2**-11 + 1e-5)
-    assert not np.allclose(np.linalg.norm(decoded(name, dim, "raw", x), axis=-1), norm, rtol=2**-11 + 1e-5)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -125,40 +85,53 @@ def test_ls_is_the_best_scale(name, dim):
     error = np.linalg.norm(x - best, axis=-1)
     for factor in (0.99, 0.999, 1.001, 1.01):
         assert (np.linalg.norm(x - best * factor, axis=-1) > error).all()
-    exact = decoded(name, dim, "ls", x, wide_scale=True)
+    exact = decoded(name, dim, "ls", x, fp32_scales=True)
     cosine = ((x - exact) * exact).sum(axis=-1) / (exact * exact).sum(axis=-1)
     assert np.abs(cosine).max() < 1e-5
     for rule in ("raw", "matched", "unbiased"):
-        other = np.linalg.norm(x - decoded(name, dim, rule, x, wide_scale=True), axis=-1)
+        other = np.linalg.norm(x - decoded(name, dim, rule, x, fp32_scales=True), axis=-1)
         assert (other >= np.linalg.norm(x - exact, axis=-1) * (1 - 1e-5)).all()
         assert other.mean() > error.mean()
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", BITS)
-def test_unbiased_keeps_the_inner_product(name, dim):
-    """Of the decoded vector with the original; least squares makes it too short."""
+def test_what_the_other_rules_keep(name, dim):
+    """Raw stores the norm; matched decodes to it; unbiased keeps the inner product; that of least squares is short."""
     x = gaussian((64, dim)) * 5
-    energy = (x.astype(np.float64) ** 2).sum(axis=-1)
-    assert np.allclose((decoded(name, dim, "unbiased", x, wide_scale=True) * x).sum(axis=-1), energy, rtol=1e-5)
-    short = (decoded(name, dim, "ls", x, wide_scale=True) * x).sum(axis=-1)
+    norm, energy = np.linalg.norm(x.astype(np.float64), axis=-1), (x.astype(np.float64) ** 2).sum(axis=-1)
+    raw, matched, ls, unbiased = (decoded(name, dim, rule, x, fp32_scales=True) for rule in RULES)
+    scale = np.array(make_codec(name, dim, scale="raw", fp32_scales=True).encode(mx.array(x)).scale)
+    assert np.allclose(scale, norm, rtol=1e-6)
+    assert np.allclose(np.linalg.norm(matched, axis=-1), norm, rtol=1e-5)
+    assert not np.allclose(np.linalg.norm(raw, axis=-1), norm, rtol=2**-11 + 1e-5)
+    exact, short = ((found * x).sum(axis=-1) for found in (unbiased, ls))
     assert (short < energy * (1 - 1e-4)).all()
+    capped = (exact > 1.2999 * short) & (name != "tq1")
+    assert np.allclose(exact[~capped], energy[~capped], rtol=1e-5)
+    assert (exact[capped] < energy[capped]).all()
+    assert capped.sum() <= 1, "a vector of 48"
+
+
+@pytest.mark.parametrize(("name", "error"), [("tq4", 0.55), ("tq3", 0.82), ("tq2", 0.97)])
+def test_unbiased_does_not_amplify_what_lies_along_a_row_of_the_rotation(name, error):
+    """One coordinate holds all energy: what makes up for its largest level would amplify the others' least ones."""
+    x = rotation_matrix(128, 42)[7][None] * gaussian((64, 1)) * 5
+    best, capped = (decoded(name, 128, rule, x, fp32_scales=True) for rule in ("ls", "unbiased"))
+    ratio = np.linalg.norm(capped, axis=-1) / np.linalg.norm(best, axis=-1)
+    assert np.allclose(ratio, 1.295 if name == "tq4" else 1.3, rtol=1e-3)
+    assert (np.linalg.norm(capped - x, axis=-1) <= error * np.linalg.norm(x, axis=-1)).all()
 
 
 @pytest.mark.parametrize("name", BITS)
 def test_scale_rules_share_the_codes(name):
+    """And powers of two change the scale only."""
     x = mx.array(gaussian((64, 128)))
-    raw, *others = (make_codec(name, 128, scale=rule).encode(x) for rule in RULES)
+    codecs = [make_codec(name, 128, scale=rule, fp32_scales=True) for rule in RULES]
+    raw, *others = (codec.encode(x) for codec in codecs)
     assert all(mx.array_equal(other.codes, raw.codes) for other in others)
     assert not any(mx.array_equal(other.scale, raw.scale) for other in others)
-
-
-@pytest.mark.parametrize("name", ["q8", *BITS])
-def test_scale_follows_the_vector(name):
-    """Powers of two change the scale only."""
-    x = mx.array(gaussian((64, 128)))
-    for rule in RULES:
-        codec = make_codec(name, 128, scale=rule, wide_scale=True)
-        one, eight = codec.encode(x), codec.encode(8 * x)
+    for codec, one in zip(codecs, (raw, *others), strict=True):
+        eight = codec.encode(8 * x)
         assert mx.array_equal(one.codes, eight.codes)
         assert mx.array_equal(8 * one.scale, eight.scale)

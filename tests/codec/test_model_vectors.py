@@ -7,8 +7,8 @@ from codec_reference import levels, rotation_matrix
 
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.packing import split_words, unpack
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.evaluate.recording import record
-from mlx_tq.haystack import load_text
 
 SEED, BITS, DIM = 42, 4, 128
 

@@ -31,24 +31,6 @@ def test_layout_is_the_documented_one(dim, bits):
     assert words.tolist() == [pack_by_bits(row.tolist(), bits) for row in codes]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_no_bit_is_unused(bits):
-    """All-ones codes fill every bit of every word, so the size is the least possible."""
-    words = np.array(pack(mx.full((48,), 2**bits - 1, mx.uint16), bits))
-    assert words.nbytes * 8 == 48 * bits
-    assert (words == 0xFFFF).all()
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_planes_are_in_dim_order(bits):
-    codes = random_codes((2, 64), bits)
-    planes = unpack(split_words(pack(mx.array(codes), bits), bits), bits)
-    assert len(planes) == (16 if bits == 3 else 16 // bits)
-    width = 64 // len(planes)
-    for j, plane in enumerate(planes):
-        assert np.array_equal(np.array(plane), codes[:, j * width : (j + 1) * width])
-
-
 @given(
     bits=st.sampled_from(BITS),
     units=st.integers(1, 40),

@@ -2,11 +2,12 @@
 
 import json
 
-import pytest
-
 from mlx_tq import cli
+from mlx_tq.kernels import thresholds
 
 SMALL = ["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"]
+MODEL = ["--tokens", "320", "5000", "--dtypes", "float32", "--rounds", "1", "--batches", "1", "2", "-m", "3"]
+ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
 
 
 def test_report(tmp_path, capsys):
@@ -26,15 +27,29 @@ def test_json_to_stdout_is_only_json(capsys):
     assert json.loads(capsys.readouterr().out)["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--profiles", "tiny"], "profiles ['tiny'] are unknown; valid are off, safe, balanced, small"),
-        (["--dtypes", "int8"], "valid are float16, bfloat16, float32"),
-        (["--tokens", "0"], "must be 1 or more"),
-        (["--query-heads", "3", "--kv-heads", "2"], "a multiple of KV heads"),
-    ],
-)
-def test_bad_options(options, message, capsys):
-    assert cli.main(["bench", *SMALL, *options]) == 2
-    assert message in capsys.readouterr().err
+def test_a_model_in_a_report_to_attach(tmp_path, monkeypatch, capsys):
+    """One file holds the self-tests, the thresholds and every arm, as Markdown and as JSON."""
+    monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
+    path = tmp_path / "report.md"
+    flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
+    assert cli.main(["bench", "--report", str(path), *MODEL, *flags]) == 0
+    text = path.read_text()
+    report = json.loads(text.rpartition("```json\n")[2].removesuffix("\n```\n"))
+    figures = {(f["arm"], f["batch"]): f for f in report["figures"]}
+    assert list(dict.fromkeys(arm for arm, _ in figures)) == ARMS
+    assert {arm for arm, batch in figures if batch == 2} == {arm for arm in ARMS if "kv-bits" not in arm}
+    for (_, batch), figure in figures.items():
+        assert 0 < figure["low"] <= figure["decode_tps"] <= figure["high"]
+        if batch == 1:  # rows of a batch share what none of them has written to
+            assert figure["kv_nbytes"] <= figure["active_nbytes"] < figure["peak_nbytes"]
+    # 6 layers, 2 KV heads of 128, keys and values in float32; mlx-lm's buffers grow by 256 tokens.
+    assert figures["off", 1]["kv_nbytes"] == 512 * 6 * 2 * 128 * 2 * 4
+    assert list(report["left_out"]) == ["5,000 tokens"]
+    assert "blas" in report["environment"]
+    assert "## Self-tests" in text
+    assert "| small, random 60% |" in text
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
+    assert cli.main(["bench", "--model", "nothing", "--json", str(tmp_path / "missing" / "f.json")]) == 2
+    assert "is no writable folder" in capsys.readouterr().err

@@ -15,8 +15,3 @@ def test_the_fact_is_evicted_and_comes_back(capsys, monkeypatch):
     assert evicted["evicted"] == rescued["evicted"] > 0
     assert rescued["brought_back"] > 0 == evicted["brought_back"]
     assert evicted["nbytes"] < compressed["nbytes"] < fp16["nbytes"]
-
-
-def test_too_short_for_a_packed_fact(capsys):
-    assert cli.main(["demo", "--tokens", "200"]) == 2
-    assert "take at least" in capsys.readouterr().err

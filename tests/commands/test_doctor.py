@@ -20,13 +20,6 @@ def test_json_has_versions_and_passing_checks(capsys):
     assert all(check["passed"] for check in report["checks"])
 
 
-def test_table_on_stdout(capsys):
-    assert cli.main(["doctor"]) == 0
-    shown = capsys.readouterr()
-    assert "TurboQuant 3 bit" in shown.out
-    assert shown.err == ""
-
-
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [

@@ -1,12 +1,10 @@
 """Watch real calls on their way: every function is called through and nothing is replaced."""
 
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-import mlx.core as mx
-from mlx_lm.models.cache import KVCache
-
-from mlx_tq.cache import view
-from mlx_tq.cache.compressed import CompressedKVCache
+from mlx_tq.cache import batch, handles
+from mlx_tq.sequence.passes import compressed_caches
 
 
 @dataclass
@@ -16,52 +14,52 @@ class Seen:
     few: int = 0
     many: int = 0
     materialized: int = 0
-    calls: list = field(default_factory=list)  # view, queries, scale, mask, sinks, output
 
 
 def watch(monkeypatch):
     """Count from now on."""
     seen = Seen()
-    few, many = view.attend, view.prefill
-    attend, materialize = view.Regions.attend, view.Handle.materialize
+    few, many, together = handles.attend, handles.prefill, batch.attend_batch
+    materialize = handles.Handle.materialize
 
-    def spy_few(queries, rows, body, *args, **kwargs):
-        seen.few += body > 0
-        return few(queries, rows, body, *args, **kwargs)
+    def spy_few(queries, regions, **kwargs):
+        seen.few += regions.body > 0
+        return few(queries, regions, **kwargs)
 
-    def spy_many(queries, rows, body, *args, **kwargs):
-        seen.many += body > 0
-        return many(queries, rows, body, *args, **kwargs)
+    def spy_many(queries, regions, **kwargs):
+        seen.many += regions.body > 0
+        return many(queries, regions, **kwargs)
 
-    def spy_attend(self, queries, scale, mask, sinks):
-        out = attend(self, queries, scale, mask, sinks)
-        seen.calls.append((self, queries, scale, mask, sinks, out))
-        return out
+    def spy_together(queries, regions, **kwargs):
+        seen.few += sum(row.body > 0 for row in regions)
+        return together(queries, regions, **kwargs)
 
     def spy_materialize(self):
         seen.materialized += 1
         return materialize(self)
 
-    monkeypatch.setattr(view, "attend", spy_few)
-    monkeypatch.setattr(view, "prefill", spy_many)
-    monkeypatch.setattr(view.Regions, "attend", spy_attend)
-    monkeypatch.setattr(view.Handle, "materialize", spy_materialize)
+    monkeypatch.setattr(handles, "attend", spy_few)
+    monkeypatch.setattr(handles, "prefill", spy_many)
+    monkeypatch.setattr(batch, "attend_batch", spy_together)
+    monkeypatch.setattr(handles.Handle, "materialize", spy_materialize)
     return seen
 
 
-class DecodedCache(KVCache):
-    """Stores like a compressed cache, and hands the model the decoded arrays, for mlx's own attention."""
+@contextmanager
+def rounds_of(model):
+    """Note where each pass of `model` begins that finds tokens gone, and which: a list of pairs, which grows."""
+    rounds, gone, kind = [], set(), type(model)
 
-    def __init__(self, spec):
-        super().__init__()
-        self.stored = CompressedKVCache(spec)
+    class Watched(kind):
+        def __call__(self, tokens, cache=None, **options):
+            if ours := compressed_caches(cache or []):
+                new = set(range(ours[0].offset)) - set(ours[0].positions.tolist()) - gone
+                gone.update(new)
+                rounds.extend([(ours[0].offset, sorted(new))] if new else [])
+            return kind.__call__(self, tokens, cache=cache, **options)
 
-    def update_and_fetch(self, keys, values):
-        handles = self.stored.update_and_fetch(keys, values)
-        self.offset = self.stored.offset
-        self.keys, self.values = (handle.materialize() for handle in handles)
-        mx.eval(self.keys, self.values)
-        return self.keys, self.values
-
-    def keys_and_values(self):
-        return self.keys, self.values
+    model.__class__ = Watched
+    try:
+        yield rounds
+    finally:
+        model.__class__ = kind

@@ -8,6 +8,7 @@ import builtins
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -16,12 +17,14 @@ import pytest
 from mlx_lm.generate import generate_step
 from rescue.harness import Server
 
-from mlx_tq import EvictConfig, KVConfig, Session, attention, make_prompt_cache
-from mlx_tq.cache.factory import compressed_caches
+from mlx_tq import EvictConfig, KVConfig, Session, make_prompt_cache
 from mlx_tq.codec import codebook
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
-from mlx_tq.haystack import load_text
-from mlx_tq.session.records import SessionStats
+from mlx_tq.conversation.statistics import SessionStats
+from mlx_tq.policies import parse_policy
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import sequence_in
 
 READ, SKIPPED, COUNTED = 200, 2, 70  # tokens; those counted fill two blocks
 PACKED = KVConfig(key="q8", value="tq4", prefix=8, window=8)
@@ -61,29 +64,25 @@ def waits():
 
 
 def evicting(budget, policy="triattention"):
-    warmup = {"warmup": 64} if policy == "triattention" else {}
-    return KVConfig(
-        key="q8", value="tq4", prefix=8, window=8, evict=EvictConfig(policy=policy, budget=budget, trigger=16, **warmup)
-    )
+    evict = EvictConfig(parse_policy(policy, trigger=16, warmup=64), budget)
+    return KVConfig(key="q8", value="tq4", prefix=8, window=8, evict=evict)
 
 
 def generated(embedded, config):
-    """What a generation waits for after its first tokens, its rounds then, and the positions that its callback got."""
+    """What a generation waits for after its first tokens, its rounds then, and the positions that left."""
     model, tokenizer = embedded
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
-    cache, gone = make_prompt_cache(model, config), []
-    evicts = [c for c in compressed_caches(cache) if hasattr(c, "subscribe")]
-    if evicts:
-        evicts[0].subscribe(gone.append)
-    with attention(model):
+    cache = make_prompt_cache(model, config)
+    sequence = sequence_in(cache)
+    with compressed(model):
         steps = generate_step(ids, model, prompt_cache=cache, max_tokens=SKIPPED + COUNTED)
         for _ in range(SKIPPED):
             next(steps)
-        before = evicts[0].eviction.rounds if evicts else 0
+        before = sequence.stats.rounds if sequence else 0
         with waits() as found:
             assert len(list(steps)) == COUNTED
-    rounds = evicts[0].eviction.rounds - before if evicts else 0
-    return found, rounds, gone
+    rounds = sequence.stats.rounds - before if sequence else 0
+    return found, rounds, sequence.take_departed() if sequence else []
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +99,9 @@ def test_a_wait_is_counted(monkeypatch):
         mx.eval(x + 1)
     names = {"item", "tolist", "__bool__", "__int__", "__float__", "array", "asarray", "eval", "stack", "concatenate"}
     assert set(found) >= names | {"frombuffer", "memoryview", "__format__", "__repr__"}
-
-
-def test_other_arrays_are_not(monkeypatch):
     with waits() as found:
         _ = (np.array([1]), np.stack([np.ones(2)] * 2), codebook.bytes(b"1"), isinstance(b"", bytes))
-    assert not found.total()
+    assert not found.total(), "others are not"
 
 
 def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
@@ -115,16 +111,16 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
 
 def of_checks(embedded, checks=COUNTED // BLOCK):
     """When a block is packed each layer reads what the block before it found: computed 32 tokens ago."""
-    return Counter({"array": checks * len(embedded[0].layers)})
+    return Counter({"__int__": checks * len(embedded[0].layers)})
 
 
 def test_a_compressed_cache_adds_none(embedded, plain):
     assert generated(embedded, PACKED)[0] == plain + of_checks(embedded)
 
 
-@pytest.mark.parametrize("policy", ["triattention", "recency"])
+@pytest.mark.parametrize("policy", ["triattention", "triattention:warmup=1024", "recency"])
 def test_eviction_adds_none_between_rounds(embedded, plain, policy):
-    """With a callback, as rescue has; under budget no round comes."""
+    """Under budget no round comes; also while it calibrates."""
     found, rounds, _ = generated(embedded, evicting(10_000, policy))
     assert rounds == 0
     assert found == plain + of_checks(embedded)
@@ -135,7 +131,7 @@ def test_a_round_waits_a_fixed_number_of_times(embedded, plain, policy):
     found, rounds, gone = generated(embedded, evicting(96, policy))
     more = found - plain - of_checks(embedded)
     print(f"{rounds} rounds: {dict(more)}")
-    assert gone
+    assert len(gone)
     assert 0 < rounds < COUNTED / 10
     assert more.total() <= 6 * rounds * len(embedded[0].layers)
 
@@ -160,14 +156,15 @@ class Conversed(NamedTuple):
 def conversed(embedded, config, rescue="off"):
     model, tokenizer = embedded
     ends = mx.zeros(model.args.vocab_size).at[mx.array(list(tokenizer.eos_token_ids))].add(mx.inf)
+    mx.eval(ends)  # in this thread; the session computes in another
     with Session(
         model, tokenizer, config, rescue=rescue, sampler=lambda logprobs: mx.argmax(logprobs - ends, axis=-1)
     ) as session:
-        cache, evicts = session.cache[0], session._evicting
+        cache, sequence = session.cache[0], sequence_in(session.cache)
 
         def done():
             packed = 0 if config.is_off else cache.spec.packed_until(cache.offset) // BLOCK
-            return packed, evicts.eviction.rounds if evicts else 0
+            return packed, sequence.stats.rounds if sequence else 0
 
         list(session.respond(load_text()[:800], max_tokens=2))
         pieces = session.respond("And what did it say at its beginning?", max_tokens=SKIPPED + COUNTED)
@@ -183,28 +180,24 @@ def conversed(embedded, config, rescue="off"):
         return Conversed(found, checks, rounds, session.stats)
 
 
-@pytest.fixture(scope="module")
-def plain_session(embedded):
-    """Of a session on mlx-lm's own cache."""
-    return conversed(embedded, PROFILES["off"]).waits
+def test_to_listen_for_looks_waits_for_nothing(embedded):
+    """With recall on and nothing archived yet, the queries of every token are kept for a look."""
+    plain = conversed(embedded, PROFILES["off"]).waits
+    config = evicting(10_000)
+    found = conversed(embedded, replace(config, evict=replace(config.evict, recall="auto")))
+    assert found.waits == plain + of_checks(embedded, found.checks)
 
 
-def test_a_session_waits_once_a_token(plain_session):
-    assert plain_session["item"] == COUNTED
-    assert plain_session.total() <= COUNTED + 2
-
-
-def test_a_session_adds_none_between_rounds(embedded, plain_session, service):
-    """The service is asked before the answer, and there is nothing to write."""
+def test_a_session_with_rescue_waits_only_in_rounds(embedded, service):
+    """The service is asked before the answer; what leaves is written to it meanwhile, and that waits for no array."""
+    plain = conversed(embedded, PROFILES["off"]).waits  # of a session on mlx-lm's own cache
+    assert plain["item"] == COUNTED
+    assert plain.total() <= COUNTED + 2
     found = conversed(embedded, evicting(10_000), service.url)
     assert found.rounds == 0
-    assert found.waits == plain_session + of_checks(embedded, found.checks)
-
-
-def test_a_session_with_rescue_waits_only_in_rounds(embedded, plain_session, service):
-    """What leaves is written to the service meanwhile, and that waits for no array."""
+    assert found.waits == plain + of_checks(embedded, found.checks)
     found = conversed(embedded, evicting(96, "recency"), service.url)
-    more = found.waits - plain_session - of_checks(embedded, found.checks)
+    more = found.waits - plain - of_checks(embedded, found.checks)
     print(f"{found.rounds} rounds: {dict(more)}")
     assert found.stats.evicted
     assert found.stats.rescue.written

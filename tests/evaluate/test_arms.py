@@ -1,11 +1,13 @@
 import argparse
+from dataclasses import replace
 
 import pytest
 
-from mlx_tq.args import add_cache_arguments
+from mlx_tq.commands.args import add_cache_arguments
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import add_arm_arguments, arms_from_args, parse_arm
+from mlx_tq.evaluate.arms import arms_from_args, parse_arm
+from mlx_tq.evaluate.flags import add_arm_arguments
 
 
 def arms(*words):
@@ -17,6 +19,8 @@ def arms(*words):
 
 def test_a_profile_a_pair_and_a_pair_with_scale_rules():
     assert parse_arm("small").config == PROFILES["small"]
+    long = PROFILES["long"]
+    assert parse_arm("long", evict=None).config == replace(long, evict=replace(long.evict, recall="off"))
     assert parse_arm("k8v4").config == KVConfig(key="fp8", value="tq4")
     pair = parse_arm("q8/tq3", prefix=7).config
     assert (pair.key, pair.value, pair.prefix) == ("q8", "tq3", 7)
@@ -35,7 +39,10 @@ def test_the_default_the_list_and_the_flags():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--profiles", "bold"], "profile 'bold' is unknown; valid are off, safe, balanced, small, or a pair"),
+        (
+            ["--profiles", "bold"],
+            "profile 'bold' is unknown; valid are .*, tiny, long, or a pair",
+        ),
         (["--profiles", "q8/tq9"], "format 'tq9' is unknown"),
         (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
         (["--profiles", ","], "--profiles is empty"),

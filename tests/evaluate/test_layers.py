@@ -4,30 +4,35 @@ import pytest
 from zoo import build
 
 from mlx_tq.cli import main
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.layers import Side, measure_layers
-from mlx_tq.haystack import load_text
 
 REGIONS = {"prefix": 8, "window": 16, "recent": 32}
+LENGTH, STEP = 320, 160  # the first step meets nothing packed
 
 
 @pytest.fixture(scope="module")
-def ids(needle):
-    return needle[1].encode(load_text()[:2000], add_special_tokens=False)[:160]
+def ids(embedded):
+    return embedded[1].encode(load_text()[:2000], add_special_tokens=False)[:LENGTH]
 
 
-def compare(model, name, reference, ids, step=64):
+def compare(model, name, reference, ids, step=STEP):
     sides = [Side(model, OFF if each == "off" else parse_arm(each, **REGIONS)) for each in (name, reference)]
     return measure_layers(*sides, ids, step)
 
 
 def test_a_cache_against_itself(tiny, ids):
+    before = list(map(type, tiny.layers))
+    with pytest.raises(ConfigError, match="never read a packed one"):
+        measure_layers(*[Side(tiny, parse_arm("tq4/tq4", prefix=400))] * 2, ids, STEP)
     rows, predictions = compare(tiny, "tq4/tq3", "tq4/tq3", ids)
+    assert list(map(type, tiny.layers)) == before, "they are the model's own again"
     assert [row.layer for row in rows] == [0, 1]
     assert [(row.keys, row.values, row.first) for row in rows] == [(100, 100, None)] * 2
     assert [(row.cosine, row.least) for row in rows] == [(pytest.approx(1, abs=1e-12),) * 2] * 2
-    assert (predictions.first, predictions.top1, predictions.kld, predictions.tokens) == (None, 100, 0, 160)
+    assert (predictions.first, predictions.top1, predictions.kld, predictions.tokens) == (None, 100, 0, LENGTH)
 
 
 def test_the_first_layer_stores_what_fp16_would_and_later_ones_drift(tiny, ids):
@@ -36,37 +41,26 @@ def test_the_first_layer_stores_what_fp16_would_and_later_ones_drift(tiny, ids):
     assert (first.keys, first.values, first.first) == (100, 100, None)
     assert 0 < second.keys < 100
     assert 0 < second.values < 100
-    assert second.first >= 64  # the first step meets nothing packed
+    assert second.first >= STEP
     assert 1 > first.cosine > second.cosine > second.least > 0.9
     assert predictions.kld > 0
-    assert predictions.first is None or predictions.first >= 64
-
-
-def test_codes_of_another_format_are_not_compared(tiny, ids):
-    rows, _ = compare(tiny, "tq4/tq4", "q8/tq4", ids)
-    assert [row.keys for row in rows] == [None, None]
-    assert rows[0].values == 100 > rows[1].values
-
-
-def test_the_layers_are_the_models_own_again(tiny, ids):
-    before = list(tiny.layers)
-    with pytest.raises(ConfigError, match="never read a packed one"):
-        measure_layers(*[Side(tiny, parse_arm("tq4/tq4", prefix=400))] * 2, ids, 64)
-    compare(tiny, "tq4/tq4", "off", ids[:100])
-    assert all(a is b for a, b in zip(tiny.layers, before, strict=True))
+    other, _ = compare(tiny, "tq4/tq4", "q8/tq4", ids)  # codes of another format are not compared
+    assert [row.keys for row in other] == [None, None]
+    assert other[0].values == 100 > other[1].values
+    assert predictions.first is None or predictions.first >= STEP
 
 
 def test_a_hybrid_whose_layers_are_a_copy():
-    """`model.layers` is a slice; a linear layer has hidden states and no codes."""
+    """`model.layers` is a slice of them; a linear layer has hidden states and no codes."""
     model = build("qwen3_next")
-    rows, _ = compare(model, "tq4~tq2/tq4", "off", [(7 * i * i + 3 * i) % 160 for i in range(160)])
+    rows, _ = compare(model, "tq4~tq2/tq4", "off", [(7 * i * i + 3 * i) % 160 for i in range(LENGTH)])
     assert [row.keys is None for row in rows] == [type(cache).__name__ != "KVCache" for cache in model.make_cache()]
     assert rows[0].least == pytest.approx(1)  # linear: it has no cache of ours
     assert rows[-1].cosine < 1 - 1e-6
 
 
 def test_the_command_compares_with_float32_and_writes_rows(tmp_path, capsys):
-    words = ["--profiles", "tq4/tq4", "--length", "80", "--step", "40", "--kv-prefix", "8", "--kv-window", "8"]
+    words = ["--profiles", "tq4/tq4", "--length", "200", "--step", "150", "--kv-prefix", "8", "--kv-window", "8"]
     target = tmp_path / "layers.json"
     assert main(["evaluate", "layers", *words, "--against", "float32", "--json", str(target)]) == 0
     found = json.loads(target.read_text())
@@ -74,10 +68,5 @@ def test_the_command_compares_with_float32_and_writes_rows(tmp_path, capsys):
     # The same model, rounded: codes near a boundary differ from the first layer on, and few others.
     assert 95 < found["results"]["tq4/tq4 0"]["keys"] < 100
     assert found["results"]["tq4/tq4 0"]["first"] >= 8
-    assert found["results"]["tq4/tq4"]["tokens"] == 80
+    assert found["results"]["tq4/tq4"]["tokens"] == 200
     assert "Layers against float32" in capsys.readouterr().out
-
-
-def test_eviction_is_refused(capsys):
-    assert main(["evaluate", "layers", "--kv-evict", "knorm"]) == 2
-    assert "Drop --kv-evict" in capsys.readouterr().err

@@ -1,11 +1,11 @@
 import pytest
 
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import command
 from mlx_tq.evaluate.arms import parse_arm
+from mlx_tq.evaluate.flags import build_parser
 from mlx_tq.evaluate.needle import Cell, measure_needles
-from mlx_tq.evaluate.parser import build_parser
-from mlx_tq.haystack import load_text
 
 REGIONS = {"prefix": 32, "window": 64}
 
@@ -14,9 +14,15 @@ def found(cells):
     return [(cell.name, cell.depth, cell.verdict) for cell in cells]
 
 
-def test_the_embedded_model_finds_a_packed_needle(needle):
+def test_the_embedded_model_finds_a_packed_needle(embedded):
     cells = measure_needles(
-        *needle, load_text(), [parse_arm("balanced", **REGIONS)], lengths=[500], depths=[0.5], seeds=[0], max_tokens=32
+        *embedded,
+        load_text(),
+        [parse_arm("balanced", **REGIONS)],
+        lengths=[500],
+        depths=[0.5],
+        seeds=[0],
+        max_tokens=32,
     )
     assert found(cells) == [("off", 0.5, "PASS"), ("balanced", 0.5, "PASS")]
     for cell in cells:
@@ -28,9 +34,9 @@ def test_the_embedded_model_finds_a_packed_needle(needle):
 
 
 @pytest.mark.full
-def test_the_embedded_model_finds_needles_everywhere(needle):
+def test_the_embedded_model_finds_needles_everywhere(embedded):
     arms = [parse_arm(name, **REGIONS) for name in ("balanced", "small")]
-    cells = measure_needles(*needle, load_text(), arms, lengths=[500, 1000, 2000], seeds=range(2), max_tokens=32)
+    cells = measure_needles(*embedded, load_text(), arms, lengths=[500, 1000, 2000], seeds=range(2), max_tokens=32)
     assert len(cells) == 3 * 3 * 2 * 3
     assert sum(cell.verdict == "VOID" for cell in cells) <= 4
     missed = [cell for cell in cells if cell.verdict not in ("PASS", "VOID") and cell.name != "off"]
@@ -38,46 +44,36 @@ def test_the_embedded_model_finds_needles_everywhere(needle):
     assert len(missed) <= 1  # at 2,000 tokens the model itself gives one digit a probability of 0.64
 
 
-def test_a_cell_is_void_where_the_baseline_fails(tiny, needle):
+def test_a_cell_is_void_where_the_baseline_fails(tiny, embedded):
     asked = []
-    cells = measure_needles(
-        tiny,
-        needle[1],
-        load_text(),
-        [parse_arm("balanced", **REGIONS)],
-        lengths=[300],
-        depths=[0, 1],
-        seeds=[0],
-        max_tokens=2,
-        report=asked.append,
-    )
+    options = {"lengths": [300], "depths": [0, 1], "seeds": [0], "max_tokens": 2, "report": asked.append}
+    cells = measure_needles(tiny, embedded[1], load_text(), [parse_arm("balanced", **REGIONS)], **options)
     assert found(cells) == [("off", 0, "FAIL"), ("balanced", 0, "VOID"), ("off", 1, "FAIL"), ("balanced", 1, "VOID")]
     assert asked == cells
 
 
-def test_arms_must_share_their_regions(tiny, needle):
+def test_arms_must_share_their_regions(tiny, embedded):
     arms = [parse_arm("balanced"), parse_arm("small", window=64)]
     with pytest.raises(ConfigError, match="different prefixes and windows"):
-        measure_needles(tiny, needle[1], load_text(), arms, lengths=[500])
+        measure_needles(tiny, embedded[1], load_text(), arms, lengths=[500])
     with pytest.raises(ConfigError, match="exceed the model's 4,096 positions"):
-        measure_needles(tiny, needle[1], load_text(), arms[:1], lengths=[4090])
-
-
-def cell(name, verdict, seed=0):
-    return Cell(name, 1000, 0.0, seed, (40, 70), 30, 30, verdict, "RED FOX 1", "")
+        measure_needles(tiny, embedded[1], load_text(), arms[:1], lengths=[4090])
 
 
 @pytest.mark.parametrize(
-    ("cells", "strict", "code"),
+    ("verdicts", "strict", "code"),
     [
-        ([cell("off", "PASS"), cell("small", "PASS")], True, 0),
-        ([cell("off", "PASS"), cell("small", "PARTIAL_WORD")], True, 1),
-        ([cell("off", "PASS"), cell("small", "TITLE_CASE")], True, 1),
-        ([cell("off", "PASS"), cell("small", "FAIL")], False, 0),
-        ([cell("off", "FAIL"), cell("small", "VOID")], True, 0),
+        (("PASS", "PASS"), True, 0),
+        (("PASS", "PARTIAL_WORD"), True, 1),
+        (("PASS", "TITLE_CASE"), True, 1),
+        (("PASS", "FAIL"), False, 0),
+        (("FAIL", "VOID"), True, 0),
     ],
 )
-def test_strict_fails_where_a_compressed_cache_misses(monkeypatch, capsys, cells, strict, code):
+def test_strict_fails_where_a_compressed_cache_misses(monkeypatch, capsys, verdicts, strict, code):
+    about = {"length": 1000, "depth": 0.0, "seed": 0, "needle": (40, 70), "live": 30, "packed": 30}
+    names = zip(("off", "small"), verdicts, strict=True)
+    cells = [Cell(name, *about.values(), verdict, "RED FOX 1", "") for name, verdict in names]
     monkeypatch.setattr(command.needle, "measure_needles", lambda *args, **options: cells)
     words = ["needle", "--profiles", "small", *(["--strict"] if strict else [])]
     assert command.run(build_parser().parse_args(words)) == code

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
+from mlx_tq.commands.needles.haystack import NEEDLE, QUESTION, Fact, build_scene, load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.scenes import DECOY, KINDS, plant
-from mlx_tq.haystack import NEEDLE, QUESTION, Fact, build_scene, load_text
 from mlx_tq.models import embedded_path
 
 TEXT = load_text()
@@ -61,8 +61,5 @@ def test_scenes_that_cannot_be_built(depths, words):
     tokens = 200 if depths == [0, 1] else 1000
     with pytest.raises(ConfigError, match=words):
         build_scene(TOKENIZER, TEXT, facts, depths, random.Random(0), tokens=tokens, prefix=32, window=64)
-
-
-def test_an_unknown_kind():
     with pytest.raises(ConfigError, match="valid are single, multi, paraphrased, decoys"):
         plant("double", TOKENIZER, TEXT, 0.5, 0, **SIZES)

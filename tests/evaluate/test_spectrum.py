@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.recording import record
 from mlx_tq.evaluate.spectrum import SpectrumRow, measure_spectrum, schedules
-from mlx_tq.haystack import load_text
 
 
-def test_shares_are_those_of_the_models_keys(tiny, needle):
-    (ids,) = cut_chunks(needle[1], load_text(), 1, 100)
+def test_shares_are_those_of_the_models_keys(tiny, embedded):
+    (ids,) = cut_chunks(embedded[1], load_text(), 1, 100)
     rows = measure_spectrum(tiny, ids)
     assert [row.layer for row in rows] == [0, 1]
     for row, layer in zip(rows, record(tiny, ids, 1), strict=True):

@@ -5,36 +5,30 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.divergence import measure_divergence, summarize_divergence
-from mlx_tq.evaluate.passes import (
-    TokenScores,
-    check_reading,
-    cut_chunks,
-    kl_divergence,
-    read_side_by_side,
-)
+from mlx_tq.evaluate.passes import TokenScores, check_reading, cut_chunks, kl_divergence, read_side_by_side
 from mlx_tq.evaluate.perplexity import measure_perplexity, summarize_perplexity
-from mlx_tq.haystack import load_text
 
-LENGTH, STEP = 320, 128
+LENGTH, STEP = 448, 160
 REGIONS = {"prefix": 16, "window": 32}
 
 
 @pytest.fixture(scope="module")
-def chunks(needle):
-    return cut_chunks(needle[1], load_text(), 1, LENGTH)
+def chunks(embedded):
+    return cut_chunks(embedded[1], load_text(), 1, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def scores(needle, chunks):
+def scores(embedded, chunks):
     arms = [OFF, *(parse_arm(name, **REGIONS) for name in ("q8/q8", "tq4/tq4", "tq2/tq2"))]
-    return read_side_by_side(needle[0], chunks, arms, STEP)
+    return read_side_by_side(embedded[0], chunks, arms, STEP)
 
 
-def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(needle, chunks):
-    model, (ids,) = needle[0], chunks
+def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(embedded, chunks):
+    model, (ids,) = embedded[0], chunks
     cache, logits = make_prompt_cache(model), []
     for start in range(0, LENGTH - 1, STEP):
         step = model(mx.array(ids[start : min(start + STEP, LENGTH - 1)])[None], cache=cache)[0]
@@ -51,12 +45,9 @@ def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(needle, c
     assert (found.delta, found.delta_error, found.packed) == (0, 0, 0)
 
 
-def test_a_second_fp16_cache_diverges_by_nothing(scores):
+def test_fewer_bits_diverge_more_and_a_second_fp16_cache_by_nothing(scores):
     control = summarize_divergence("off", scores[1])
     assert (control.kld, control.kld_99, control.top1) == (0, 0, 100)
-
-
-def test_fewer_bits_diverge_more(scores):
     q8, tq4, tq2 = (summarize_divergence(name, found) for name, found in zip("abc", scores[2:], strict=True))
     assert 0 < q8.kld < tq4.kld / 2 < tq2.kld / 10
     assert tq2.kld > 0.005
@@ -66,8 +57,8 @@ def test_fewer_bits_diverge_more(scores):
 
 def test_the_packed_share_and_the_bytes_are_counted(scores):
     attended = sum(range(STEP + 1, LENGTH))
-    body = [(start - 32) // 32 * 32 - 16 for start in (128, 256)]
-    packed = body[0] * 128 + body[1] * (LENGTH - 1 - 256)
+    body = [(start - 32) // 32 * 32 - 16 for start in (STEP, 2 * STEP)]
+    packed = body[0] * STEP + body[1] * (LENGTH - 1 - 2 * STEP)
     assert scores[2].packed == pytest.approx(packed / attended)
     assert scores[0].packed == 0
     assert scores[4].nbytes < scores[3].nbytes < scores[2].nbytes < scores[0].nbytes
@@ -90,16 +81,13 @@ def test_divergence_is_that_of_the_definition():
     np.testing.assert_allclose(np.array(kl_divergence(mx.array(np.log(p)), mx.array(np.log(q)))), expected, rtol=1e-4)
 
 
-def test_chunks_follow_one_another(needle):
-    chunks = cut_chunks(needle[1], load_text(), 3, 50)
-    assert [len(chunk) for chunk in chunks] == [50, 50, 50]
-    assert [token for chunk in chunks for token in chunk] == needle[1].encode(
+def test_what_would_measure_nothing_is_refused(embedded):
+    model, tokenizer = embedded
+    parts = cut_chunks(tokenizer, load_text(), 3, 50)
+    assert [len(part) for part in parts] == [50, 50, 50]
+    assert [token for part in parts for token in part] == tokenizer.encode(
         load_text()[:2000], add_special_tokens=False
     )[:150]
-
-
-def test_what_would_measure_nothing_is_refused(needle):
-    model, tokenizer = needle
     with pytest.raises(ConfigError, match="chunks is 0"):
         cut_chunks(tokenizer, "text", 0, 10)
     with pytest.raises(ConfigError, match=r"the text has \d+ tokens; 3 chunks of 100 need 300"):

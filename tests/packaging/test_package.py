@@ -79,10 +79,7 @@ def test_wheel_has_what_commands_read(names):
     assert {name for name in checkout if "__pycache__" not in name} <= names
     kernels = {f"mlx_tq/metal/{file.name}" for file in (ROOT / "metal").iterdir()}
     assert kernels <= names
-
-
-def test_wheel_has_nothing_else(names):
-    """No tests, and no package `metal`, a name that pyobjc's `Metal` owns on a Mac."""
+    # No tests, no simulator, and no package `metal`, a name that pyobjc's `Metal` owns on a Mac.
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"mlx_tq", "rescue_svc"}
     assert not [name for name in names if re.search(r"(^|/)(tests?|__pycache__|benchmarks)/|\.pyc$", name)]
@@ -101,10 +98,7 @@ def test_metadata(wheel):
     assert (fields["Name"], fields["Version"]) == ("mlx-tq", mlx_tq.__version__)
     assert fields["Requires-Python"] == ">=3.11"
     assert "# mlx_tq" in fields.get_payload()
-
-
-def test_core_needs_four_packages(wheel):
-    core = [line for line in metadata(wheel).get_all("Requires-Dist") if "extra ==" not in line]
+    core = [line for line in fields.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.match(r"[\w-]+", line).group() for line in core} == {"mlx", "mlx-lm", "numpy", "rich"}
     assert not any("[" in line for line in core)
 
@@ -113,15 +107,8 @@ def test_sdist_can_be_tested(dist):
     (file,) = dist.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         members = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        "pyproject.toml",
-        "Makefile",
-        "README.md",
-        "LICENSE",
-        "metal/README.md",
-        "tests/conftest.py",
-        "tests/zoo.py",
-    }
+    wanted = {"pyproject.toml", "Makefile", "README.md", "LICENSE", "metal/README.md", "metal_sim/cpp/machine.cpp"}
+    wanted |= {"metal_sim/tests/test_execution.py", "tests/conftest.py", "tests/zoo.py"}
     assert wanted <= members
     assert "mlx_tq/assets/needle/model.safetensors" in members
     assert not [name for name in members if name.startswith((".git/", ".venv", "dist/")) or "__pycache__" in name]
@@ -132,13 +119,6 @@ def test_every_script_starts(installed, tmp_path, script):
     assert call(installed / script, "--help", cwd=tmp_path).stdout.startswith(f"usage: {script}")
 
 
-def test_version_of_the_installed(installed, tmp_path):
-    assert call(installed / "mlx_tq", "--version", cwd=tmp_path).stdout == f"{mlx_tq.__version__}\n"
-    script = "import mlx_tq, rescue_svc; print(mlx_tq.__file__, rescue_svc.__file__)"
-    files = call(installed / "python", "-c", script, cwd=tmp_path).stdout.split()
-    assert all(Path(file).is_relative_to(installed.parent) for file in files), files
-
-
 def test_generate_from_elsewhere(installed, tmp_path):
     prompt = "The access code is 417295. What is the access code?"
     done = call(installed / "mlx_tq.generate", "-p", prompt, "-m", 12, "--json", cwd=tmp_path)
@@ -146,6 +126,10 @@ def test_generate_from_elsewhere(installed, tmp_path):
     assert answer["text"] == "417295"
     assert [layer["key"] for layer in answer["plan"]["layers"]] == ["q8"] * 6
     assert not list(tmp_path.iterdir())
+    assert call(installed / "mlx_tq", "--version", cwd=tmp_path).stdout == f"{mlx_tq.__version__}\n"
+    script = "import mlx_tq, rescue_svc; print(mlx_tq.__file__, rescue_svc.__file__)"
+    files = call(installed / "python", "-c", script, cwd=tmp_path).stdout.split()
+    assert all(Path(file).is_relative_to(installed.parent) for file in files), files
 
 
 def test_nothing_that_the_core_needs_needs_torch():

@@ -1,58 +1,153 @@
-"""Any history of appends, trims, copies and files leaves a cache that equals a plain list of tokens."""
+"""Any history of appends, trims, copies, files and rounds leaves a cache that equals a plain list of tokens.
+
+In every format that does not learn from what it stores; keys of one format, of two, conditioned, and with tokens that
+leave.
+"""
 
 import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from cache.tools import random_pair, same_bits
+import pytest
+from cache.tools import MODEL, PAIRS, make_spec, random, random_pair, same_bits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mlx_tq.cache import CompressedKVCache
-from mlx_tq.cache.persist import load_prompt_cache, save_prompt_cache
-from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.cache.conditioner import SKIP, Conditioner
+from mlx_tq.codec.conditioning import Conditioning, block_means, decode, unconditioned
+from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.config import KVConfig
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.policies import EvictConfig
+from mlx_tq.policies.config import Budget
+from mlx_tq.sequence.build import make_cache
+from mlx_tq.sequence.eviction import EvictionPlan
+from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.sequence.passes import before_pass, sequence_in
+from mlx_tq.sequence.sequence import Sequence
 
-BLOCK, HEADS, DIMS, LONGEST = 32, 2, (64, 48), 400
-KEYS, VALUES = random_pair(4000, dims=DIMS)  # the tokens that ever arrive, in this order
-FORMATS = st.sampled_from([("q8", "tq4"), ("tq4", "tq3"), ("fp16", "tq2"), ("q8_0", "tq3_0"), ("fp8", "q8")])
+BLOCK, HEADS, DIMS, LONGEST = 32, 2, (128, 64), 400
+LEARNED, READY, MEAN = 128, 136, 128  # tokens that weights come from, the length at which they are known, of a mean
+RECENT, ROOM, TRIGGER = 32, 20, 8  # packed tokens with recent keys; budget above prefix and window
+KEYS, VALUES = random_pair(1000, dims=DIMS)  # the tokens that ever arrive, in this order
+QUERIES = random(1000, heads=2 * HEADS, dim=DIMS[0], seed=9)  # theirs
+LAYERS = 2
+
+
+def formats_of(dim, *, keys):
+    """The formats that store vectors of this size, without those that learn."""
+    found = []
+    for name in format_names():
+        try:
+            codec = get_format(name).codec(dim, CodecOptions(), mx.float16)
+        except ConfigError:
+            continue
+        if not codec.learned_bytes and (keys or not get_format(name).keys_only):
+            found.append(name)
+    return found
 
 
 class Model:
-    """A list of tokens, each with whether its original is still there."""
+    """A list of tokens, and the positions before which originals, recent keys, and any trim, are gone."""
 
-    def __init__(self, prefix, window):
-        self.prefix, self.window = prefix, max(window, 1)
-        self.tokens = []  # indices into KEYS
-        self.lost = []
+    def __init__(self, spec):
+        self.spec, self.tokens, self.gone = spec, [], frozenset()  # indices into KEYS; positions that left
+        self.originals = self.recents = spec.prefix
+        self.floor = 0
+        self.stored = []  # of each packed position: its key, value and cold key as they are read, [H, D] each
+        self.weights, self.means = None, {}  # of conditioned keys; the means by block
+        self.forgets = True  # the weights, in a trim to where they were unknown
 
     def copy(self):
-        twin = Model(self.prefix, self.window)
-        twin.tokens, twin.lost = list(self.tokens), list(self.lost)
+        twin = Model(self.spec)
+        vars(twin).update(vars(self), tokens=list(self.tokens), stored=list(self.stored), means=dict(self.means))
         return twin
 
+    def by_rule(self, length):
+        """Tokens before this are packed at a length: whole blocks older than the window, once weights are known."""
+        packed = (length - self.spec.window) // BLOCK * BLOCK
+        early = self.spec.condition and packed + self.spec.window < READY
+        return self.spec.prefix if early else max(self.spec.prefix, packed)
+
+    @property
     def packed(self):
-        """Tokens before this are packed: whole blocks older than the window, and whatever has no original left."""
-        by_rule = (len(self.tokens) - self.window) // BLOCK * BLOCK
-        without = max((i + 1 for i, lost in enumerate(self.lost) if lost), default=0)
-        return max(self.prefix, by_rule, without)
+        """Tokens before this are packed: by rule, or for want of an original."""
+        return max(self.by_rule(len(self.tokens)), self.originals)
+
+    @property
+    def cold(self):
+        return max(self.packed - RECENT, self.recents) if self.spec.cold else self.spec.prefix
+
+    @property
+    def live(self):
+        return [p for p in range(len(self.tokens)) if p not in self.gone]
 
     def append(self, tokens):
         self.tokens += tokens
-        self.lost += [False] * len(tokens)
-        # The originals of the block that was packed last stay for trims.
-        for i in range(self.prefix, self.packed() - BLOCK):
-            self.lost[i] = True
+        if self.spec.condition and self.weights is None and len(self.tokens) >= READY:
+            first = mx.array(self.tokens[:LEARNED])
+            known = Conditioner().observe(mx.take(QUERIES, first, axis=2), HEADS, 0)
+            self.weights = known.learn(mx.take(KEYS, first, axis=2), PAIRS).scale
+        self.forgets = self.forgets and len(self.tokens) < READY + BLOCK
+        self.pack()
+        # What was packed last stays in its earlier form for as long as a trim of a block leads back to it.
+        earlier = self.by_rule(self.packed + self.spec.window - BLOCK)
+        self.originals = max(self.originals, earlier)
+        self.recents = max(self.recents, earlier - RECENT)
+
+    def pack(self):
+        start, stop = self.spec.prefix + len(self.stored), self.packed
+        if stop == start:
+            return
+        layout, conditioning = self.spec.layout(*DIMS, mx.float16), None
+        keys, values = (self.taken(x, start, stop) for x in (KEYS, VALUES))
+        if self.spec.condition:
+            which = [(position - self.spec.prefix) // MEAN for position in range(start, stop)]
+            means = mx.concatenate([self.mean(block, layout.key.rotation) for block in sorted(set(which))], axis=2)
+            conditioning = Conditioning(self.weights, means, mx.array(which) - which[0])
+        rows = layout.encode(keys, values, conditioning).rows
+        found = [decode(layout.key, layout.keys(rows), conditioning), layout.value.decode(layout.values(rows))]
+        found.append(found[0])
+        if self.spec.cold:
+            codec = self.spec.cold_layout(layout, mx.float16).key
+            again = codec.decode(codec.encode(layout.key.decode(layout.keys(rows))))
+            found[2] = unconditioned(again, conditioning, layout.key.rotation) if conditioning else again
+        found = [np.array(x[0].swapaxes(0, 1).astype(mx.float16)) for x in found]
+        self.stored += zip(*found, strict=True)
+
+    def mean(self, block, rotation):
+        """Of a block's first tokens: as many as are there when the first of them are packed."""
+        if block not in self.means:
+            first = self.spec.prefix + block * MEAN
+            stop = min(first + MEAN, (first // BLOCK + 1) * BLOCK + self.spec.window)
+            self.means[block] = block_means(self.taken(KEYS, first, stop)[:, :, None], self.weights, rotation).means
+        return self.means[block]
+
+    def taken(self, array, start, stop):
+        """What the tokens at positions [start, stop) have in KEYS, VALUES or QUERIES."""
+        assert stop <= len(self.tokens)
+        return mx.take(array, mx.array(self.tokens[start:stop]), axis=2)
 
     def trim(self, count):
-        keep = max(0, len(self.tokens) - count)
-        del self.tokens[keep:], self.lost[keep:]
+        del self.tokens[max(0, len(self.tokens) - count) :]
+        self.originals, self.recents = (
+            max(self.spec.prefix, min(lost, len(self.tokens))) for lost in (self.originals, self.recents)
+        )
+        del self.stored[self.packed - self.spec.prefix :]
+        self.means = {b: mean for b, mean in self.means.items() if self.spec.prefix + b * MEAN < self.packed}
+        if len(self.tokens) < (READY if self.forgets else SKIP + 1) and not self.stored:
+            self.weights, self.forgets = None, True
+
+    def lose(self, positions):
+        self.gone |= set(positions)
+        self.originals = self.floor = self.packed
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Drives a cache and its fork beside their models."""
+    """Drives the layers of a cache and a copy of them beside their models."""
 
     def __init__(self):
         super().__init__()
@@ -61,84 +156,133 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self):
         self.folder.cleanup()
 
-    @initialize(formats=FORMATS, prefix=st.sampled_from([0, 1, 32, 40]), window=st.sampled_from([0, 1, 31, 64]))
-    def start(self, formats, prefix, window):
-        key, value = formats
-        self.config = KVConfig(key=key, value=value, prefix=prefix, window=window)
-        self.spec = CacheSpec.for_layer(self.config, 0, key, value)
-        # The decoded form of every token, whatever arrives beside it.
-        layout = self.spec.layout(*DIMS, mx.float16)
-        self.decoded = [
-            np.array(codec.decode(codec.encode(x)).astype(mx.float16))
-            for codec, x in ((layout.key, KEYS), (layout.value, VALUES))
-        ]
-        self.cache, self.model = CompressedKVCache(self.spec), Model(prefix, window)
-        self.other = None  # a fork and its model, which must not notice anything
+    @initialize(
+        key=st.sampled_from(formats_of(DIMS[0], keys=True)),
+        kind=st.sampled_from(["plain", "evicts", "evicts", "evicts", "tq2", "q8_0"]),
+        value=st.sampled_from(formats_of(DIMS[1], keys=False)),
+        prefix=st.sampled_from([0, 1, 40]),
+        window=st.sampled_from([0, 1, 31]),
+        condition=st.booleans(),
+    )
+    def start(self, key, kind, value, prefix, window, condition):
+        key = f"{key}~{kind}" if kind in format_names() and kind != key else key
+        sizes = {"prefix": prefix, "window": window, "recent": RECENT, "condition": condition}
+        self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
+        sequence = None
+        if kind == "evicts":
+            config = EvictConfig(f"random:trigger={TRIGGER}")
+            sequence = Sequence(EvictionPlan(config, Budget(tokens=prefix + self.spec.window + ROOM), LAYERS), {})
+        self.caches = [make_cache(self.spec, number, sequence) for number in range(LAYERS)]
+        self.model = Model(self.spec)
+        self.other = None  # a copy and its model, which must not notice anything
         self.next = 0
 
-    @rule(count=st.one_of(st.integers(1, 9), st.integers(1, 70)), swap=st.booleans())
-    def append(self, count, swap):
-        if swap and self.other:
-            (self.cache, self.model), self.other = self.other, (self.cache, self.model)
+    @rule(count=st.integers(1, 9))
+    def append_a_few(self, count):
+        self.append(count)
+
+    @rule(count=st.integers(30, 100), times=st.integers(1, 3))
+    def append_many(self, count, times):
+        for _ in range(times):
+            self.append(count)
+
+    @rule()
+    def swap(self):
+        if self.other:
+            (self.caches, self.model), self.other = self.other, (self.caches, self.model)
+
+    def append(self, count):
         if len(self.model.tokens) >= LONGEST:
             return
+        self.lose(count)
         tokens = [(self.next + i) % KEYS.shape[2] for i in range(count)]
         self.next += count
-        index = mx.array(tokens)
-        view = self.cache.append(mx.take(KEYS, index, axis=2), mx.take(VALUES, index, axis=2))
         self.model.append(tokens)
-        assert view.key_shape() == (1, HEADS, len(self.model.tokens), DIMS[0])
-        assert view.value_shape() == (1, HEADS, len(self.model.tokens), DIMS[1])
+        for cache in self.caches:
+            keys, values, queries = (mx.take(x, mx.array(tokens), axis=2) for x in (KEYS, VALUES, QUERIES))
+            view = cache.append(keys, values)
+            assert view.key_shape() == (1, HEADS, len(self.model.live), DIMS[0])
+            assert view.value_shape() == (1, HEADS, len(self.model.live), DIMS[1])
+            if view.told is not None:
+                view.attend(queries, 1.0, "causal", None)
 
-    @rule(count=st.one_of(st.integers(0, 40), st.integers(0, 500)))
+    def lose(self, count):
+        """What a pass of `count` tokens begins with."""
+        model, length = self.model, len(self.model.tokens)
+        assert not before_pass(self.caches, count)
+        sequence = sequence_in(self.caches)
+        if sequence is None:
+            return
+        gone = sequence.take_departed().tolist()
+        allowed = max(self.spec.prefix + self.spec.window + ROOM, self.spec.window + 1)
+        eligible = [p for p in model.live if self.spec.prefix <= p < min(model.packed, length - self.spec.window)]
+        excess = len(model.live) - allowed
+        assert len(gone) == (min(excess, len(eligible)) if excess > TRIGGER else 0)
+        assert set(gone) <= set(eligible)
+        if gone:
+            model.lose(gone)
+
+    @rule(count=st.one_of(st.integers(0, 40), st.integers(0, 300)))
     def trim(self, count):
-        assert self.cache.trim(count) == min(count, len(self.model.tokens))
-        self.model.trim(count)
+        length = len(self.model.tokens)
+        for cache in self.caches:
+            if length - min(count, length) < self.model.floor:
+                with pytest.raises(CacheFormatError, match="back past an eviction"):
+                    cache.trim(count)
+            else:
+                assert cache.trim(count) == min(count, length)
+        if length - min(count, length) >= self.model.floor:
+            self.model.trim(count)
 
-    @rule(onto_fork=st.booleans())
-    def fork(self, onto_fork):
-        twin, model = self.cache.fork(), self.model.copy()
-        if onto_fork:
-            self.cache, twin = twin, self.cache
-        self.other = twin, model
+    @rule(onto_copy=st.booleans(), how=st.sampled_from(["fork", "merge", "extract"]))
+    def copy(self, onto_copy, how):
+        make = {
+            "fork": lambda cache: cache.fork(),
+            "merge": lambda cache: BatchCompressedKVCache.merge([cache]).rows[0],
+            "extract": lambda cache: BatchCompressedKVCache([cache]).extract(0),
+        }[how]
+        twins, model = [make(cache) for cache in self.caches], self.model.copy()
+        if onto_copy:
+            self.caches, twins = twins, self.caches
+        self.other = twins, model
 
-    @rule()
-    def through_state(self):
-        again = CompressedKVCache.from_state(self.cache.state)
-        assert same_bits(again.state, self.cache.state)
-        self.cache = again
-
-    @rule()
-    def through_file(self):
-        path = Path(self.folder.name) / "cache.safetensors"
-        save_prompt_cache(path, [self.cache], model="machine", config=self.config)
-        (again,) = load_prompt_cache(path, model="machine", config=self.config).caches
-        assert same_bits(again.state, self.cache.state)
-        self.cache = again
+    @rule(through=st.sampled_from(["state", "file"]))
+    def store(self, through):
+        if through == "state":
+            again = [type(cache).from_state(cache.state) for cache in self.caches]
+        else:
+            path = Path(self.folder.name) / "cache.safetensors"
+            save_prompt_cache(path, self.caches, model=MODEL, config=self.config)
+            again = load_prompt_cache(path, model=MODEL, config=self.config).caches
+        assert all(same_bits(new.state, old.state) for new, old in zip(again, self.caches, strict=True))
+        self.caches = again
 
     @invariant()
     def equals_the_list(self):
-        for cache, model in [(self.cache, self.model), *([self.other] if self.other else [])]:
-            self.check(cache, model)
+        for caches, model in [(self.caches, self.model), *([self.other] if self.other else [])]:
+            for cache in caches:
+                self.check(cache, model)
 
     def check(self, cache, model):
-        length = len(model.tokens)
-        assert (cache.offset, cache.size(), list(cache.positions)) == (length, length, list(range(length)))
-        assert cache.body_tokens == model.packed() - model.prefix
+        prefix, live = self.spec.prefix, model.live
+        assert (cache.offset, cache.size(), cache.positions.tolist()) == (len(model.tokens), len(live), live)
+        body = [p for p in range(prefix, model.packed) if p not in model.gone]
+        assert cache.body_tokens == len(body)
+        assert cache.body_positions.tolist() == [p for p in body if p < len(model.tokens)]
         cache.check_health()
         if cache.empty():
-            assert length == 0
+            assert not model.tokens
             return
-        arrays = [np.array(handle.materialize()) for handle in cache.keys_and_values()]
-        for array, original, decoded in zip(arrays, (KEYS, VALUES), self.decoded, strict=True):
-            wanted = np.array(original)[:, :, model.tokens]
-            body = slice(model.prefix, model.packed())
-            wanted[:, :, body] = decoded[:, :, model.tokens[body]]
-            assert np.array_equal(array, wanted)
+        for number, (handle, original) in enumerate(zip(cache.keys_and_values(), (KEYS, VALUES), strict=True)):
+            wanted = np.array(original)[0][:, np.array(model.tokens, int)[live]]  # [H, S, D]
+            for row, position in enumerate(live):
+                if prefix <= position < model.packed:
+                    wanted[:, row] = model.stored[position - prefix][number or 2 * (position < model.cold)]
+            assert np.array_equal(np.array(handle.materialize())[0], wanted)
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from contextlib import suppress
 
 CHUNK = {"text": "a span", "token_range": [0, 4], "layer": -1, "score": 0.0, "similarity": 0.5}
@@ -29,12 +28,14 @@ def reply(connection, body, status="200 OK", length=None, extra=""):
     connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n{extra}\r\n".encode() + body)
 
 
-def always(body, status="200 OK", **more):
-    """A server with one answer for everything."""
+def always(body, status="200 OK", seen=None, **more):
+    """A server with one answer for everything; `seen` gets the requests."""
     payload = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     def serve(connection, _):
-        while read_request(connection):
+        while request := read_request(connection):
+            if seen is not None:
+                seen.append(request)
             reply(connection, payload, status, **more)
 
     return serve
@@ -157,10 +158,3 @@ def closed_port():
     """A URL where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)

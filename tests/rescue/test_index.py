@@ -1,10 +1,12 @@
 """FAISS and NumPy give the same answers; large sessions move to cells; a snapshot brings all back."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from rescue_svc.errors import SettingsError
-from rescue_svc.index import engines
+from rescue_svc.index import engines, remove_orphans, remove_snapshot
 from rescue_svc.index.engines import ENGINES, choose_engine
 
 DIM = 32
@@ -20,6 +22,7 @@ def unit(count, seed):
 def test_search_is_exact(name, excluded):
     vectors, query = unit(400, 1), unit(1, 2)[0]
     engine = ENGINES[name](DIM)
+    assert (engine.search(query, 8, set()), engine.similarities(query, [1])) == ([], {})
     engine.add(np.arange(10, 210), vectors[:200])
     engine.add(np.arange(210, 410), vectors[200:])
     order = [int(i) + 10 for i in np.argsort(-(vectors @ query)) if int(i) + 10 not in excluded]
@@ -32,13 +35,6 @@ def test_search_is_exact(name, excluded):
     assert again.similarities(query, [10, 409, 9999]) == pytest.approx(
         {10: float(vectors[0] @ query), 409: float(vectors[399] @ query)}, abs=1e-6
     )
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_empty_index_answers_nothing(name):
-    engine = ENGINES[name](DIM)
-    assert engine.search(unit(1, 0)[0], 8, set()) == []
-    assert engine.similarities(unit(1, 0)[0], [1]) == {}
 
 
 def test_beyond_the_limit_cells_still_exclude_and_look_up(monkeypatch):
@@ -57,36 +53,37 @@ def test_beyond_the_limit_cells_still_exclude_and_look_up(monkeypatch):
     assert len(engine) == 3000
 
 
-def test_the_engine_that_is_asked_for_is_used_or_refused(monkeypatch):
+def test_the_service_works_with_numpy(here, monkeypatch):
+    """The engine that is asked for is used or refused."""
     assert choose_engine("numpy") == "numpy"
     assert choose_engine("auto") == choose_engine("faiss") == "faiss"
-    monkeypatch.setitem(__import__("sys").modules, "faiss", None)  # as on a machine without it
-    assert choose_engine("auto") == "numpy"
-    with pytest.raises(SettingsError, match="faiss-cpu"):
-        choose_engine("faiss")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "faiss", None)  # as on a machine without it
+        assert choose_engine("auto") == "numpy"
+        with pytest.raises(SettingsError, match="faiss-cpu"):
+            choose_engine("faiss")
+    service = here(index="numpy")
+    service.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
+    service.wait_until_embedded()
+    assert service.ready()["index"] == "numpy"
+    before = service.retrieve("s", "plum", hybrid_alpha=1)
+    service.hibernate("s")
+    assert service.retrieve("s", "plum", hybrid_alpha=1) == before
+    service.stop()
+    service = here(index="faiss")  # a snapshot of the other engine is not read
+    service.wait_until_embedded()
+    assert service.found("s", "plum", hybrid_alpha=1)[0] == "a plum"
 
 
-def test_the_service_works_with_numpy(serve):
-    server = serve(index="numpy")
-    server.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
-    server.wait_until_embedded()
-    assert server.ready()["index"] == "numpy"
-    before = server.retrieve("s", "plum", hybrid_alpha=1)
-    server.client.post("/sessions/s/hibernate")
-    assert server.retrieve("s", "plum", hybrid_alpha=1) == before
-    server.stop()
-    server = serve(index="faiss")  # a snapshot of the other engine is not read
-    server.wait_until_embedded()
-    assert server.retrieve("s", "plum", hybrid_alpha=1)["chunks"][0]["text"] == "a plum"
-
-
-def test_memory_for_indexes_is_bounded(serve):
-    server = serve(max_index_mb=1)
-    for session in ("a", "b", "c"):
-        for first in range(0, 512, 256):
-            server.write(session, *((f"{session} item {n}", n, n + 1) for n in range(first, first + 256)))
-    server.wait_until_embedded()
-    for session in ("a", "b", "c", "a"):
-        assert server.retrieve(session, "item 77", hybrid_alpha=1)["chunks"]
-    resident = [s["session_id"] for s in server.client.get("/sessions").json()["sessions"] if s["resident"]]
-    assert resident == ["a"]
+def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):
+    """Whatever a person keeps there is theirs, numbers in its name or not."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    ours = ["1.index", "2.index", "2.index.partial", "2.index.bad-17"]
+    theirs = ["2024.txt", "thesis.index", "2.index.html", "notes"]
+    for name in ours + theirs:
+        (folder / name).write_text(name)
+    remove_orphans(tmp_path, {1})
+    assert {file.name for file in folder.iterdir()} == {"1.index", *theirs}
+    remove_snapshot(tmp_path, 2)
+    assert {file.name for file in folder.iterdir()} == {"1.index", *theirs}

@@ -1,10 +1,12 @@
 """The pure functions of retrieval."""
 
 from itertools import pairwise
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rescue_svc.schemas import RetrieveRequest
 from rescue_svc.service.rank import fuse, join_neighbours, merge_ranges
 from rescue_svc.store import Span
 
@@ -38,9 +40,8 @@ def test_every_candidate_is_ranked_once(dense, bm25, alpha):
 def test_a_span_without_a_vector_is_not_hidden():
     """The best hit by words leads although its vector is not made yet."""
     ranked = fuse({1: 0.9, 2: 0.1}, {3: 8.0, 2: 1.0}, 0.7)
-    assert ranked[0].id in (1, 3)
-    assert {s.id for s in ranked[:2]} == {1, 3}
-    assert next(s for s in ranked if s.id == 3).similarity == 1.0
+    assert [s.id for s in ranked] == [3, 1, 2]
+    assert ranked[0].similarity == 1.0
 
 
 def joined(*spans):
@@ -58,3 +59,15 @@ def test_neighbours_join_in_order_and_keep_the_best_rank():
     ]
     assert joined((0, 10, 0, "a"), (10, 20, 1, "b")) == [("a", 0, 10), ("b", 10, 20)]  # another layer
     assert joined((0, 10, 0, "a"), (9, 20, 0, "b"), (21, 30, 0, "c")) == [("a", 0, 10), ("b", 9, 20), ("c", 21, 30)]
+
+
+def test_what_is_joined_has_the_best_scores_of_its_parts():
+    made = [Span(0, 10, 0, 0.3, "a", 0), Span(10, 20, 0, 0.7, "b", 1)]
+    scores = fuse({0: 0.2, 1: 0.9}, {0: 4.0}, 0.5)
+    (found,) = join_neighbours([made[s.id] for s in scores], scores)
+    assert (found.similarity, found.dense, found.bm25, found.span.score) == (0.9, 0.9, 1.0, 0.7)
+
+
+def test_the_default_of_alpha_is_the_one_of_the_measurements():
+    alpha = f"alpha {RetrieveRequest.model_fields['hybrid_alpha'].default}".replace("0.", ".")
+    assert f"{alpha} (the default)" in (Path(__file__).parents[2] / "docs/measurements/rescue.md").read_text()

@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from rescue_svc.settings import Caps
 from rescue_svc.store import NewSpan, Store, words
 
@@ -10,15 +12,22 @@ CAPS = Caps(10**6, 10**6, 10)
 VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
 
 
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """With a budget of four."""
+    monkeypatch.setattr(words, "MIN_POSTINGS", 4)
+    made = Store(tmp_path, CAPS)
+    yield made
+    made.close()
+
+
 def a_text(rng):
     return " ".join(word for place, word in enumerate(VOCABULARY) if rng.random() < 0.5**place) or "nothing"
 
 
-def test_what_is_remembered_changes_no_answer(tmp_path, monkeypatch):
+def test_what_is_remembered_changes_no_answer(store):
     """A session grows past several budgets; each answer is the one of a search that remembers nothing."""
-    monkeypatch.setattr(words, "MIN_POSTINGS", 4)
-    store, rng = Store(tmp_path, CAPS), random.Random(1)
-    remembered = 0
+    remembered, rng = 0, random.Random(1)
     for first in range(0, 900, 10):
         store.write("s", [NewSpan(n, n + 1, -1, 0.0, a_text(rng)) for n in range(first, first + 10)])
         session = store.session("s")
@@ -32,14 +41,17 @@ def test_what_is_remembered_changes_no_answer(tmp_path, monkeypatch):
     assert remembered > 90  # there was something to remember
     store.forget("s")
     assert store._common_words == {}
-    store.close()
 
 
-def test_the_commonest_word_is_left_out_beyond_the_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr(words, "MIN_POSTINGS", 4)
-    store = Store(tmp_path, CAPS)
+def test_the_commonest_word_is_left_out_beyond_the_budget(store):
     store.write("s", [NewSpan(n, n + 1, -1, 0.0, "the cache" if n else "the zebra") for n in range(20)])
     session = store.session("s")
     assert list(store.bm25(session, "the zebra", 8, set())) == [1]
     assert len(store.bm25(session, "the", 8, set())) == 8  # alone it is all there is to go by
-    store.close()
+
+
+def test_a_word_that_just_fits_the_budget_is_asked_for_every_time(store):
+    store.write("s", [NewSpan(n, n + 1, -1, 0.0, "cache" if n else "zebra") for n in range(4)])
+    session = store.session("s")
+    for _ in range(2):
+        assert set(store.bm25(session, "zebra cache", 8, set())) == {1, 2, 3, 4}

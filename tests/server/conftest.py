@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from cli.tools import copy_model
+from commands.tools import copy_model
 
 from mlx_tq.models import load
 

@@ -2,51 +2,26 @@
 
 import re
 import signal
-import subprocess
 import threading
-import time
 from contextlib import contextmanager
 
-import httpx
 import openai
-from cli.tools import command, environment
-from processes import killed_on_failure
-
-START_S = 300
-STOP_S = 120
+from commands.tools import command, environment
+from http_harness import ServerProcess
 
 
-class Server:
-    """A running server; what it says on stderr is in `log_path`."""
+class Server(ServerProcess):
+    """A running server with the clients that ask it."""
+
+    listening = re.compile(r"listening on (\S+)")
 
     def __init__(self, model, log_path, *flags, key=None, **variables):
-        self.log_path, self.key = log_path, key
+        self.key = key
         if key:
             variables["MLX_TQ_API_KEY"] = key
-        with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command("server", "--model", model, "--port", 0, *flags),
-                env=environment(**variables),
-                stderr=log,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
-        with killed_on_failure(self.process):
-            self.url = self._wait_for_url()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        words = command("server", "--model", model, "--port", 0, *flags)
+        super().__init__(words, environment(**variables), log_path, key)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", max_retries=0, timeout=120)
-
-    def _wait_for_url(self):
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if found := re.search(r"listening on (\S+)", self.log()):
-                return found[1]
-            assert self.process.poll() is None, self.log()
-            time.sleep(0.02)
-        raise TimeoutError(self.log())
-
-    def log(self):
-        return self.log_path.read_text()
 
     def metrics(self):
         """Numbers of /metrics by name, without labels."""
@@ -62,15 +37,8 @@ class Server:
         return self.http.post(path, json=body)
 
     def stop(self, sig=signal.SIGTERM):
-        """End it; returns the exit code."""
-        self.http.close()
         self.openai.close()
-        with self.process:
-            try:
-                self.process.send_signal(sig)
-                return self.process.wait(STOP_S)
-            finally:
-                self.process.kill()
+        return super().stop(sig)
 
 
 @contextmanager
@@ -96,10 +64,3 @@ def together(calls):
     for thread in threads:
         thread.join()
     return results
-
-
-def wait_for(condition, timeout=60):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

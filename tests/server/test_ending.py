@@ -9,27 +9,20 @@ import pytest
 from .conftest import ENDLESS, PACKED
 from .harness import Server
 
-CODES = {signal.SIGINT: 130, signal.SIGTERM: 0}
 
-
-@pytest.mark.parametrize("sig", CODES, ids=lambda sig: sig.name)
-def test_signal_in_the_middle_of_streams(folder, tmp_path, sig):
+def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path):
     server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")
-    streams = []
     try:
-        options = {"stream": True, "max_tokens": 4000, "logit_bias": ENDLESS}
-        stream = server.chat("hi", **options)
-        streams.append(stream)
+        stream = server.chat("hi", stream=True, max_tokens=4000, logit_bias=ENDLESS)
         assert next(iter(stream)).choices[0].delta.role == "assistant"
-        server.process.send_signal(sig)
+        server.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="stopping"):
             list(stream)
-        assert server.process.wait(60) == CODES[sig]
+        assert server.process.wait(60) == 0
         with pytest.raises(httpx.ConnectError):
             server.http.get("/health")
+        stream.close()
     finally:
-        for stream in streams:
-            stream.close()
         server.stop()
     assert "Traceback" not in server.log()
 

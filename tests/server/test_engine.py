@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from commands.tools import facts
 from contract.spies import watch
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cache import BatchCompressedKVCache
-from mlx_tq.config import PROFILES, EvictConfig, profile
-from mlx_tq.dispatch import plan_caches
+from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.config import PROFILES, KVConfig, profile
 from mlx_tq.models import load
+from mlx_tq.policies import EvictConfig
+from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine, EngineLimits
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
@@ -70,16 +73,19 @@ def gauge(engine, name):
 def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     """Each token of each answer runs over packed rows in each layer, and nothing is decoded to arrays."""
     engine = make_engine(loaded)
+    monkeypatch.setattr("mlx_tq.server.engine._MEASURE_S", 0)
     seen = watch(monkeypatch)
-    held = []
+    held, sizes = [], []
     measure = engine._measure
 
     def look():
         held.append([(type(cache), len(cache.rows)) for cache in engine._batch._generation_batch.prompt_cache])
         measure()
+        planned = sum(engine._plan.nbytes(each.prefilled + each.generated) for each in engine._running.values())
+        sizes.append([*(gauge(engine, name) for name in ("running", "kv_bytes", "kv_fp16_bytes")), planned])
 
     monkeypatch.setattr(engine, "_measure", look)
-    jobs = [make_job(100 + 10 * n, seed=n) for n in range(5)]
+    jobs = [make_job(280 + 5 * n, seed=n) for n in range(5)]
     for events in serve(engine, jobs):
         assert isinstance(events[0], Started)
         assert sum(isinstance(event, Piece) for event in events) == 4 or events[-1].finish == "stop"
@@ -88,25 +94,27 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     assert seen.materialized == 0
     assert seen.few >= 3 * 5 * layers
     assert seen.many >= 5 * layers
+    assert max(sizes)[0] == 5
+    assert all(compressed <= planned for _, compressed, _, planned in sizes)
+    *_, (running, compressed, native, _), last = sizes
+    assert running == 5
+    assert 2 * native > 1.2 * compressed, "the model's own type is float32"
+    assert last == [0, 0, 0, 0]
 
 
-def test_bytes_are_those_of_the_plan(loaded, monkeypatch):
-    engine = make_engine(loaded, prefill_step_size=512)
-    monkeypatch.setattr("mlx_tq.server.engine._MEASURE_S", 0)
-    seen = []
-    measure = engine._measure
+def test_a_batch_says_what_each_says_alone(loaded):
+    """Prompts of different lengths, that begin at once; each is read in full, alone and in company."""
 
-    def look():
-        measure()
-        seen.append((gauge(engine, "running"), gauge(engine, "kv_bytes"), gauge(engine, "kv_fp16_bytes")))
+    def texts(jobs):
+        said = serve(make_engine(loaded, prompt_cache_size=0), jobs)
+        return ["".join(event.text for event in events if isinstance(event, Piece)) for events in said]
 
-    monkeypatch.setattr(engine, "_measure", look)
-    serve(engine, [make_job(300, seed=n) for n in range(3)])
-    running, compressed, native = max(seen, key=lambda each: each[1:])
-    assert running == 3
-    assert compressed <= engine._plan.nbytes(304, batch=3)
-    assert native > 1.5 * compressed
-    assert seen[-1] == (0, 0, 0)
+    def jobs():
+        return [make_job(40 + 70 * n, max_tokens=12, seed=n) for n in range(4)]
+
+    together = texts(jobs())
+    assert len(set(together)) > 1
+    assert together == [text for job in jobs() for text in texts([job])]
 
 
 def test_jobs_wait_for_memory(loaded):
@@ -130,7 +138,8 @@ def test_jobs_wait_for_memory(loaded):
 
 
 def test_the_queue_is_bounded(loaded):
-    engine = make_engine(loaded, queue=2)
+    """Also of an engine whose caches are mlx-lm's own."""
+    engine = make_engine(loaded, PROFILES["off"], queue=2)
     jobs = [make_job(8), make_job(8)]
 
     async def main():
@@ -152,7 +161,8 @@ def test_the_queue_is_bounded(loaded):
         engine.submit(make_job(8))
 
 
-def test_a_failure_ends_its_batch_and_nothing_else(loaded):
+def test_a_failure_ends_its_batch_and_nothing_else(loaded, folder):
+    """A sampler that raises; and weights that give NaN."""
     calls = []
 
     def broken(logprobs):
@@ -172,6 +182,11 @@ def test_a_failure_ends_its_batch_and_nothing_else(loaded):
     (one, two), later = serve(engine, jobs, then=again)
     assert all(isinstance(events[-1].error, ModelFailedError) for events in (one, two))
     assert later[-1].finish
+    model, tokenizer = load(folder)
+    model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
+    (events,) = serve(make_engine((model, tokenizer)), [make_job(20)])
+    with pytest.raises(ModelFailedError, match="logits are NaN"):
+        raise events[-1].error
 
 
 def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
@@ -216,17 +231,9 @@ def test_stopping_ends_every_job(loaded):
     assert not engine.is_healthy
 
 
-def test_a_model_whose_logits_are_nan(folder):
-    model, tokenizer = load(folder)
-    model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
-    (events,) = serve(make_engine((model, tokenizer)), [make_job(20)])
-    with pytest.raises(ModelFailedError, match="logits are NaN"):
-        raise events[-1].error
-
-
 def test_with_eviction(loaded, monkeypatch):
     """Rows lose tokens in a batch; a prompt that shares a beginning which lost some is read anew."""
-    config = replace(CONFIG, evict=EvictConfig(policy="knorm", budget=80, trigger=32, warmup=32))
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32", budget=80))
     engine = make_engine(loaded, config)
     kept = []
     keep = engine._keep
@@ -236,7 +243,7 @@ def test_with_eviction(loaded, monkeypatch):
         keep(tokens, caches, kind)
 
     monkeypatch.setattr(engine, "_keep", look)
-    first = make_job(200)
+    first = make_job(300)
     other = Prompt([*first.prompt.ids[:60], *range(300, 340)], [[*first.prompt.ids[:60], *range(300, 340)]], ["user"])
 
     async def again():
@@ -244,14 +251,35 @@ def test_with_eviction(loaded, monkeypatch):
         engine.submit(job)
         return await outcome(job)
 
-    _, later = serve(engine, [first, make_job(180, seed=9)], then=again)
+    _, later = serve(engine, [first, make_job(280, seed=9)], then=again)
     assert later[0] == Started(cached=0)
     assert later[-1].finish
     assert all(length == offset for length, offset, _ in kept)
-    assert max(length for length, _, _ in kept) > 200 > 150 > max(stored for _, _, stored in kept)
+    assert max(length for length, _, _ in kept) > 300 > 250 > max(stored for _, _, stored in kept)
 
 
-@pytest.mark.parametrize("name", ["off", "safe", "balanced", "small"])
-def test_every_profile(loaded, name):
-    (events,) = serve(make_engine(loaded, PROFILES[name]), [make_job(40)])
-    assert events[-1].finish
+def test_rows_come_back_for_the_question_of_a_request(loaded):
+    """Of prompts side by side, each its own; before the next one asks they have left again."""
+    tokenizer = loaded[1]
+    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160))
+
+    def answers(config):
+        engine, jobs = make_engine(loaded, config), []
+        for code in (417295, 860312):
+            text, question = facts(40, code)
+            said = tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{text}\n\n{question}"}], add_generation_prompt=True
+            )
+            jobs.append(Job(Prompt(said, [said], ["user"]), 8, GREEDY, []))
+        kept = []
+        engine._prompt_cache.insert_cache = lambda model, tokens, caches, cache_type: kept.append(sequence_in(caches))
+        texts = ["".join(e.text for e in events if isinstance(e, Piece)) for events in serve(engine, jobs)]
+        return texts, kept, engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total")
+
+    texts, kept, recalled = answers(replace(config, evict=replace(config.evict, recall=96)))
+    assert ["417295" in texts[0], "860312" in texts[1]] == [True, True]
+    assert 0 < recalled <= 2 * 96
+    assert len(kept) == 4, "at the ends of prompts and answers"
+    assert all(sequence.archived and not len(sequence.recalled) for sequence in kept)
+    texts, _, recalled = answers(config)
+    assert (["417295" in texts[0], "860312" in texts[1]], recalled) == ([False, False], 0)

@@ -27,11 +27,8 @@ def test_no_key_or_a_wrong_one(locked, path, given):
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
     assert KEY not in response.text
-
-
-def test_a_body_is_not_read_without_a_key(locked):
-    response = locked.http.post("/v1/chat/completions", content=b"{", headers={"Authorization": "Bearer wrong"})
-    assert response.status_code == 401
+    unread = locked.http.post("/v1/chat/completions", content=b"{", headers=headers)
+    assert unread.status_code == 401, "a body is not read without a key"
 
 
 def test_with_the_key(locked):
@@ -63,34 +60,9 @@ def test_cors_is_open_to_those_named(locked):
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "@127.0.0.1:80@x"])
 def test_a_foreign_name_of_this_machine(server, host):
     """A page that has its own name point to 127.0.0.1 (DNS rebinding)."""
-    response = server.http.get("/v1/models", headers={"Host": host})
-    assert response.status_code in (400, 403)
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:8080"])
-def test_this_machine_by_its_names(server, host):
-    assert server.http.get("/v1/models", headers={"Host": host}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("flags", "word"),
-    [
-        (("--host", "0.0.0.0"), "MLX_TQ_API_KEY"),
-        (("--host", "::"), "MLX_TQ_API_KEY"),
-        (("--port", "70000"), "between 0 and 65535"),
-        (("--decode-concurrency", "0"), "--decode-concurrency is 0; it must be 1 or more"),
-        (("--max-tokens", "0"), "--max-tokens is 0"),
-        (("--temp", "nan"), "--temp"),
-        (("--kv-profile", "off", "--kv-memory-limit", "1GB"), "Drop it"),
-        (("--model", "/nowhere"), "/nowhere"),
-        (("--host", "no.such.host.invalid", "--api-key", "k"), "cannot listen on no.such.host.invalid"),
-    ],
-)
-def test_a_server_that_cannot_start(capsys, flags, word):
-    assert main(["server", "--port", "0", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert word in err.splitlines()[-1]
+    assert server.http.get("/v1/models", headers={"Host": host}).status_code in (400, 403)
+    for own in ("localhost", "127.0.0.1:9", "[::1]:8080"):
+        assert server.http.get("/v1/models", headers={"Host": own}).status_code == 200
 
 
 def test_a_port_in_use(server, capsys):

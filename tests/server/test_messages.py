@@ -69,13 +69,10 @@ def test_what_looks_like_the_beginning_of_a_mark_is_text_at_the_end(tokenizer, t
     assert whole["choices"][0]["finish_reason"] == finish
 
 
-def test_a_call_that_cannot_be_read_is_handed_over_as_text(tokenizer):
-    whole, _ = answer_of(tokenizer, "<tool_call>add(2)</tool_call>", 4)
-    choice = whole["choices"][0]
+def test_what_is_handed_over_as_text(tokenizer):
+    """A call that cannot be read; and all of a completion."""
+    choice = answer_of(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
-
-
-def test_a_completion_is_the_text_as_it_is():
     answer = Answer("m", TextReader(), 1)
     answer.add(Piece("<think>a", finish="length"), str)
     assert answer.whole()["choices"][0]["text"] == "<think>a"
@@ -100,6 +97,7 @@ def test_a_prompt_is_cut_where_others_begin_the_same_way(tokenizer):
     plain = prompt_of(tokenizer, system, user, chat_template_kwargs={"enable_thinking": False})
     assert (plain.kinds, plain.state) == (["system", "user"], "normal")
     assert prompt_of(tokenizer, user).kinds == ["user", "assistant"]
+    assert prompt_of(tokenizer, {**system, "role": "developer"}, user).ids == prompt.ids
 
 
 def test_tools_reach_the_template(tokenizer):
@@ -109,11 +107,6 @@ def test_tools_reach_the_template(tokenizer):
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     asked = prompt_of(tokenizer, user, {"role": "assistant", "tool_calls": [call]})
     assert '"arguments": {"a": 2}' in tokenizer.decode(asked.ids)
-
-
-def test_the_developer_is_the_system(tokenizer):
-    said = [{"role": role, "content": "Be kind."} for role in ("developer", "system")]
-    assert prompt_of(tokenizer, said[0]).ids == prompt_of(tokenizer, said[1]).ids
 
 
 def test_a_template_that_refuses(tokenizer):

@@ -38,6 +38,12 @@ def test_the_same_question_again(fresh):
     assert {answer.choices[0].message.content for answer in answers} == {"274650"}
     (length, before), (_, after) = map(counts, answers)
     assert before < after == length - 1
+    usage = list(fresh.chat(text, stream=True, stream_options={"include_usage": True}))[-1].usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    metrics = fresh.metrics()
+    assert 0 < metrics["mlx_tq_prompt_cache_entries"] <= 10
+    assert metrics["mlx_tq_prompt_cache_bytes"] > 0
+    assert metrics["mlx_tq_cached_tokens_total"] > 0
 
 
 def test_a_prompt_that_was_generated_is_cached_but_for_its_last_token(fresh, loaded):
@@ -58,17 +64,3 @@ def test_the_beginning_that_two_prompts_share(fresh):
     length, cached = counts(other)
     assert length - 20 < cached < length
     assert other.choices[0].message.content == "118822"
-
-
-def test_cached_tokens_in_a_stream(fresh):
-    text = question(6, 900_113)
-    fresh.chat(text)
-    chunks = list(fresh.chat(text, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == chunks[-1].usage.prompt_tokens - 1
-
-
-def test_kept_caches_are_counted(fresh):
-    metrics = fresh.metrics()
-    assert 0 < metrics["mlx_tq_prompt_cache_entries"] <= 10
-    assert metrics["mlx_tq_prompt_cache_bytes"] > 0
-    assert metrics["mlx_tq_cached_tokens_total"] > 0

@@ -5,9 +5,10 @@ import threading
 
 import openai
 import pytest
+from http_harness import wait_for
 
 from .conftest import ENDLESS, PACKED
-from .harness import running, together, wait_for
+from .harness import running, together
 
 ASKED = "The access code is 417295. What is the access code?"
 LONG = {"max_tokens": 4000, "logit_bias": ENDLESS}

@@ -25,15 +25,16 @@ class CodecOptions:
         rotation: "wht" or "haar".
         scale: the write-time scale of the tq formats. "raw" keeps ||x||, "matched" makes the decoded norm ||x||, "ls"
             is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c, "unbiased" is
-            <y, y> / <y, c>, with which the inner product of the decoded vector and the original is ||x||^2.
-        wide_scale: store scales as fp32 instead of fp16.
+            <y, y> / <y, c>, with which the inner product of the decoded vector and the original is ||x||^2; at most 1.3
+            times "ls", which only vectors need that are much unlike Gaussian ones once they are rotated.
+        fp32_scales: store scales as fp32 instead of fp16.
         pairs: the two dims of each pair that RoPE turns, for spectral keys; None is (f, f + D / 2).
     """
 
     seed: int = 42
     rotation: str = "wht"
     scale: str = "raw"
-    wide_scale: bool = False
+    fp32_scales: bool = False
     pairs: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -187,5 +188,5 @@ class Format(ABC):
 
 
 def rotation_for(head_dim: int, options: CodecOptions) -> Rotation:
-    """The rotation that `options` name."""
+    """The rotation that `options` name, for vectors of `head_dim`."""
     return get_rotation(options.rotation, head_dim, options.seed)

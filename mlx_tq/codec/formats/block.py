@@ -75,7 +75,7 @@ def inverse(scale: mx.array) -> mx.array:
 
 
 class BlockFormat(Format):
-    """A format of blocks.
+    """A format that stores a vector as blocks with a scale each.
 
     Attributes:
         codec_class: made from a head size alone.
@@ -84,7 +84,7 @@ class BlockFormat(Format):
     codec_class: ClassVar[type[BlockCodec]]
 
     def bytes_per_vector(self, head_dim: int) -> int:
-        """The blocks, scales included."""
+        """The bytes of all blocks of a vector, scales included."""
         return head_dim // self.codec_class.block * self.codec_class.block_bytes
 
     def check(self, head_dim: int) -> None:

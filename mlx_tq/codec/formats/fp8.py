@@ -27,7 +27,7 @@ class FP8Codec(Codec):
         return [mx.from_fp8(codes.view(mx.uint8), mx.float32)]
 
     def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
-        """A value above 448."""
+        """Whether a value was above 448, the largest of the format."""
         return peak > _LARGEST
 
 
@@ -39,7 +39,7 @@ class FP8(Format):
     error = 7.05e-4
 
     def bytes_per_vector(self, head_dim: int) -> int:
-        """One byte a value."""
+        """The bytes of a vector: one a value."""
         return head_dim
 
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_tq.codec.formats.base import Codec, CodecOptions, Encoded, Format
+from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Format
 
 
 class FullCodec(Codec):
@@ -20,7 +20,9 @@ class FullCodec(Codec):
         return self.head_dim * self.dtype.size // 2
 
     def encode(self, x: mx.array) -> Encoded:
-        """Reinterpret vectors: [..., D]."""
+        """Take vectors [..., D] as they are, as 16-bit words; conditioned ones, which are fp32, in the model's type."""
+        if self.dtype == mx.float16 and x.dtype != mx.float16:
+            x = mx.clip(x, -FP16_MAX, FP16_MAX)
         return Encoded(x.astype(self.dtype).view(mx.uint16), None)
 
     def planes(self, codes: mx.array) -> list[mx.array]:
@@ -31,6 +33,11 @@ class FullCodec(Codec):
         """The vectors, transposed in their own type."""
         return [(slice(None), mx.contiguous(codes.view(self.dtype).swapaxes(-1, -2)).astype(mx.float32))]
 
+    def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
+        """Finite values beyond fp16, which only conditioned keys have."""
+        beyond = mx.logical_and(peak > FP16_MAX, mx.isfinite(peak))
+        return beyond if self.dtype == mx.float16 else mx.zeros(peak.shape, mx.bool_)
+
 
 class Full(Format):
     """The model's own type: fp16, bf16 or fp32."""
@@ -40,7 +47,7 @@ class Full(Format):
     error = 0.0
 
     def bytes_per_vector(self, head_dim: int) -> int:
-        """Two bytes a value."""
+        """The bytes of a vector: two a value."""
         return 2 * head_dim
 
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:

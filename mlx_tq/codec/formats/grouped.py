@@ -64,7 +64,7 @@ class GroupedCodec(Codec):
 
     @property
     def learned(self) -> mx.array | None:
-        """`order`."""
+        """The order of dims that `fit` found, or None."""
         return self.order
 
     @property
@@ -79,7 +79,7 @@ class GroupedCodec(Codec):
         return self.restore(mx.argsort(-energy, axis=-1).astype(mx.uint16))
 
     def restore(self, learned: mx.array) -> "GroupedCodec":
-        """The codec with this order."""
+        """The codec with an order of dims that another one learned."""
         return GroupedCodec(self.head_dim, self._groups, learned)
 
     def encode(self, x: mx.array) -> Encoded:

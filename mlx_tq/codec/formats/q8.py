@@ -30,7 +30,7 @@ class Q8Codec(Codec):
     def __init__(self, head_dim: int, options: CodecOptions) -> None:
         self.rotation: Rotation = rotation_for(head_dim, options)
         super().__init__(head_dim, self.rotation)
-        self._wide = options.wide_scale
+        self._wide = options.fp32_scales
 
     @property
     def words(self) -> int:

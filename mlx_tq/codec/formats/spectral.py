@@ -20,7 +20,7 @@ _SIZES = {8: mx.int8, 16: mx.int16}
 
 
 class SpectralCodec(Codec):
-    """M pairs of a vector.
+    """Stores the M strongest RoPE pairs of a vector.
 
     Attributes:
         count: M.
@@ -80,7 +80,7 @@ class SpectralCodec(Codec):
         return data[..., : self.count].astype(mx.int32), values[..., : self.count], values[..., self.count :]
 
     def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
-        """A value beyond fp16's range."""
+        """Whether a value was beyond fp16's range."""
         return peak > FP16_MAX
 
     def _to_bytes(self, codes: mx.array) -> mx.array:
@@ -117,7 +117,7 @@ class Spectral(Format):
         return [cls(count, width) for count in COUNTS for width in WIDTHS]
 
     def bytes_per_vector(self, head_dim: int) -> int:
-        """Indices, coefficients and the largest."""
+        """The bytes of indices, coefficients and the largest coefficient."""
         return self.count * (1 + self.width // 4) + 2
 
     def check(self, head_dim: int) -> None:

@@ -41,7 +41,7 @@ def _rotation() -> Dense:
 
 
 class TBQCodec(BlockCodec):
-    """Packed codes, then the norm."""
+    """Stores packed codes, then the norm."""
 
     block = _BLOCK
     bits: ClassVar[int]

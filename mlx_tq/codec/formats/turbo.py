@@ -15,6 +15,10 @@ from mlx_tq.codec.formats.base import FP16_MAX, Codec, CodecOptions, Encoded, Fo
 from mlx_tq.codec.packing import pack, split_words, unpack, words_per_vector
 from mlx_tq.codec.rotation import Rotation
 
+# An unbiased scale is at most this many times that of least squares. Gaussian vectors need 1.13 at 2 bits; what lies
+# along a row of the rotation would need enough to double its norm.
+LARGEST_RATIO = 1.3
+
 
 def level(code: mx.array, bits: int) -> mx.array:
     """The level of a code, by its polynomial: uint16 -> fp32, at most 2 ulp from `codebook.levels`."""
@@ -54,7 +58,7 @@ class TurboCodec(Codec):
         self.bits = bits
         self.has_kernels = bits > 1
         self.rule = options.scale
-        self._wide = options.wide_scale
+        self._wide = options.fp32_scales
 
     @property
     def words(self) -> int:
@@ -80,13 +84,16 @@ class TurboCodec(Codec):
         if self.rule == "raw":
             return norm
         codeword = level(code, self.bits)
-        if self.rule == "unbiased":  # codeword and vector agree in sign everywhere, so their product is positive
-            product = pairwise_sum(y * codeword)
-            return mx.where(norm > 0, norm * (norm * self.head_dim / product), 0.0)
         energy = pairwise_sum(codeword * codeword)
         if self.rule == "matched":
             return norm * math.sqrt(self.head_dim) / mx.sqrt(energy)
-        return pairwise_sum(y * codeword) / energy
+        product = pairwise_sum(y * codeword)  # positive: codeword and vector agree in sign everywhere
+        if self.rule == "ls":
+            return product / energy
+        unbiased = norm * (norm * self.head_dim / product)
+        if self.bits > 1:  # 1 bit needs 1.57 of least squares whatever the vector
+            unbiased = mx.minimum(unbiased, LARGEST_RATIO * (product / energy))
+        return mx.where(norm > 0, unbiased, 0.0)
 
     def planes(self, codes: mx.array) -> list[mx.array]:
         """The levels: 16 / bits planes (16 for 3 bits) of fp32 [..., D / planes]."""

@@ -46,7 +46,7 @@ def cuda(texts: Sequence[str]) -> str:
     parts = [CUDA_PRELUDE]
     for number, text in enumerate(texts):
         header, name, body = _parts(text)
-        arguments = ", ".join(_cuda_parameter(p) for p in parameters(text) if p.index is not None)
+        arguments = ", ".join(_cuda_parameter(p) for p in parameters(text) if p.number is not None)
         parts += [f"namespace kernel_{number}_ {{", header, f"__global__ void {name}({arguments}) {{", body, "}"]
     return "\n".join(parts)
 

@@ -3,93 +3,79 @@
 import re
 import shutil
 import subprocess
-from contextlib import contextmanager
 from functools import cache, partial
 from unittest import mock
 
 import mlx.core as mx
 import pytest
+from cases import make_problem
 from dialects import cuda, opencl
-from kernel_cases import make_layout, random
-from metal_sim.capture import capture
+from simulated import captured
 
 from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.kernels import build, phases, source
+from mlx_tq.kernels import build, source, thresholds
 from mlx_tq.kernels.attend import _attend_gpu
 from mlx_tq.kernels.compact import _compact_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu
-from mlx_tq.kernels.encode import _encode_gpu, encode_ref
-from mlx_tq.kernels.phases import Phases
+from mlx_tq.kernels.encode import _encode_gpu
+from mlx_tq.kernels.recall_score import _recall_score_gpu
 from mlx_tq.kernels.score import _score_gpu
+from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.wht import _wht_gpu
 
+MASKED = {"mask": "bool", "sinks": True}
 LAYOUTS = {
-    "q8 and tq4": {"key_dim": 128, "value_dim": 128, "key": "q8", "value": "tq4", "dtype": "bfloat16"},
-    "tq3 and tq2": {"key_dim": 192, "value_dim": 80, "key": "tq3", "value": "tq2", "dtype": "float16", "wide": True},
-    "fp16 and q8": {"key_dim": 512, "value_dim": 512, "key": "fp16", "value": "q8", "dtype": "float32", "rule": "ls"},
+    "q8 and tq4": {"dims": (128, 128), "dtype": "bfloat16"},
+    "tq3 and tq2": {"dims": (192, 80), "key": "tq3", "value": "tq2", "wide": True},
+    "fp16 and q8": {"dims": (512, 512), "key": "fp16", "value": "q8", "dtype": "float32", "rule": "ls", **MASKED},
     "tq4 and fp16": {
-        "key_dim": 512,
-        "value_dim": 112,
+        "dims": (512, 112),
         "key": "tq4",
         "value": "fp16",
         "dtype": "bfloat16",
         "rule": "matched",
+        **MASKED,
     },
+    "conditioned tq4": {"dims": (128, 128), "key": "tq4", "conditioned": "blocks", **MASKED},
+    "conditioned fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "conditioned": "gaps"},
 }
-
-
-@contextmanager
-def capturing(dialect):
-    """The texts of the kernels called meanwhile, by name; their outputs are zeros."""
-    texts = {}
-
-    def run(kernel, *, inputs, constants, output_shapes, output_dtypes, **call):
-        sizes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
-        made = build.built.__wrapped__(kernel, "metal", constants)
-        texts[kernel.name] = capture(made, list(inputs), **sizes, **call)
-        return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
-
-    text = partial(source.text, where=dialect)
-    with mock.patch.object(build, "run", run), mock.patch.object(build, "text", lambda name, _: text(name)):
-        yield texts
 
 
 @cache
 def texts(dialect: str = "metal") -> dict[str, str]:
     """Generated texts by name; the functions in which dialects differ are those of one."""
-    found = {}
+    found, written = {}, partial(source.text, where=dialect)
 
-    def add(name, kernel, *arguments, **options):
-        with capturing(dialect) as captured:
-            kernel(*arguments, **options)
-        found.update({f"{kernel_name} {name}": text for kernel_name, text in captured.items()})
+    def add(name, kernel, *arguments):
+        with captured() as made, mock.patch.object(build, "text", lambda name, _, **how: written(name, **how)):
+            kernel(*arguments)
+        found.update({f"{kernel_name} {name}": text for kernel_name, text in made.items()})
 
     for name, case in LAYOUTS.items():
-        layout = make_layout(case)
-        keys, values = (random((1, 1, 4, case[f"{part}_dim"]), case["dtype"]) for part in ("key", "value"))
-        add(name, _encode_gpu, keys, values, layout)
-        rows = encode_ref(keys, values, layout).rows
-        add(name, _dequantize_gpu, rows, layout, keys.dtype, (keys, values))
-        virtual = random((1, 2, case["key_dim"]), "float32"), mx.zeros((1, 2, 8)), mx.zeros((2, 8), mx.int32)
-        add(name, _score_gpu, rows, 4, layout, *virtual)
-        queries = random((1, 4, 1, case["key_dim"]), case["dtype"])
-        options = {"mask": mx.zeros((1, 8)), "sinks": mx.zeros(4)} if "rule" in case else {}
-        for short in (0, 8):
-            with phases.using(Phases(short=short)):
-                add(name, _attend_gpu, queries, rows, 4, layout, keys, values, prefix=1, scale=1.0, **options)
+        problem = make_problem(**{"rule": "raw", "body": 4, "batch": 1, "groups": 4, "length": 1, **case})
+        layout, rows = problem.layout, problem.arguments["rows"]
+        means = problem.conditioning
+        add(name, _encode_gpu, *problem.packed, layout, means)
+        add(name, _dequantize_gpu, rows, layout, problem.full[0].dtype, problem.full, means)
+        virtual = mx.zeros((2, 2, case["dims"][0])), mx.zeros((2, 2, 8)), mx.zeros((2, 8), mx.int32)
+        add(name, _score_gpu, rows, 4, layout, *virtual, means)
+        asking = problem.arguments["queries"].astype(mx.float32)
+        add(name, _recall_score_gpu, asking, layout.keys(rows[:, :, :4]), layout, means, [3, 1])
+        for short in (0, 64):
+            with thresholds.using(KernelThresholds(short=short)):
+                add(name, problem.solve, _attend_gpu)
     for dim in (80, 128, 512):
         add(str(dim), _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
+    conditioning = make_problem(dims=(64, 64), conditioned="blocks").conditioning
+    asked = partial(_wht_gpu, conditioning=conditioning)
+    add("conditioned", asked, mx.zeros((2, 4, 3, 64), mx.float16), get_rotation("wht", 64, 0))
     add("any", _compact_gpu, mx.zeros((1, 2, 9, 33), mx.uint32), mx.arange(8), 8)
     return found
 
 
-BY_LAYOUT = ("encode", "dequantize", "attend", "merge", "attend_short", "score")
-NAMES = [f"{kernel} {name}" for kernel in BY_LAYOUT for name in LAYOUTS] + [
-    "compact any",
-    "wht 80",
-    "wht 128",
-    "wht 512",
-]
+BY_LAYOUT = ("encode", "dequantize", "attend", "merge", "attend_short", "score", "recall_score")
+NAMES = [f"{kernel} {name}" for kernel in BY_LAYOUT for name in LAYOUTS]
+NAMES += ["compact any", "wht 80", "wht 128", "wht 512", "wht conditioned"]
 SHARED = 32768  # bytes of threadgroup memory that Metal has
 
 
@@ -118,8 +104,11 @@ def test_address_spaces(name):
         ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
         ("attend q8 and tq4", "auto vector = queries", "constant bfloat16_t* vector = queries"),
         ("attend q8 and tq4", "auto key = keys", "device ushort* key = keys"),
+        ("attend conditioned tq4", "auto index = (", "device int* index = ("),
         ("attend_short q8 and tq4", "auto query = asking", "thread float4* query = asking"),
         ("merge q8 and tq4", "Outputs outputs, Numbers", "threadgroup const float* outputs, Numbers"),
+        ("recall_score conditioned tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
+        ("recall_score q8 and tq4", "auto key = key_values", "thread const float* key = key_values"),
         ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
     ],
 )

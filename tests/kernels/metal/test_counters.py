@@ -1,25 +1,26 @@
 """What attention costs, counted on the simulator: bytes and lane operations per packed token and KV head.
 
-docs/kernels.md tells these numbers.
+docs/measurements/kernels.md tells these numbers.
 """
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_cases import HEADS, make_problem
-from metal_sim.run import Counters
-from sdpa_vector import sdpa_vector
+from cases import HEADS, make_problem
 from simulated import simulated
 
-from mlx_tq.kernels import attend, phases
-from mlx_tq.kernels.phases import Phases
+from metal_sim.run import Counters
+from metal_sim.sdpa_vector import sdpa_vector
+from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.kernels import attend, attend_kernels, thresholds
+from mlx_tq.kernels.thresholds import KernelThresholds
 
 FEW, MANY = 96, 224
 CASE = {"dims": (128, 128), "key": "tq4", "value": "tq4", "batch": 1, "length": 1, "prefix": 0, "recent": 0}
 
 
-def counted(groups: int, body: int) -> Counters:
-    problem = make_problem(**CASE, groups=groups, body=body)
+def counted(groups: int, body: int, **changes) -> Counters:
+    problem = make_problem(**CASE | changes, groups=groups, body=body)
     with simulated() as counters:
         problem.solve(attend._attend_gpu)
     return counters[0]
@@ -27,7 +28,7 @@ def counted(groups: int, body: int) -> Counters:
 
 def bytes_per_token(groups: int) -> float:
     counters = [counted(groups, body).loaded for body in (FEW, MANY)]
-    few, many = (loaded["packed_rows"] + loaded["row_pairs"] for loaded in counters)
+    few, many = (loaded["packed_rows_0"] for loaded in counters)
     return (many - few) / (MANY - FEW) / HEADS
 
 
@@ -39,8 +40,8 @@ def operations_per_token(few: Counters, many: Counters, heads: int) -> dict[str,
     }
 
 
-def attend_operations(groups: int) -> float:
-    found = operations_per_token(counted(groups, FEW), counted(groups, MANY), HEADS)
+def attend_operations(groups: int, **changes) -> float:
+    found = operations_per_token(*(counted(groups, body, **changes) for body in (FEW, MANY)), HEADS)
     print({name: round(number) for name, number in found.items()})
     return sum(found.values())
 
@@ -62,14 +63,25 @@ def sdpa_operations(groups: int) -> float:
 
 @pytest.mark.parametrize(("groups", "times"), [(1, 1), (2, 1), (4, 1), (5, 2), (8, 2), (16, 4)])
 def test_packed_bytes_are_loaded_once_for_four_query_heads(groups, times):
-    assert bytes_per_token(groups) == times * make_problem(**CASE).arguments["layout"].nbytes
+    assert bytes_per_token(groups) == times * make_problem(**CASE).layout.nbytes
 
 
 def test_lane_operations(monkeypatch):
-    with phases.using(Phases(least_block=1024, short=0)):
+    with thresholds.using(KernelThresholds(least_block=1024, short=0)):
         ours, plain = attend_operations(4), sdpa_operations(4)
-        monkeypatch.setattr(attend, "QUERIES", 1)
+        monkeypatch.setattr(attend_kernels, "QUERIES", 1)
         per_head = attend_operations(4)
     print(f"shared {ours:.0f}, per query head {per_head:.0f}, sdpa_vector at fp16 {plain:.0f}")
     assert ours <= 0.45 * per_head
     assert ours <= plain
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_conditioned_keys_cost_at_most_5_percent(groups, dim):
+    """Where no token has left; the two contexts differ by as many tokens as share a mean."""
+    assert MANY - FEW == MEAN_TOKENS
+    with thresholds.using(KernelThresholds(least_block=1024, short=0)):
+        plain, conditioned = (attend_operations(groups, dims=(dim, dim), conditioned=kind) for kind in (None, "blocks"))
+    print(f"plain {plain:.0f}, conditioned {conditioned:.0f}")
+    assert conditioned <= 1.05 * plain

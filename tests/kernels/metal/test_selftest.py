@@ -3,10 +3,11 @@
 import pytest
 from simulated import simulated
 
-from mlx_tq import cli, doctor
+from mlx_tq import cli
+from mlx_tq.commands.runs import doctor
 from mlx_tq.kernels import build, selftest
 
-KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "compact", "wht"}
+KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "recall_score", "compact", "wht"}
 
 
 def few(monkeypatch):
@@ -26,6 +27,7 @@ def test_every_kernel_is_run(monkeypatch):
     ("old", "new", "kernel"),
     [
         ("kept_rows[row] *", "row *", "compact"),
+        ("block_maxima[place] = maximum", "block_maxima[place] = sum", "recall_score"),
         ("tq_fma(a, a, tq_mul(b, b))", "tq_mul(a, a)", "score"),
     ],
 )

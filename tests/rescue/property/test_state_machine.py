@@ -1,8 +1,6 @@
 """Any sequence of calls and restarts against a dict: the service answers what the dict says."""
 
 import itertools
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,8 +17,9 @@ from hypothesis.stateful import (
 )
 
 from rescue_svc.embed.hashing import HashingEmbedder
+from rescue_svc.store import copies
 
-from ..harness import Server
+from ..harness import Here
 
 EMBEDDER = HashingEmbedder()
 WORDS = ["fox", "owl", "code", "7742", "river", "moon", "elephant", "été", "naïve", "x_1"]
@@ -32,8 +31,8 @@ RUNS = itertools.count()
 class Shared:
     """One service for all runs, each with sessions of its own: starting one takes longer than a run."""
 
-    server: Server
-    folder: Path
+    service: Here
+    folders: list[Path]  # the last is in use; each crash begins another
 
 
 class Rescue(RuleBasedStateMachine):
@@ -46,7 +45,8 @@ class Rescue(RuleBasedStateMachine):
         self.layers = itertools.count()
 
     def name(self, which):
-        return f"run-{self.run}-{which}"
+        """Ids that a careless comparison could take for one another: no answer holds a span of another session."""
+        return (f"run-{self.run}", f"RUN-{self.run}", f"run_{self.run}")[which]
 
     @rule(which=st.integers(0, 2), spans=st.lists(st.tuples(STARTS, st.integers(1, 8), TEXTS), min_size=1, max_size=8))
     def write(self, which, spans):
@@ -58,7 +58,7 @@ class Rescue(RuleBasedStateMachine):
             if (start, start + length, text) not in session:
                 session[start, start + length, text] = layer
                 new += 1
-        answer = Shared.server.client.post("/evict/write", json={"session_id": self.name(which), "chunks": chunks})
+        answer = Shared.service.http.post("/evict/write", json={"session_id": self.name(which), "chunks": chunks})
         assert answer.json() == {"accepted": new, "session_total": len(session)}
 
     @rule(
@@ -69,9 +69,9 @@ class Rescue(RuleBasedStateMachine):
     )
     def retrieve_dense(self, which, query, top_k, out):
         """Dense recall@k is exact: the cosines are the best ones there are."""
-        Shared.server.wait_until_embedded()
+        Shared.service.wait_until_embedded()
         ranges = [[min(pair), max(pair)] for pair in out]
-        answer = Shared.server.retrieve(
+        answer = Shared.service.retrieve(
             self.name(which), query, top_k=top_k, hybrid_alpha=1, score_floor=-1, exclude_ranges=ranges
         )
         covered = {position for start, stop in ranges for position in range(start, stop)}
@@ -92,7 +92,7 @@ class Rescue(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), query=TEXTS)
     def retrieve_by_words(self, which, query):
         """BM25 finds every span that shares a word, and no other."""
-        answer = Shared.server.retrieve(self.name(which), query, top_k=64, hybrid_alpha=0)
+        answer = Shared.service.retrieve(self.name(which), query, top_k=64, hybrid_alpha=0)
         asked = set(query.split())
         expected = {span for span in self.model.get(self.name(which), {}) if asked & set(span[2].split())}
         found = {(*chunk["token_range"], chunk["text"]) for chunk in answer["chunks"]}
@@ -101,50 +101,46 @@ class Rescue(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def forget(self, which):
         gone = self.model.pop(self.name(which), None)
-        answer = Shared.server.client.delete(f"/sessions/{self.name(which)}")
+        answer = Shared.service.forget(self.name(which))
         assert answer.status_code == (404 if gone is None else 200)
         assert gone is None or answer.json()["forgotten"] == len(gone)
 
-    @rule(which=st.integers(0, 2), call=st.sampled_from(["hibernate", "resume"]))
+    @rule(which=st.integers(0, 2), call=st.sampled_from([Here.hibernate, Here.resume]))
     def move_the_index(self, which, call):
-        answer = Shared.server.client.post(f"/sessions/{self.name(which)}/{call}")
-        assert answer.status_code == (200 if self.name(which) in self.model else 404)
+        assert ("vectors" in call(Shared.service, self.name(which))) == (self.name(which) in self.model)
 
     @precondition(lambda self: self.model)
-    @rule(how=st.sampled_from(["stop", "kill", "rebuild"]))
+    @rule(how=st.sampled_from(["stop", "crash", "rebuild"]))
     def restart(self, how):
-        if how == "kill":
-            Shared.server.kill()
-        else:
-            Shared.server.stop()
+        if how == "crash":
+            Shared.folders.append(Shared.service.killed(Shared.folders[0].with_name(str(len(Shared.folders)))))
+        Shared.service.stop()
         if how == "rebuild":
-            command = [sys.executable, "-m", "rescue_svc.cli", "rebuild", "--data-dir", str(Shared.folder)]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            assert "lost 0 spans" in said
-        Shared.server = Server(Shared.folder)
+            assert copies.rebuild(Shared.folders[-1]).lost == 0
+        Shared.service = Here(Shared.folders[-1])
 
     @invariant()
     def the_sessions_are_those_of_the_dict(self):
-        listed = Shared.server.client.get("/sessions").json()["sessions"]
-        mine = {s["session_id"]: s["session_total"] for s in listed if s["session_id"].startswith(f"run-{self.run}-")}
+        listed = {name: session["session_total"] for name, session in Shared.service.sessions().items()}
+        mine = {name: listed[name] for name in map(self.name, range(3)) if name in listed}
         assert mine == {name: len(spans) for name, spans in self.model.items()}
         for name, spans in self.model.items():
-            assert [tuple(r) for r in Shared.server.dump(name)["token_ranges"]] == [span[:2] for span in spans]
+            assert [tuple(r) for r in Shared.service.dump(name)["token_ranges"]] == [span[:2] for span in spans]
 
     def teardown(self):
         for name in getattr(self, "model", {}):
-            Shared.server.client.delete(f"/sessions/{name}")
+            Shared.service.forget(name)
 
 
-def test_the_service_is_a_dict(scale):
+def test_the_service_is_a_dict(times):
     with tempfile.TemporaryDirectory() as folder:
-        Shared.folder = Path(folder) / "data"
-        Shared.server = Server(Shared.folder)
+        Shared.folders = [Path(folder) / "0"]
+        Shared.service = Here(Shared.folders[0])
         try:
             run_state_machine_as_test(
                 Rescue,
                 settings=settings(
-                    max_examples=15 * scale,
+                    max_examples=times(150),
                     stateful_step_count=20,
                     deadline=None,
                     suppress_health_check=list(HealthCheck),
@@ -152,4 +148,4 @@ def test_the_service_is_a_dict(scale):
                 ),
             )
         finally:
-            Shared.server.stop()
+            Shared.service.stop()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ..harness import Server, ServerExitedError
+from rescue_svc.errors import StoreUnavailableError
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 
@@ -23,79 +23,49 @@ def small_disk(tmp_path: Path):
 
 
 @ROOT_ONLY
-def test_a_full_disk_loses_nothing(small_disk):
+def test_a_full_disk_loses_nothing(small_disk, here):
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"0" * 2**20)
-    server = Server(small_disk / "data", embedder="none", logs=small_disk.parent)
+    service = here(small_disk / "data", embedder="none")
     acknowledged, number = [], 0
-    try:
-        while True:
-            answer = server.write("s", (f"{number} " + "text " * 1500, number, number + 1))
-            if answer.status_code != 201:
-                break
-            acknowledged.append([number, number + 1])
-            number += 1
-        assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
-        assert len(acknowledged) > 10
-        assert server.dump("s")["token_ranges"] == acknowledged
-        assert server.retrieve("s", "text 7", top_k=1)["chunks"]
-        ballast.unlink()
-        assert server.write("s", ("small", number, number + 1)).status_code == 201
-        server.kill()
-        server = Server(small_disk / "data", embedder="none", logs=small_disk.parent)
-        assert server.dump("s")["token_ranges"] == [*acknowledged, [number, number + 1]]
-        server.stop()
-    finally:
-        if server.process.poll() is None:
-            server.kill()
+    while (answer := service.write("s", (f"{number} " + "text " * 1500, number, number + 1))).status_code == 201:
+        acknowledged.append([number, number + 1])
+        number += 1
+    assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
+    assert len(acknowledged) > 10
+    assert service.dump("s")["token_ranges"] == acknowledged
+    assert service.found("s", "text 7", top_k=1)
+    ballast.unlink()
+    assert service.write("s", ("small", number, number + 1)).status_code == 201
+    after = here(service.killed(small_disk.with_name("after")), embedder="none")
+    assert after.dump("s")["token_ranges"] == [*acknowledged, [number, number + 1]]
+    service.stop()
 
 
 @ROOT_ONLY
-def test_a_read_only_disk_is_said_at_the_start(small_disk):
+def test_a_read_only_disk_is_said_at_the_start(small_disk, here):
+    (small_disk / "file").write_text("")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(ServerExitedError, match="cannot be written") as exited:
-        Server(small_disk / "data", logs=small_disk.parent)
-    assert exited.value.code == 1
+    for folder in (small_disk / "data", small_disk / "file" / "data"):
+        with pytest.raises(StoreUnavailableError, match="cannot be written"):
+            here(folder)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it may not; the read-only disk stands in for it")
-def test_a_read_only_directory_is_said_at_the_start(tmp_path):
-    (tmp_path / "data").mkdir(mode=0o500)
-    with pytest.raises(ServerExitedError, match="cannot be written"):
-        Server(tmp_path / "data")
-
-
-def test_a_path_through_a_file_is_said_at_the_start(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ServerExitedError, match="cannot be written") as exited:
-        Server(tmp_path / "file" / "data", logs=tmp_path)
-    assert exited.value.code == 1
-
-
-def test_a_second_process_is_refused_and_harms_nothing(serve):
-    first = serve(embedder="none")
-    first.write("s", ("kept", 0, 1))
-    with pytest.raises(ServerExitedError, match="in use by another process") as exited:
-        serve(embedder="none")
-    assert exited.value.code == 1
-    assert first.write("s", ("more", 1, 2)).json()["session_total"] == 2
-
-
-def test_a_clock_that_goes_back_changes_nothing(serve):
-    server = serve()
-    server.write("s", ("written in the future", 0, 5))
-    server.kill()
-    with sqlite3.connect(server.data_dir / "rescue.db") as database:
+def test_a_clock_that_goes_back_changes_nothing(here, tmp_path):
+    first = here(embedder="none")
+    first.write("s", ("written in the future", 0, 5))
+    folder = first.killed(tmp_path / "killed")
+    with sqlite3.connect(folder / "rescue.db") as database:
         database.execute("UPDATE sessions SET created = 4e9, updated = 4e9")  # as if the clock had been years ahead
     database.close()
-    server = serve()
-    server.write("s", ("written in the past", 9, 12))
-    server.write("t", ("another", 0, 5))
-    server.wait_until_embedded()
-    listed = {s["session_id"]: s for s in server.client.get("/sessions").json()["sessions"]}
-    assert listed["s"]["updated"] == 4e9
-    assert listed["t"]["updated"] < 4e9
-    assert server.dump("s")["token_ranges"] == [[0, 5], [9, 12]]
-    assert len(server.retrieve("s", "written")["chunks"]) == 2
-    server.stop()
-    assert serve().dump("s")["session_total"] == 2
+    service = here(folder)
+    service.write("s", ("written in the past", 9, 12))
+    service.write("t", ("another", 0, 5))
+    service.wait_until_embedded()
+    listed = service.sessions()
+    assert list(listed) == ["s", "t"]
+    assert listed["s"]["updated"] == 4e9 > listed["t"]["updated"]
+    assert service.dump("s")["token_ranges"] == [[0, 5], [9, 12]]
+    assert len(service.found("s", "written")) == 2
+    service.stop()
+    assert here(folder).dump("s")["session_total"] == 2

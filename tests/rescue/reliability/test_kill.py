@@ -1,25 +1,24 @@
 """kill -9 at any moment: what was acknowledged is there, and the index equals the store."""
 
 import contextlib
-import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from http_harness import wait_for
 
 from rescue_svc.settings import Caps
 from rescue_svc.store import NewSpan, Store
 from rescue_svc.store.files import DATABASE, connect
-from rescue_svc.store.migrations import MIGRATIONS
+from rescue_svc.store.migrations import MIGRATIONS, migrate
 
-from ..harness import Server, wait_for
+from ..harness import Server
 
 CAPS = Caps(10**6, 10**6, 10**4)
 
@@ -53,23 +52,23 @@ def kept(server, session):
     return {start // 2 for start, _ in dump["token_ranges"]}
 
 
+def check_index(server):
+    """The index holds a vector for each span."""
+    server.wait_until_embedded()
+    for name, session in server.sessions().items():
+        assert session["embedded"] == session["session_total"] == server.resume(name)["vectors"]
+
+
 def writing_and_killed(serve, folder, rounds):
-    """One data directory, killed `rounds` times while two writers write; returns the spans acknowledged."""
+    """One data directory, killed `rounds` times while two writers write; returns how many spans were acknowledged."""
     writers = []
-    for round_number in range(rounds):
-        every_tenth = round_number % 10 == 0
-        server = serve(folder, embedder="hashing" if every_tenth else "none")
+    for number in range(rounds):
+        server = serve(folder, embedder="none" if number % 10 else "hashing")
         for writer in writers[-2:]:
-            found = kept(server, writer.session)
-            assert writer.acknowledged <= found <= writer.sent
-        if every_tenth and writers:
-            server.wait_until_embedded()
-            listed = server.client.get("/sessions").json()["sessions"]
-            assert all(s["embedded"] == s["session_total"] for s in listed)
-            for s in listed:
-                resumed = server.client.post(f"/sessions/{s['session_id']}/resume").json()
-                assert resumed["vectors"] == s["session_total"]
-        pair = [Writer(server, f"round-{round_number}-{side}", 1000 * side) for side in (1, 2)]
+            assert writer.acknowledged <= kept(server, writer.session) <= writer.sent
+        if number % 10 == 0:
+            check_index(server)
+        pair = [Writer(server, f"round-{number}-{side}", 1000 * side) for side in (1, 2)]
         for writer in pair:
             writer.start()
         wait_for(lambda: all(w.acknowledged for w in pair))  # noqa: B023 - called at once
@@ -80,176 +79,162 @@ def writing_and_killed(serve, folder, rounds):
         writers += pair
     server = serve(folder)
     for writer in writers:
-        found = kept(server, writer.session)
-        assert writer.acknowledged <= found <= writer.sent
+        assert writer.acknowledged <= kept(server, writer.session) <= writer.sent
+    check_index(server)
     server.stop()
     return sum(len(writer.acknowledged) for writer in writers)
 
 
-def test_kill_while_writing(serve, tmp_path, scale):
-    """100 kills, of four services on four folders side by side: a start is most of a round."""
-    folders = [tmp_path / f"data-{number}" for number in range(4)]
-    with ThreadPoolExecutor(len(folders)) as lanes:
-        acknowledged = list(lanes.map(lambda folder: writing_and_killed(serve, folder, 25 * scale), folders))
-    assert sum(acknowledged) > 200 * scale
+def test_kill_while_writing(serve, tmp_path, times):
+    """100 kills, of two services on two folders side by side: a start is most of a round."""
+    with ThreadPoolExecutor(2) as lanes:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        acknowledged = list(lanes.map(lambda folder: writing_and_killed(serve, folder, times(50)), folders))
+    assert sum(acknowledged) > times(200)
 
 
-def test_kill_while_saving_an_index(serve, scale):
+def test_kill_while_saving_an_index(serve, times):
     server = serve()
     for first in range(0, 2560, 256):
         server.write("s", *((f"item {n} of many", n, n + 1) for n in range(first, first + 256)))
     server.wait_until_embedded()
     expected = server.retrieve("s", "item 77 of many", hybrid_alpha=1, top_k=8)
-    for _ in range(10 * scale):
 
-        def hibernate_forever(server=server):
-            with contextlib.suppress(httpx.TransportError, RuntimeError):  # until the service is gone
-                while True:
-                    server.client.post("/sessions/s/resume")
-                    server.client.post("/sessions/s/hibernate")
+    def hibernate_forever():
+        with contextlib.suppress(httpx.TransportError, RuntimeError):  # until the service is gone
+            while True:
+                server.resume("s")
+                server.hibernate("s")
 
+    for _ in range(times(20)):
         thread = threading.Thread(target=hibernate_forever)
         thread.start()
         thread.join(random.uniform(0.02, 0.15))
         server.kill()
         thread.join()
         server = serve()
-        assert server.client.post("/sessions/s/resume").json()["vectors"] == 2560
+        assert server.resume("s")["vectors"] == 2560
         server.wait_until_embedded()
         assert server.retrieve("s", "item 77 of many", hybrid_alpha=1, top_k=8) == expected
         assert not list(server.data_dir.glob("index/*.bad-*"))
 
 
-OLD_VERSION = """
-import sys, pathlib
-sys.path.insert(0, {root!r})
-from rescue_svc.store.files import connect, DATABASE
-from rescue_svc.store.migrations import migrate
-import os, signal
-connection = connect(pathlib.Path({folder!r}) / DATABASE)
-steps = 0
-def step(statement):
-    global steps
-    steps += 1
-    if steps == {kill_at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-connection.set_trace_callback(step)
-migrate(connection)
-"""
+@pytest.mark.parametrize("version", range(len(MIGRATIONS)))
+def test_kill_at_every_statement_of_a_migration(tmp_path, version):
+    """The files before each statement are those that kill -9 would leave there; from each the next start goes on."""
+    folder, moments = tmp_path / "data", []
+    folder.mkdir()
+    connection = connect(folder / DATABASE)
+    for number, steps in enumerate(MIGRATIONS[:version], start=1):
+        for statement in steps:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {number}")
+    connection.set_trace_callback(lambda _: moments.append(shutil.copytree(folder, tmp_path / str(len(moments)))))
+    migrate(connection)
+    connection.close()
+    assert len(moments) > 6
+    for moment in moments:
+        store = Store(moment, CAPS)
+        assert store.write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
+        store.close()
 
 
-def test_kill_at_every_statement_of_every_migration(tmp_path):
-    """The database is of version 0, 1, ...; the program dies before each statement in turn; the next start goes on."""
-    for version in range(len(MIGRATIONS)):
-        died, kill_at = True, 0
-        while died:
-            kill_at += 1
-            folder = tmp_path / f"{version}-{kill_at}"
-            folder.mkdir()
-            connection = connect(folder / DATABASE)
-            for number, steps in enumerate(MIGRATIONS[:version], start=1):
-                for statement in steps:
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {number}")
-            connection.close()
-            script = OLD_VERSION.format(root=str(Path.cwd()), folder=str(folder), kill_at=kill_at)
-            died = subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
-            store = Store(folder, CAPS)
-            assert store.write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
-            store.close()
-        assert kill_at > 3  # it did die on the way
-
-
-def test_kill_while_backing_up(serve, popen, tmp_path, scale):
+def test_kill_while_backing_up(serve, popen, tmp_path, times):
     server = serve(embedder="none")
     text = "a long text " * 600
     for first in range(0, 2048, 256):
         server.write("s", *((f"{n} {text}", n, n + 1) for n in range(first, first + 256)))
-    for round_number in range(5 * scale):
-        folder = tmp_path / f"backup-{round_number}"
-        process = popen(
-            [sys.executable, "-m", "rescue_svc.cli", "backup", str(folder), "--data-dir", str(server.data_dir)]
-        )
+
+    def command(folder):
+        words = ("backup", str(folder), "--data-dir", str(server.data_dir))
+        return [sys.executable, "-m", "rescue_svc.cli", *words]
+
+    for number in range(times(10)):
+        folder = tmp_path / f"backup-{number}"
+        process = popen(command(folder))
         wait_for(lambda folder=folder: list(tmp_path.glob(f"{folder.name}.partial-*/*")))
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
         assert not folder.exists()  # a cut backup is never taken for one
     assert server.dump("s")["session_total"] == 2048
-    folder = tmp_path / "backup-whole"
-    subprocess.run(
-        [sys.executable, "-m", "rescue_svc.cli", "backup", str(folder), "--data-dir", str(server.data_dir)], check=True
-    )
-    assert serve(folder, embedder="none").dump("s") == server.dump("s")
+    subprocess.run(command(tmp_path / "whole"), check=True)
+    assert serve(tmp_path / "whole", embedder="none").dump("s") == server.dump("s")
 
 
-def embedder_processes(server):
-    return [c for c in psutil.Process(server.process.pid).children() if "spawn_main" in " ".join(c.cmdline())]
+FACT = "the code is 481729"
 
 
-def embedder_process(server):
-    (child,) = embedder_processes(server)
+def embedder_of(process):
+    (child,) = [c for c in process.children() if "spawn_main" in " ".join(c.cmdline())]
     return child
 
 
-def test_kill_of_the_embedder_alone(serve, scale):
-    server = serve()
-    server.write("s", ("the code is 481729", 0, 5), ("nothing", 10, 12))
-    server.wait_until_embedded()
-    for _ in range(3 * scale):
-        assert server.retrieve("s", "code", top_k=1)["mode"] == "hybrid"
-        embedder_process(server).kill()
-        answer = server.retrieve("s", "code", top_k=1)
-        assert answer["chunks"][0]["text"] == "the code is 481729"
+def is_back(service):
+    return lambda: service.retrieve("s", "code", top_k=1)["mode"] == "hybrid"
+
+
+def test_kill_of_the_embedder_alone(here, times):
+    service = here()
+    service.write("s", (FACT, 0, 5), ("nothing", 10, 12))
+    service.wait_until_embedded()
+    for _ in range(times(30)):
+        assert is_back(service)()
+        psutil.Process(service.service.embedder.pid).kill()
+        answer = service.retrieve("s", "code", top_k=1)
+        assert answer["chunks"][0]["text"] == FACT
         assert (answer["mode"], answer["degraded"] is None) in (("bm25", False), ("hybrid", True))
-        wait_for(lambda: server.retrieve("s", "code", top_k=1)["mode"] == "hybrid")
-    assert server.process.poll() is None
+        wait_for(is_back(service))
 
 
-def test_an_embedder_that_hangs_is_replaced(serve):
-    server = serve(embed_timeout_s=0.5, query_timeout_s=0.2)
-    server.write("s", ("the code is 481729", 0, 5))
-    server.wait_until_embedded()
-    hung = embedder_process(server)
-    hung.suspend()
-    answer = server.retrieve("s", "code")
-    assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", "the code is 481729")
+def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
+    service = here(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
+    service.write("s", (FACT, 0, 5))
+    service.wait_until_embedded()
+    hung = service.service.embedder.pid
+    psutil.Process(hung).suspend()
+    answer = service.retrieve("s", "code")
+    assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", FACT)
     assert "longer than 0.2 s" in answer["degraded"]
-    wait_for(lambda: server.retrieve("s", "code")["mode"] == "hybrid")
-    assert embedder_process(server).pid != hung.pid
+    wait_for(is_back(service))
+    assert service.service.embedder.pid != hung
+    wait_for(lambda: service.ready()["embedder"]["state"] == "idle")
+    wait_for(lambda: service.service.embedder.pid is None)
+    assert service.retrieve("s", "code")["chunks"][0]["text"] == FACT  # this question wakes it
+    wait_for(is_back(service))
+
+
+def test_questions_wait_for_an_idle_embedder_and_a_write_wakes_it(here):
+    service = here(embed_idle_s=1, query_timeout_s=60)
+    state = lambda: service.ready()["embedder"]["state"]  # noqa: E731
+    service.write("s", (FACT, 0, 5))
+    wait_for(lambda: state() == "idle")
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda _: service.retrieve("s", "code"), range(8)))
+    assert {(answer["mode"], answer["degraded"]) for answer in answers} == {("hybrid", None)}
+    starts = service.service.embedder.starts
+    wait_for(lambda: state() == "idle")
+    assert service.write("s", (FACT, 0, 5)).json()["accepted"] == 0
+    wait_for(lambda: service.service.embedder.starts == starts + 1)
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="needs prlimit, which is Linux's")
-def test_an_embedder_that_cannot_start_is_tried_again(serve):
+def test_an_embedder_that_cannot_start_is_tried_again_and_ends_with_the_service(serve):
     """No file is left to open for a pipe; once there is, the next question brings it back."""
     server = serve()
-    server.write("s", ("the code is 481729", 0, 5))
+    server.write("s", (FACT, 0, 5))
     server.wait_until_embedded()
     server.retrieve("s", "code")
-    service = psutil.Process(server.process.pid)
-    usual = service.rlimit(psutil.RLIMIT_NOFILE)
-    service.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
-    embedder_process(server).kill()
+    process = psutil.Process(server.process.pid)
+    usual = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
+    embedder_of(process).kill()
     wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")
     answer = server.retrieve("s", "code")
-    assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", "the code is 481729")
+    assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", FACT)
     assert "could not start" in answer["degraded"]
-    service.rlimit(psutil.RLIMIT_NOFILE, usual)
-    wait_for(lambda: server.retrieve("s", "code")["mode"] == "hybrid")
-
-
-def test_the_embedder_ends_with_the_service(serve):
-    server = serve()
-    server.wait_until_embedded()
-    child = embedder_process(server)
+    process.rlimit(psutil.RLIMIT_NOFILE, usual)
+    wait_for(is_back(server))
+    child = embedder_of(process)
     server.kill()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert "Traceback" not in server.log_path.read_text()  # it ended quietly
-
-
-def test_an_idle_embedder_gives_its_memory_back(serve):
-    server = serve(embed_idle_s=0.3)
-    server.write("s", ("the code is 481729", 0, 5))
-    wait_for(lambda: server.ready()["embedder"]["state"] == "idle")
-    wait_for(lambda: embedder_processes(server) == [])
-    assert server.retrieve("s", "code")["mode"] == "bm25"  # this question wakes it
-    wait_for(lambda: server.retrieve("s", "code")["mode"] == "hybrid")
+    assert "Traceback" not in server.log()  # it ended quietly

@@ -1,0 +1,132 @@
+"""Everything of mlx_tq that golden runs call by name: the one file to change where a name does.
+
+Options of eviction are called there as they were when golden.json was recorded.
+"""
+
+import shutil
+from contextlib import AbstractContextManager
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.codec.formats import format_names, get_format
+from mlx_tq.commands import screen
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.config import KVConfig
+from mlx_tq.models import embedded_path, load
+from mlx_tq.policies import EvictConfig, parse_policy
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, plan_caches
+from mlx_tq.sequence.passes import compressed_caches, sequence_in
+
+# Of `evaluate sweep`: TriAttention with options, and policies without.
+SWEPT = "triattention,triattention:mode=v1:evict=highest:score_unrotated_dims=off,triattention:aggregation=v3,knorm"
+# What options were called when golden.json was recorded.
+_RENAMED = {"nope": "score_unrotated_dims", "wide_scale": "fp32_scales"}
+
+
+def text() -> str:
+    """The excerpt of WikiText-2 inside the package."""
+    return load_text()
+
+
+def embedded() -> Any:
+    """The model inside the package, in float32: greedy choices then do not hang on rounding."""
+    return load(dtype="float32")[0]
+
+
+def wide_model(folder: Path) -> None:
+    """Write the model inside the package to a folder, in float32."""
+    shutil.copytree(embedded_path(), folder)
+    weights = mx.load(str(folder / "model.safetensors"))
+    wide = {name: weight.astype(mx.float32) for name, weight in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), wide)
+
+
+def formats() -> dict[str, bool]:
+    """The name of each storage format, and whether values can have it."""
+    return {name: not get_format(name).keys_only for name in format_names()}
+
+
+def _policy(options: dict[str, Any]) -> str:
+    """The policy and its options as --kv-evict takes them."""
+    own = {_RENAMED.get(name, name): value for name, value in options.items() if name not in ("policy", "budget")}
+    name = options["policy"]
+    if name not in ("triattention", "expected_attention"):
+        own.pop("warmup", None)  # which such a policy had, and did not read
+    if own.get("aggregation") == "expected_attention":
+        name = own.pop("aggregation")
+    if name == "triattention":  # what was so by default
+        own = {"score_unrotated_dims": True, **own}
+    texts = [f"{key}={ {True: 'on', False: 'off'}.get(value, value) }".replace(" ", "") for key, value in own.items()]
+    return ":".join([name, *texts])
+
+
+def evict_flags(options: dict[str, Any]) -> list[str]:
+    """The flags that say what `config` takes as `evict`."""
+    budget = ["--kv-budget", str(options["budget"])] if "budget" in options else []
+    calibrates = options.get("policy") in ("triattention", "expected_attention")
+    stats = ["--kv-stats", str(options.get("stats", "text"))] if calibrates else []
+    rest = {name: value for name, value in options.items() if name != "stats"}
+    return ["--kv-evict", _policy(rest), *budget, *stats] if options else []
+
+
+def config(evict: dict[str, Any] | None = None, **changes: Any) -> KVConfig:
+    """A configuration; `evict` has the options of eviction, among them its policy and budget."""
+    changes = {_RENAMED.get(name, name): value for name, value in changes.items()}
+    if evict is None:
+        return KVConfig(**changes)
+    policy = parse_policy(_policy(evict), stats="text")
+    return KVConfig(**changes, evict=EvictConfig(policy, evict.get("budget", "90%")))
+
+
+def serving(model: Any, chosen: KVConfig | None = None) -> AbstractContextManager[None]:
+    """The context in which a model runs on compressed caches, which mlx-lm makes where `chosen` says how."""
+    return compressed(model, chosen)
+
+
+class Storage:
+    """How a model's caches are stored under a configuration; decided once, for any number of caches."""
+
+    def __init__(self, model: Any, chosen: KVConfig) -> None:
+        self._plan = plan_caches(model, chosen)
+
+    def caches(self) -> list[Any]:
+        """A fresh prompt cache."""
+        return build_caches(self._plan)
+
+    def text(self, tokens: int) -> str:
+        """The plan, as commands show it."""
+        with screen.console.capture() as shown:
+            screen.show_plan(self._plan, tokens)
+        return shown.get()
+
+    def nbytes(self, tokens: int) -> tuple[int, int]:
+        """What the plan says of the compressed layers, and of the same layers in the model's type."""
+        return self._plan.nbytes(tokens), self._plan.fp16_nbytes(tokens)
+
+
+def contents(caches: list[Any]) -> dict[str, Any]:
+    """What a prompt cache holds: bytes, tokens, and the positions of those that are live, as ranges."""
+    layers = compressed_caches(caches)
+    found = {
+        "nbytes": sum(cache.nbytes for cache in caches),
+        "compressed": ", ".join(f"{len(list(g))} x {size}" for size, g in groupby(c.nbytes for c in layers)),
+        "packed": sorted({cache.body_tokens for cache in layers}),
+        "seen": sorted({int(cache.offset) for cache in layers}),
+        "stored": sorted({cache.size() for cache in layers}),
+    }
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        found["live"] = sorted({_ranges(layer.positions.tolist()) for layer in layers})
+        found["evicted"] = [f"{sequence.stats.tokens} in {sequence.stats.rounds} rounds"]
+    return found
+
+
+def _ranges(positions: list[int]) -> str:
+    """Ascending numbers as in 0-7,9,12-20."""
+    starts = [b for a, b in pairwise([-2, *positions]) if b != a + 1]
+    stops = [a for a, b in pairwise([*positions, -1]) if b != a + 1]
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, stops, strict=True))

@@ -1,0 +1,98 @@
+"""Keys that no healthy model makes, plain and conditioned: how far off their scores are.
+
+    python -m benchmarks.quality.adversarial
+
+A layer of 192 keys of 128 dims; the weights and means of conditioned ones are learned from these keys and queries. It
+writes ../results/adversarial_keys.json.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec import CodecOptions, get_format
+from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, condition, decode, pair_scale
+from mlx_tq.commands.environment import environment
+
+TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.json"
+DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42
+SHAPE = (2, 2, TOKENS, DIM)
+FORMATS = ("q8", "tq4", "tq3", "tq2")
+
+
+def _gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def _codec(name: str):
+    return get_format(name).codec(DIM, CodecOptions(SEED, scale="unbiased"))
+
+
+ROW = np.array(_codec("tq4").rotation.matrix, np.float64)[5]
+CONSTANT = _gaussian((2, 2, 1, DIM), 21)
+TOKEN = np.arange(TOKENS)[:, None]
+
+# Of Gaussian keys; all are rounded to fp16.
+KEYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Gaussian": lambda x: x,
+    "one channel of +1000": lambda x: x + 1000 * np.eye(DIM)[9],
+    "one channel of +-1000": lambda x: x + 1000 * np.sign(x[..., :1]) * np.eye(DIM)[9],
+    # But for a tenth: what lies along it exactly is stored exactly, by luck.
+    "along a row of the rotation": lambda x: x[..., :1] * ROW + 0.1 * x / np.sqrt(DIM),
+    "around a row of the rotation": lambda x: (np.abs(x[..., :1]) + 20) * ROW + x,
+    "norms of 6e4": lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True) * 6e4,
+    "one norm of 6e4": lambda x: x * np.where(TOKEN == 40, 6e4 / np.sqrt(DIM), 1),
+    "denormals": lambda x: x * 2e-7,
+    "constants": lambda x: 0 * x + CONSTANT,
+    "constants but one": lambda x: np.where(TOKEN == 40, 100 * x, CONSTANT),
+    "two means in turn": lambda x: x + 30 * CONSTANT * np.where(TOKEN % 2, -1, 1),
+    "zeros": lambda x: 0 * x,
+}
+# What queries look at: every channel alike, one far more than all others, some more than others.
+ASKED = {
+    "all": np.ones(DIM),
+    "one": np.where(np.arange(DIM) == 3, 30, 0.01),
+    "some": np.exp(1.5 * _gaussian((DIM,), 77)),
+}
+
+
+def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
+    """Root mean square errors of scores with plain and with conditioned keys.
+
+    They are over the norms of queries and keys, times sqrt(D): what a key is off by, over its norm, as queries see it.
+    """
+    keys = KEYS[kind](_gaussian(SHAPE, 4)).astype(np.float16).astype(np.float32)
+    queries = (_gaussian((2, 2, 64, DIM), 5) * ASKED[asked]).astype(np.float32)
+    size = np.linalg.norm(queries) * np.linalg.norm(keys) / np.sqrt(queries[..., 0].size * keys[..., 0].size * DIM)
+    codec = _codec(name)
+    rms = (np.sqrt((x**2).mean(axis=2)) for x in (keys - keys.mean(axis=2, keepdims=True), queries))
+    scale = pair_scale(*(mx.array(x) for x in rms))
+    blocks = [mx.array(keys[:, :, None, i : i + MEAN_TOKENS]) for i in range(0, TOKENS, MEAN_TOKENS)]
+    means = [block_means(block, scale, codec.rotation).means for block in blocks]
+    found = []
+    for conditioning in (None, Conditioning(scale, mx.concatenate(means, axis=2))):
+        x = mx.array(keys) if conditioning is None else condition(mx.array(keys), conditioning, codec.rotation)
+        decoded = np.array(decode(codec, codec.encode(x), conditioning), np.float64)
+        error = queries @ (decoded - keys).swapaxes(-1, -2)
+        found.append(float(np.sqrt((error**2).mean()) / max(size, 1e-30)))
+    return found[0], found[1]
+
+
+def main() -> None:
+    """Measure every kind of keys in every format, and write it."""
+    rows = []
+    for kind in KEYS:
+        for asked in ASKED:
+            for name in FORMATS:
+                plain, conditioned = errors(kind, name, asked)
+                rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "conditioned": conditioned})
+                print(f"{kind}, {asked}, {name}: {plain:.5f}, conditioned {conditioned:.5f}")
+    about = {"command": "python -m benchmarks.quality.adversarial", "environment": environment(), "errors": rows}
+    TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

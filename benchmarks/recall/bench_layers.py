@@ -1,0 +1,181 @@
+"""Which layers a look into the archive needs, and what a digest of each block would lose: where the evidence ranks.
+
+The scenes are those of bench_recall. Of each question all layers' scores of blocks are kept: from the keys, and from
+the bounding box of a block's keys (Quest, Tang et al. 2024), as packed keys are rotated and as the model has them. Then
+blocks are ranked by some layers: all, every other one, halves, and few that were chosen one by one, for each seed by
+the others. The rank under a digest says how many blocks a look would have to read exactly after it.
+
+python -m benchmarks.recall.bench_layers --model smollm2 --tokens 1000 --budgets 300 --seeds 1,2,3
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.recall.bench_recall import BLOCK, COLOURS, RESULTS, STEP, Given, read, scene
+from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import KVConfig
+from mlx_tq.conversation.recall import recall, release
+from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
+from mlx_tq.policies import EvictConfig
+from mlx_tq.sequence import sequence
+from mlx_tq.sequence.recall import rank
+
+MOST = 4  # layers that are chosen
+WAYS = ("keys", "box, rotated", "box")
+
+
+@dataclass(frozen=True)
+class Look:
+    """One question: logarithms of scores [layers, blocks] by each of WAYS, and which blocks hold evidence [blocks]."""
+
+    seed: int
+    budget: int
+    scores: dict[str, np.ndarray]
+    evidence: np.ndarray
+
+    def place(self, layers: Sequence[int], way: str = "keys") -> int:
+        """The rank of the best block with evidence, where a block's score is its largest of these layers."""
+        best = self.scores[way][list(layers)].max(axis=0)
+        return int((best > best[self.evidence].max()).sum())
+
+
+def box_scores(asked: mx.array, keys: mx.array, starts: Sequence[int], live: np.ndarray) -> np.ndarray:
+    """Of each block the largest weight that a key inside its box could have beside what is live, a logarithm [n].
+
+    Args:
+        asked: queries [H, N, D].
+        keys: as asked, [H, S, D].
+        starts: first key of each block.
+        live: log-sum-exp of what is live, [H, N].
+    """
+    low, high = (mx.array(end.reduceat(np.array(keys), starts, axis=1)) for end in (np.minimum, np.maximum))
+    bounds = mx.maximum(asked, 0) @ high.swapaxes(-1, -2) + mx.minimum(asked, 0) @ low.swapaxes(-1, -2)
+    return (np.array(bounds) - live[..., None]).max(axis=(0, 1))
+
+
+def scores_of(
+    layer: Any, queries: mx.array, words: np.ndarray, means: np.ndarray, sizes: list[int]
+) -> list[np.ndarray]:
+    """One layer's scores of blocks [n] by each of WAYS."""
+    _, layout, known = layer.body()
+    conditioning = None
+    if known is not None:
+        which = mx.array(np.repeat(np.arange(len(sizes)), sizes), mx.int32)
+        conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
+    keys = layout.split_keys(mx.array(words)[None])
+    live = np.array(log_sum_exp(queries, layer.keys_and_values()[0].view.undivided()))
+    found = recall_score(queries, keys, layout, conditioning, sizes)
+    total = np.logaddexp(live, np.array(found.total))
+    exact = (np.array(found.each) - total[..., None]).max(axis=(0, 1))
+    starts, heads = np.cumsum([0, *sizes[:-1]]), words.shape[0]
+    packed = grouped(queries, heads, layout, conditioning)[0], decode_rotated(layout.key, keys, conditioning)[0]
+    plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, conditioning)[0]
+    return [exact, *(box_scores(*pair, starts, live) for pair in (packed, plain))]
+
+
+def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, seed: int, budget: int) -> list[Look]:
+    """One for each code of a scene that has left."""
+    made, found = scene(tokenizer, tokens, seed), []
+    blocks = "+".join(sorted({str(p // BLOCK) for start, stop in made.spans for p in range(start, stop)}))
+    evict = EvictConfig(Given(first=blocks), budget, "auto")
+    with compressed(model):
+        caches = make_prompt_cache(model, KVConfig(args.key, args.value, prefix=32, window=64, evict=evict))
+        read(model, caches, made.ids)
+        for colour, span in zip(COLOURS, made.spans, strict=False):
+            question = f"\nWhat is the access code of the {colour} gate? Answer with the number only.<|im_end|>\n"
+            ids = tokenizer.encode(question + "<|im_start|>assistant\n", add_special_tokens=False)
+            seen: dict[str, Any] = {}
+
+            def ranked(layers, listeners, count, archive, extents, seen=seen):  # type: ignore[no-untyped-def]
+                archive.settle()
+                sizes = [len(extent.positions) for extent in extents]
+                each = [
+                    scores_of(layer, listener.last(count), *archive.keys(extents, number), sizes)
+                    for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True))
+                ]
+                seen.update(each=each, extents=extents)
+                return rank(layers, listeners, count, archive, extents)
+
+            with mock.patch.object(sequence, "rank", ranked):
+                recall(model, caches, ids, STEP)
+            release(caches)
+            evidence = np.array([np.any((e.positions >= span[0]) & (e.positions < span[1])) for e in seen["extents"]])
+            scores = {way: np.stack(rows) for way, rows in zip(WAYS, zip(*seen["each"], strict=True), strict=True)}
+            if evidence.any():  # and not live still
+                found.append(Look(seed, budget, scores, evidence))
+    return found
+
+
+def chosen(found: Sequence[Look], layers: int) -> list[int]:
+    """Up to MOST layers, each the one with which the evidence ranks best beside those before it."""
+    taken: list[int] = []
+    for _ in range(min(MOST, layers)):
+        rest = [layer for layer in range(layers) if layer not in taken]
+        taken.append(min(rest, key=lambda layer: sum(look.place([*taken, layer]) for look in found)))
+    return taken
+
+
+def by_layers(found: Sequence[Look]) -> dict[str, list[int]]:
+    """Ranks of the evidence, by the layers that look and what they read."""
+    count = len(found[0].scores["keys"])
+    every = range(count)
+    sets = {"all": every, "every other": every[::2], "every fourth": every[::4]}
+    sets |= {"first half": every[: count // 2], "second half": every[count // 2 :]}
+    ranks = {name: [look.place(layers) for look in found] for name, layers in sets.items()}
+    ranks |= {f"layer {layer}": [look.place([layer]) for look in found] for layer in every}
+    ranks |= {f"all, {way}": [look.place(every, way) for look in found] for way in WAYS[1:]}
+    seeds = {look.seed for look in found}
+    if len(seeds) > 1:
+        best = {seed: chosen([look for look in found if look.seed != seed], count) for seed in seeds}
+        for size in range(1, MOST + 1):
+            ranks[f"{size} chosen"] = [look.place(best[look.seed][:size]) for look in found]
+    return ranks
+
+
+def main() -> None:
+    """Measure what the flags name, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--key", default="tq4")
+    parser.add_argument("--value", default="tq4")
+    parser.add_argument("--tokens", default="1000")
+    parser.add_argument("--budgets", default="300")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--json", default=str(RESULTS / "recall_layers.json"))
+    args = parser.parse_args()
+    model, tokenizer = load(args.model, dtype="float32", dequantize=True)
+    numbers = {name: [int(part) for part in getattr(args, name).split(",")] for name in ("tokens", "budgets", "seeds")}
+    found = [
+        look
+        for tokens in numbers["tokens"]
+        for budget in numbers["budgets"]
+        for seed in numbers["seeds"]
+        for look in looks(model, tokenizer, args, tokens, seed, budget)
+    ]
+    ranks = by_layers(found)
+    for name, places in ranks.items():
+        first = sum(place == 0 for place in places)
+        print(f"{name}: first in {first} of {len(places)}, worst {max(places)} of {found[0].evidence.size}")
+    command = f"python -m benchmarks.recall.bench_layers --model {args.model} --key {args.key} --value {args.value}"
+    about = {
+        "model": args.model,
+        "key": args.key,
+        "value": args.value,
+        "blocks": [look.evidence.size for look in found],
+    }
+    report = {"command": command, **about, "settings": numbers, "environment": environment(), "ranks": ranks}
+    Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What a look into the archive costs beside the steps of decoding between two looks, in one run.
+
+Layers of the model's own shape are filled with random keys and values, all but the budget is evicted, and the latest
+64 tokens' queries look. The steps are the model's own over as many live tokens.
+
+python benchmarks/recall/bench_look.py --model smollm2 --archived 10000,100000
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import KVConfig
+from mlx_tq.conversation.looks import RECALL_EVERY
+from mlx_tq.policies import EvictConfig
+from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
+from mlx_tq.sequence.plan import Plan
+
+RESULTS = Path(__file__).parents[1] / "results"
+LIVE, STEP, ROUNDS = 512, 512, 5
+
+
+def filled(model: Any, plan: Plan, archived: int) -> list[Any]:
+    """Caches of which so many tokens have left; random keys, so that no model has to read them."""
+    config = KVConfig(
+        key=plan.config.key, value=plan.config.value, evict=EvictConfig("recency:trigger=256", LIVE, "auto")
+    )
+    caches = make_prompt_cache(model, config)
+    slots = [planned.slot for planned in plan.layers]
+    sequence = sequence_in(caches)
+    assert sequence is not None
+    sequence.plan = replace(sequence.plan, positions=None)  # no model reads these
+    for start in range(0, archived + LIVE, STEP):
+        before_pass(caches, STEP)
+        for slot, cache in zip(slots, sequence_layers(caches), strict=True):
+            shape = (1, slot.heads, STEP, slot.key_dim)
+            pair = [mx.random.normal(shape, key=mx.random.key(2 * start + each)) for each in (0, 1)]
+            view = cache.append(*pair)
+            if start == 0:
+                view.attend(pair[0], 0.1, "causal", None)
+            mx.eval(cache.state)
+    return caches
+
+
+def look(caches: list[Any], plan: Plan, heads: int) -> tuple[float, int]:
+    """Seconds of a look of 64 queries a layer, and the bytes of keys that it reads."""
+    sequence, layers = sequence_in(caches), sequence_layers(caches)
+    assert sequence is not None
+    assert sequence.archive is not None
+    sequence.archive.settle()
+    sequence.listen(layers, rounds=True)
+    for planned in plan.layers:
+        queries = mx.random.normal((1, heads, RECALL_EVERY, planned.slot.key_dim))
+        mx.eval(queries)
+        hear = sequence.listener(planned.slot.index)
+        assert hear is not None
+        hear(queries, 0.125)
+    began = time.perf_counter()
+    sequence.rank(layers, RECALL_EVERY)
+    seconds = time.perf_counter() - began
+    nbytes = sum(
+        2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in sequence.archive.shapes
+    )
+    return seconds, nbytes
+
+
+def steps(model: Any, config: KVConfig) -> float:
+    """Seconds of 64 steps of one token over as many live tokens."""
+    caches = make_prompt_cache(model, config)
+    with compressed(model):
+        mx.eval(model(mx.arange(LIVE)[None], cache=caches))
+        token = mx.array([[5]])
+        mx.eval(model(token, cache=caches))
+        began = time.perf_counter()
+        for _ in range(RECALL_EVERY):
+            mx.eval(model(token, cache=caches))
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--archived", default="10000,100000", help="tokens in the archive")
+    args = parser.parse_args()
+    model, _ = load(args.model, dtype="float32", dequantize=args.model is not None)
+    config = KVConfig()
+    plan, heads = plan_caches(model, config), model.args.num_attention_heads
+    rows = []
+    for archived in map(int, args.archived.split(",")):
+        caches = filled(model, plan, archived)
+        pairs = [(look(caches, plan, heads), steps(model, config)) for _ in range(ROUNDS)]
+        taken, between = (float(np.median(each)) for each in zip(*((a, b) for (a, _), b in pairs), strict=True))
+        row = {
+            "archived": archived,
+            "look_ms": 1000 * taken,
+            "nbytes": pairs[0][0][1],
+            "steps_ms": 1000 * between,
+            "share": taken / between,
+        }
+        print(f"{archived:,} tokens: {row}")
+        rows.append(row)
+    about = {
+        "model": args.model or "embedded",
+        "command": f"python benchmarks/recall/bench_look.py --model {args.model}",
+    }
+    (RESULTS / "recall_look.json").write_text(json.dumps({**about, **environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The pages that hold tables, and the tables by name."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.tables import conditioned, eviction, formats, quality, real_models, recall, rescue, rooms, speed
+from benchmarks.tables.markdown import Table
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TABLES: dict[str, Callable[[], Table | str]] = {
+    **rooms.TABLES,
+    **real_models.TABLES,
+    **quality.TABLES,
+    **conditioned.TABLES,
+    **formats.TABLES,
+    **eviction.TABLES,
+    **recall.TABLES,
+    **rescue.TABLES,
+    **speed.TABLES,
+}
+PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+
+
+def render(text: str) -> str:
+    """A page with its tables as they are now.
+
+    Raises:
+        KeyError: the page names a table that does not exist.
+    """
+    return PLACE.sub(lambda place: f"<!-- table: {place[1]} -->\n{TABLES[place[1]]()}\n<!-- end -->", text)

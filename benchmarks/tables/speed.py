@@ -1,0 +1,148 @@
+"""Tables of speed and of counted cost."""
+
+from collections.abc import Callable
+
+from benchmarks.tables.markdown import Table, machine, report
+
+ARMS = ("safe", "balanced", "small")
+ONE_LAYER = "no model: one layer"
+
+
+def decode() -> Table:
+    """How many times faster than mlx-lm's quantised cache, and than mlx's own attention."""
+    about = report("decode_attention.json")
+    median = {(t["dtype"], t["tokens"], t["arm"]): t["median"] for t in about["timings"]}
+    rows = []
+    for dtype, tokens in dict.fromkeys((t["dtype"], t["tokens"]) for t in about["timings"]):
+        packed, plain = (median[dtype, tokens, arm] for arm in ("kv-bits 4", "fp16"))
+        own = [median[dtype, tokens, arm] for arm in ARMS]
+        rows.append([dtype, f"{tokens:,}", *(f"{packed / each:.3g} ({plain / each:.2g})" for each in own)])
+    return Table(
+        "decode_attention.json", "make bench", machine(about), ["type", "tokens", *ARMS], rows, model=ONE_LAYER
+    )
+
+
+def streams() -> Table:
+    """The server: many answers at once."""
+    about = report("server_streams.json")
+    order = {"cold": 0, "hot": 1, "off": 0, "balanced": 1, "small": 2}
+    figures = sorted(about["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
+    rows = [
+        [
+            f"{f['prompt_tokens'] // f['streams']:,}, {f['prefix']}",
+            f"`{f['profile']}`",
+            str(f["streams"]),
+            f"{f['tokens_per_second']:.1f}",
+            f"{f['decode_tokens_per_second']:.1f}",
+            f"{f['first_token']:.2f}",
+            f"{f['kv_bytes'] / 1e9:.4f}",
+            f"{f['fp16_bytes'] / 1e9:.4f}",
+        ]
+        for f in figures
+    ]
+    columns = ["tokens of a prompt", "profile", "streams", "tok/s", "tok/s once all have begun", "first token, s"]
+    return Table("server_streams.json", about["command"], machine(about), [*columns, "KV, GB", "fp16, GB"], rows)
+
+
+def counted() -> Table:
+    """What each kernel does for a packed token."""
+    about = report("kernels_counted.json")
+    rows = [
+        [f"`{k['kernel']}`", f"{k['loaded']:,.0f}", f"{k['stored']:,.0f}", f"{k['lane_operations']:,.0f}"]
+        for k in about["kernels"]
+    ]
+    columns = ["kernel", "bytes loaded", "bytes stored", "lane operations"]
+    return Table(
+        "kernels_counted.json", about["command"], "the simulator of Metal", columns, rows, model="no model: one KV head"
+    )
+
+
+def short() -> Table:
+    """A short context: two kernels against one."""
+    about = report("kernels_counted.json")
+    rows = [
+        [k["kernel"], str(k["dispatches"]), f"{k['loaded']:,}", f"{k['stored']:,}", f"{k['lane_operations']:,}"]
+        for k in about["short"]["kernels"]
+    ]
+    columns = ["kernels", "dispatches", "bytes loaded", "bytes stored", "lane operations"]
+    return Table(
+        "kernels_counted.json", about["command"], "the simulator of Metal", columns, rows, model="no model: one KV head"
+    )
+
+
+def archived() -> Table:
+    """What a look costs for 1,000 archived tokens, by the queries that ask."""
+    about = report("kernels_counted.json")
+    parts = ("stored", "keys", "asked", "lane_operations")
+    rows = [[str(each["queries"]), *(f"{each[part]:,.0f}" for part in parts)] for each in about["archived"]]
+    columns = ["queries of a KV head", "bytes of keys", "loaded of keys", "loaded of queries", "lane operations"]
+    return Table(
+        "kernels_counted.json", about["command"], "the simulator of Metal", columns, rows, model="no model: one KV head"
+    )
+
+
+def host() -> Table:
+    """What a call of a kernel costs the host."""
+    about = report("kernels_host.json")
+    found = {(c["text_bytes"], c["template_values"]): c["microseconds"] for c in about["calls"]}
+    values = sorted({count for _, count in found})
+    rows = [
+        [f"{size:,}", *(f"{found[size, count]} us" for count in values)]
+        for size in dict.fromkeys(size for size, _ in found)
+    ]
+    columns = ["bytes of text", *(f"{count} template values" for count in values)]
+    return Table("kernels_host.json", about["command"], machine(about), columns, rows, model="no model: one call")
+
+
+def batch_counted() -> Table:
+    """A step of eight rows on the simulator, in three ways."""
+    about = report("batch_attend.json")
+    rows = [
+        [
+            ", ".join(map(str, case["packed_tokens"])),
+            case["kernels"],
+            way["way"],
+            str(way["dispatches"]),
+            f"{way['loaded']:,}",
+            f"{way['lane_operations']:,}",
+        ]
+        for case in about["counted"]
+        for way in case["ways"]
+    ]
+    columns = ["packed tokens of each row", "kernels", "way", "dispatches", "bytes loaded", "lane operations"]
+    return Table(
+        "batch_attend.json", about["command"], "the simulator of Metal", columns, rows, model="no model: one KV head"
+    )
+
+
+def batch() -> Table:
+    """The same on a CPU, and what joining the rows in one buffer costs."""
+    about = report("batch_attend.json")
+    ways = ("row by row", "own buffers, one call", "one buffer, one call", "joining the buffers")
+    rows = [
+        [
+            ", ".join(map(str, case["packed_tokens"])),
+            *(f"{1000 * case['seconds'][way]:.0f}" for way in ways),
+            *(f"{case['nbytes'][buffers] / 1e6:.1f}" for buffers in ("own buffers", "one buffer")),
+        ]
+        for case in about["cpu"].values()
+    ]
+    columns = [
+        "packed tokens of each row",
+        *(f"{way}, ms" for way in ways),
+        "rows of their own, MB",
+        "in one buffer, MB",
+    ]
+    return Table("batch_attend.json", about["command"], machine(about), columns, rows, model=ONE_LAYER)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "decode": decode,
+    "streams": streams,
+    "kernels_counted": counted,
+    "kernels_short": short,
+    "kernels_archived": archived,
+    "kernels_host": host,
+    "batch_counted": batch_counted,
+    "batch": batch,
+}

@@ -1,0 +1,31 @@
+// A number of each query row, loaded and stored at once.
+#include "tq_compat.h"
+
+template <int QUERIES>
+struct tq_numbers {
+  using type = float;
+  static TQ_FN type pack(TQ_THREAD const float* x) { return x[0]; }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed; }
+};
+template <>
+struct tq_numbers<2> {
+  using type = float2;
+  static TQ_FN type pack(TQ_THREAD const float* x) {
+    float2 packed;
+    packed.x = x[0], packed.y = x[1];
+    return packed;
+  }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed.x, x[1] = packed.y; }
+};
+template <>
+struct tq_numbers<4> {
+  using type = float4;
+  static TQ_FN type pack(TQ_THREAD const float* x) {
+    float4 packed;
+    packed.x = x[0], packed.y = x[1], packed.z = x[2], packed.w = x[3];
+    return packed;
+  }
+  static TQ_FN void unpack(type packed, TQ_THREAD float* x) {
+    x[0] = packed.x, x[1] = packed.y, x[2] = packed.z, x[3] = packed.w;
+  }
+};

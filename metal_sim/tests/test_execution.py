@@ -1,0 +1,108 @@
+"""The machine itself: positions, collectives, barriers, number types and counters, on small kernels."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_sim.run import simulate
+from metal_sim.tests.small import TOTAL, small
+
+ORDERS = (0, 1, 7)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_positions(order):
+    source = """
+        uint3 t = thread_position_in_grid;
+        uint index = (t.z * threads_per_grid.y + t.y) * threads_per_grid.x + t.x;
+        result[index * 3] = threadgroup_position_in_grid.x;
+        result[index * 3 + 1] = thread_index_in_threadgroup;
+        result[index * 3 + 2] = thread_position_in_threadgroup.x + 100 * simdgroup_index_in_threadgroup;
+    """
+    call = small(source, [], [((2, 3, 10, 3), mx.uint32)], grid=(10, 3, 2), threadgroup=(4, 3, 2))
+    found = np.array(simulate(**call, order=order).outputs[0])
+    z, y, x = np.meshgrid(range(2), range(3), range(10), indexing="ij")
+    width = np.where(x < 8, 4, 2)  # the last threadgroup is smaller
+    assert np.array_equal(found[..., 0], x // 4)
+    assert np.array_equal(found[..., 1], (z * 3 + y) * width + x % 4)
+    assert np.array_equal(found[..., 2], x % 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("simd_sum(v)", lambda x: np.full(32, x.sum())),
+        ("simd_max(v)", lambda x: np.full(32, x.max())),
+        ("simd_min(v)", lambda x: np.full(32, x.min())),
+        ("simd_shuffle_xor(v, 5)", lambda x: x[np.arange(32) ^ 5]),
+        ("simd_shuffle(v, ushort((lane * 7) & 31))", lambda x: x[np.arange(32) * 7 % 32]),
+        ("simd_broadcast(v, 3)", lambda x: np.full(32, x[3])),
+        ("simd_shuffle_down(v, 2)", lambda x: np.append(x[2:], [np.nan, np.nan])),
+        ("simd_shuffle_up(v, 2)", lambda x: np.append([np.nan, np.nan], x[:-2])),
+    ],
+)
+def test_collectives(call, expected):
+    values = np.random.default_rng(0).integers(-50, 50, 96).astype(np.float32)
+    source = f"""
+        uint lane = thread_index_in_simdgroup, i = thread_position_in_grid.x;
+        float v = values[i];
+        result[i] = {call};
+    """
+    launch = small(source, [mx.array(values)], [((96,), mx.float32)], grid=(96, 1, 1), threadgroup=(96, 1, 1))
+    for order in ORDERS:
+        found = np.array(simulate(**launch, order=order).outputs[0])
+        assert np.array_equal(found, np.concatenate([expected(row) for row in values.reshape(3, 32)]), equal_nan=True)
+
+
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_threadgroup_memory(sanitize):
+    for order in ORDERS:
+        result = simulate(**TOTAL, order=order, sanitize=sanitize)
+        assert result.outputs[0].tolist() == [sum(range(start, start + 64)) for start in (0, 64)]
+        assert result.counters.loaded["values"] == result.counters.stored["result"] * 64 == 128 * 4
+        assert result.counters.operations["barrier"] == 128 * 7
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_number_types_round_like_mlx(dtype):
+    values = np.random.default_rng(1).standard_normal(512).astype(np.float32) * np.logspace(
+        -9, 6, 512, dtype=np.float32
+    )
+    x = mx.array(values).astype(dtype)
+    source = """
+        uint i = thread_position_in_grid.x;
+        wide[i] = static_cast<float>(values[i]) / 3.0f;
+        result[i] = static_cast<T>(static_cast<float>(values[i]) / 3.0f);
+        product[i] = values[i] * values[i];
+    """
+    shapes = [((512,), mx.float32), ((512,), dtype), ((512,), dtype)]
+    call = small(source, [x], shapes, names=["wide", "result", "product"], template=[("T", dtype)])
+    wide, result, product = simulate(**call, grid=(512, 1, 1), threadgroup=(64, 1, 1)).outputs
+    assert mx.array_equal(wide, x.astype(mx.float32) / 3)
+    assert mx.array_equal(result, (x.astype(mx.float32) / 3).astype(dtype))
+    assert mx.array_equal(product, x * x)
+
+
+def test_strides_of_a_view():
+    x = mx.arange(60).reshape(5, 12)
+    for view in (x[:, 3:7], x.T, x[::2], x[::-1], mx.broadcast_to(x[:1], (4, 12))):
+        source = """
+            uint2 at = {thread_position_in_grid.x, thread_position_in_grid.y};
+            result[at.y * values_shape[1] + at.x] = values[at.y * values_strides[0] + at.x * values_strides[1]];
+        """
+        rows, columns = view.shape
+        call = small(source, [view], [(view.shape, mx.int32)], grid=(columns, rows, 1), threadgroup=(columns, rows, 1))
+        assert mx.array_equal(simulate(**call).outputs[0], view)
+
+
+def test_arithmetic_is_counted():
+    source = "float x = values[0]; result[0] = metal::fma(x, x, x) + x * x - metal::exp2(x) / x;"
+    call = small(source, [mx.ones(8)], [((1,), mx.float32)], grid=(32, 1, 1), threadgroup=(32, 1, 1))
+    operations = simulate(**call).counters.operations
+    assert {name: number // 32 for name, number in operations.items() if number} == {
+        "add": 2,
+        "multiply": 1,
+        "fma": 1,
+        "divide": 1,
+        "transcendental": 1,
+    }

@@ -1,0 +1,134 @@
+"""Decode attention of one layer on compressed caches, mx.fast and mlx-lm's quantised cache, in one run.
+
+One layer, one new token. Arms are timed in turn, several rounds, each call waiting for the one before it (its output
+is the next query), so that a launch's fixed cost is not what is measured. Ratios within a run mean something on any
+machine; milliseconds only together with its name.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import scaled_dot_product_attention as native_attention
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from rich.table import Table
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.commands.screen import human_bytes, table
+from mlx_tq.config import KVConfig
+from mlx_tq.seam.attention import compressed_attention, scaled_dot_product_attention
+
+_CHUNK = 2048  # tokens appended at a time while a cache is filled
+_TARGET = 0.1  # seconds of chained calls in one measurement
+
+Cache = Any  # mlx-lm's KVCache or QuantizedKVCache, or our CompressedKVCache
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of the attention layer that is timed."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One arm at one context and type.
+
+    Attributes:
+        arm: "fp16" (mx.fast on the model's type), "kv-bits 8", "kv-bits 4", or a profile.
+        dtype: of the model.
+        tokens: in the cache.
+        nbytes: of the cache.
+        median: seconds of a call; low and high are the extremes of the rounds.
+    """
+
+    arm: str
+    dtype: str
+    tokens: int
+    nbytes: int
+    median: float
+    low: float
+    high: float
+
+
+def _fill(cache: Cache, shape: Shape, tokens: int, dtype: mx.Dtype) -> None:
+    for start in range(0, tokens, _CHUNK):
+        count = min(_CHUNK, tokens - start)
+        keys, values = (mx.random.normal((1, shape.kv_heads, count, shape.head_dim)).astype(dtype) for _ in range(2))
+        with compressed_attention():
+            cache.update_and_fetch(keys, values)
+        if isinstance(cache, CompressedKVCache):
+            cache.settle()
+        mx.eval(cache.state)
+
+
+def _attend(cache: Cache, shape: Shape) -> Callable[[mx.array], mx.array]:
+    run = scaled_dot_product_attention if isinstance(cache, CompressedKVCache) else native_attention
+    scale = shape.head_dim**-0.5
+
+    def call(queries: mx.array) -> mx.array:
+        keys, values = cache.keys_and_values()
+        out: mx.array = run(queries, keys, values, cache=cache, scale=scale, mask=None)
+        return out
+
+    return call
+
+
+def _time(call: Callable[[mx.array], mx.array], queries: mx.array, repeats: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repeats):
+        queries = call(queries)
+    mx.eval(queries)
+    return (time.perf_counter() - started) / repeats
+
+
+def _arms(profiles: dict[str, KVConfig]) -> dict[str, Callable[[], Cache]]:
+    arms: dict[str, Callable[[], Cache]] = {
+        "fp16": KVCache,
+        "kv-bits 8": lambda: QuantizedKVCache(bits=8),
+        "kv-bits 4": lambda: QuantizedKVCache(bits=4),
+    }
+    for name, config in profiles.items():
+        spec = CacheSpec.for_layer(config, 0, config.key_of(0, 1), config.value)
+        arms[name] = lambda spec=spec: CompressedKVCache(spec)  # type: ignore[misc]
+    return arms
+
+
+def measure_layer(shape: Shape, tokens: int, dtype: str, profiles: dict[str, KVConfig], rounds: int) -> list[Timing]:
+    """Time every arm at one context and type."""
+    mx.random.seed(0)
+    calls, sizes = {}, {}
+    for name, make in _arms(profiles).items():
+        cache = make()
+        _fill(cache, shape, tokens, dtype_of(dtype))
+        calls[name], sizes[name] = _attend(cache, shape), cache.nbytes
+    queries = mx.random.normal((1, shape.query_heads, 1, shape.head_dim)).astype(dtype_of(dtype))
+    mx.eval(queries)
+    repeats = {name: max(1, int(_TARGET / max(_time(call, queries, 1), 1e-9))) for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seconds[name].append(_time(call, queries, repeats[name]))
+    return [
+        Timing(name, dtype, tokens, sizes[name], statistics.median(s), min(s), max(s)) for name, s in seconds.items()
+    ]
+
+
+def layer_table(timings: list[Timing]) -> Table:
+    """Milliseconds of a call and how they compare, one row an arm."""
+    by_arm = {timing.arm: timing for timing in timings}
+    first = timings[0]
+    columns = ("arm", "cache", "ms", "low", "high", "times fp16", "times kv-bits 8", "times kv-bits 4")
+    shown = table(f"decode attention, {first.dtype}, {first.tokens:,} tokens", *columns)
+    for t in timings:
+        ratios = [f"{by_arm[base].median / t.median:.2f}" for base in ("fp16", "kv-bits 8", "kv-bits 4")]
+        shown.add_row(t.arm, human_bytes(t.nbytes), *(f"{1e3 * s:.2f}" for s in (t.median, t.low, t.high)), *ratios)
+    return shown

@@ -1,0 +1,35 @@
+"""Which positions of a layer's body are gone."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlx_tq.codec.conditioning import MEAN_TOKENS
+
+
+@dataclass(frozen=True, eq=False)
+class Gaps:
+    """What rounds of eviction took out of the packed body.
+
+    Attributes:
+        evicted: tokens that left.
+        floor: the end of the body at the last round; only positions before it are missing.
+        kept: positions that stayed between the prefix and the floor, ascending, int64 [N].
+    """
+
+    evicted: int = 0
+    floor: int = 0
+    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def blocks(self, prefix: int, packed: int) -> np.ndarray:
+        """Which blocks of MEAN_TOKENS positions behind the prefix have a mean when tokens before `packed` are packed.
+
+        Those with a token that stayed, and all that a token from the floor on is packed or may be packed into: int64
+        [n], ascending.
+        """
+        start = max(self.floor, prefix) - prefix
+        later = np.arange(start // MEAN_TOKENS, -(-(packed - prefix) // MEAN_TOKENS))
+        return np.union1d((self.kept - prefix) // MEAN_TOKENS, later)
+
+
+NO_GAPS = Gaps()

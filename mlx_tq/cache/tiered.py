@@ -1,0 +1,157 @@
+"""`TieredKVCache`: recent tokens packed with one format of keys, older ones with a smaller one.
+
+    prefix | cold | recent | tail
+
+Once a token is older than `recent` packed ones, its key is decoded and stored again in the cold format; its value stays
+as it is, to the bit. A conditioned key is decoded to what was encoded of it, so it stays conditioned by its weights and
+its mean. The block that went cold last keeps its recent form for one block more, so that a trim of up to 32 tokens
+leads back to exactly the cache that never saw them. Attention decodes the cold tokens for each step.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_rows
+from mlx_tq.cache.handles import StepView
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.links import SequencePart
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.conditioning import Conditioning, unconditioned
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels.regions import Regions, splice
+
+
+@dataclass(frozen=True, kw_only=True)
+class TieredView(StepView):
+    """A view whose body, the recent tokens, comes after a run of cold ones.
+
+    Attributes:
+        cold: rows of the cold tokens, uint32 [B, H, n, W].
+        cold_layout: of these rows.
+        cold_conditioning: of their keys: what was subtracted from these before they were first encoded.
+    """
+
+    cold: mx.array
+    cold_layout: RowLayout
+    cold_conditioning: Conditioning | None
+
+    @property
+    def tokens(self) -> int:
+        """All that the last query sees."""
+        return self.regions.tokens + self.cold.shape[2]
+
+    def undivided(self) -> Regions:
+        """The same tokens, the cold ones decoded and put behind the prefix."""
+        layout, rows, recent, known = self.cold_layout, self.cold, self.regions, self.cold_conditioning
+        keys = layout.key.decode(layout.keys(rows))
+        if known is not None:
+            keys = unconditioned(keys, known, recent.layout.key.rotation)
+        return replace(
+            recent,
+            full_keys=splice(recent.keys, recent.prefix, keys),
+            full_values=splice(recent.values, recent.prefix, layout.value.decode(layout.values(rows))),
+            prefix=recent.prefix + rows.shape[2],
+            beside=recent.beside + rows.shape[2],
+        )
+
+
+class TieredKVCache(CompressedKVCache):
+    """A compressed cache with two formats of keys: `spec.key` for recent tokens, `spec.cold` for older ones."""
+
+    def __init__(self, spec: CacheSpec, number: int = 0, sequence: SequencePart | None = None) -> None:
+        super().__init__(spec, number, sequence)
+        # Positions [prefix, cold end) lie in a buffer of their own; the body's rows are those of [cooled, packed).
+        self._cold: mx.array | None = None  # uint32 [B, H, capacity, W]
+        self._cooled = spec.prefix
+
+    def trim(self, n: int) -> int:
+        """Drop the last n tokens; returns how many were dropped. Deeper than 32, cold tokens stay cold."""
+        trimmed = super().trim(n)
+        self._cooled = max(self.spec.prefix, min(self._cooled, self.offset))
+        return trimmed
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """As of `CompressedKVCache`, then the cold rows and where the body's own begin."""
+        return *super().state, self._cold_body(), self._cooled
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        *base, self._cold, self._cooled = state
+        CompressedKVCache.state.fset(self, tuple(base))  # type: ignore[attr-defined]
+
+    @property
+    def body_tokens(self) -> int:
+        """Tokens that attention reads packed, cold ones too."""
+        return self._packed(self.offset) - self.spec.prefix
+
+    @property
+    def body_nbytes(self) -> int:
+        """Bytes of the packed tokens, without spare capacity."""
+        cold = self._cold_body()
+        return super().body_nbytes + (0 if cold is None else cold.nbytes)
+
+    def _cold_body(self) -> mx.array | None:
+        """The cold rows without spare capacity."""
+        end = self._cold_end(self._packed(self.offset)) - self.spec.prefix
+        return None if self._cold is None else self._cold[:, :, :end]
+
+    def fork(self) -> "TieredKVCache":
+        """A copy that shares no change with this one."""
+        twin = super().fork()
+        twin._cold = None if self._cold is None else self._cold[:]
+        twin._cooled = self._cooled
+        return twin
+
+    def _arrays(self) -> list[mx.array]:
+        return super()._arrays() + ([] if self._cold is None else [self._cold])
+
+    def _row(self, position: int) -> int:
+        return position - self._cooled
+
+    def _cold_end(self, packed: int) -> int:
+        """The position before which tokens are cold when those before `packed` are packed."""
+        return max(self.spec.cold_until(packed), self._cooled)
+
+    def _cold_layout(self, full: Pair) -> RowLayout:
+        return self.spec.cold_layout(self._layout(full), full[0].dtype)
+
+    def _view(self, full: Pair, tail: int, length: int, packed: int) -> StepView:
+        view = super()._view(full, tail, length, packed)
+        count, rows = self._cold_end(packed) - self.spec.prefix, view.regions.rows
+        if self._cold is None or rows is None or count == 0:
+            return view
+        twice = self._row(self.spec.prefix + count)  # rows of cold tokens that have not left the body
+        conditioning = view.regions.conditioning
+        return TieredView(
+            replace(
+                view.regions,
+                rows=rows[:, :, twice:],
+                body=view.regions.body - twice,
+                conditioning=None if conditioning is None else conditioning.after(twice),
+            ),
+            cold=self._cold[:, :, :count],
+            cold_layout=self._cold_layout(full),
+            cold_conditioning=None if conditioning is None else replace(conditioning, first=0),
+        )
+
+    def _pack(self, full: Pair, packed: int, target: int) -> None:
+        super()._pack(full, packed, target)
+        start, stop = self._cold_end(packed), self._cold_end(target)
+        if self._rows is None or stop == start:
+            return
+        layout, cold = self._layout(full), self._cold_layout(full)
+        rows = self._rows[:, :, self._row(start) : self._row(stop)]
+        rows = cold.join(cold.key.encode(layout.key.decode(layout.keys(rows))), layout.values(rows))
+        self._cold = write_rows(self._cold, rows, start - self.spec.prefix)
+
+    def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
+        kept = super()._retain(full, tail, packed)
+        cooled = max(self.spec.cold_until(self.spec.originals_from(packed)), self._cooled)
+        if self._rows is not None and cooled > self._cooled:
+            rows = self._rows[:, :, self._row(cooled) : self._row(packed)]
+            self._cooled = cooled
+            self._rows = buffer([rows], body_capacity(rows.shape[2]))
+        return kept

@@ -1,0 +1,336 @@
+"""Flags that commands share. Each has an environment fallback, `MLX_TQ_` and the flag's name; the flag wins.
+
+`--help` loads this module, so it imports what loads mlx only where a flag's value is used.
+"""
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mlx_tq.atomic_files import is_replaceable
+from mlx_tq.commands.names import DEFAULT_PROFILE, FORMATS, IMPLS, POLICIES, PROFILES
+from mlx_tq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_tq.config import KVConfig, RescueConfig
+    from mlx_tq.policies import EvictConfig
+
+
+def on_or_off(text: str) -> bool:
+    """What the word says.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    return ("off", "on").index(text) == 1
+
+
+class Option(NamedTuple):
+    """A flag that sets one thing, such as a field of `KVConfig`; `kind` reads its text and is named in errors."""
+
+    flag: str
+    field: str
+    kind: Callable[[str], Any]
+    help: str
+
+    @property
+    def metavar(self) -> str:
+        """What stands behind the flag in its help."""
+        return "{on,off}" if self.kind is on_or_off else self.field.upper()
+
+
+PROFILE = Option(
+    "--kv-profile", "profile", str, f"how the KV cache is stored: {', '.join(PROFILES)} (default: {DEFAULT_PROFILE})"
+)
+OPTIONS = (
+    Option(
+        "--kv-key",
+        "key",
+        str,
+        f"format of keys: {', '.join(FORMATS)}; or one for each layer, joined by + (default: the profile's)",
+    ),
+    Option(
+        "--kv-recent",
+        "recent",
+        int,
+        "with two formats of keys, such as --kv-key tq4~tq3: packed tokens that have the first, the latest ones "
+        "(default: 512)",
+    ),
+    Option("--kv-value", "value", str, "format of values: the same but for spectral (default: the profile's)"),
+    Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type (default: 128)"),
+    Option("--kv-window", "window", int, "last tokens kept in the model's type (default: 128)"),
+    Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more (default: 0)"),
+    Option(
+        "--kv-outlier",
+        "outlier",
+        float,
+        "key norm, in medians, above which a layer's keys keep 8 bits; 0 is off (default: 3)",
+    ),
+    Option(
+        "--kv-condition",
+        "condition",
+        on_or_off,
+        "keys are stored less the mean of their block, and dims weighted by what queries read of them (default: on)",
+    ),
+)
+_PREFIX = "MLX_TQ_"
+KEY_VARIABLE = "MLX_TQ_API_KEY"  # of mlx_tq.server
+_NO_POLICY = "none"
+EVICT = Option(
+    "--kv-evict",
+    "policy",
+    str,
+    f"which tokens leave: {', '.join([_NO_POLICY, *POLICIES])}; with options, as in "
+    "triattention:aggregation=v3:warmup=512 (default: none do)",
+)
+BUDGET = Option(
+    "--kv-budget",
+    "budget",
+    str,
+    "what may stay: tokens (4096), a share of those seen (50%%), or bytes (2GB) (default: 90%%)",
+)
+STATS = Option(
+    "--kv-stats",
+    "stats",
+    str,
+    "whose queries tell what to keep: auto, of questions and text, gathered once a model; text, the one that is read; "
+    "or a file of mlx_tq.calibrate (default: auto)",
+)
+CACHE_OPTIONS = (PROFILE, *OPTIONS, EVICT, BUDGET, STATS)
+RECALL = Option(
+    "--kv-recall",
+    "tokens|auto|off",
+    str,
+    "with --kv-evict: archive what leaves, in a file without a name, and bring back what the question asks for, up to "
+    "so many tokens; auto is a tenth of the budget, at least 128 (default: off)",
+)
+STORE = Option(
+    "--kv-store",
+    "dir|auto|off",
+    str,
+    "keep what is read of prompts in this folder, and go on from there when one begins as an earlier one did; auto is "
+    "the user's cache folder (default: off)",
+)
+STORE_LIMIT = Option("--kv-store-limit", "size", lambda text: parse_size(text), "bytes of the store (default: 50GB)")
+IMPL = Option(
+    "--impl",
+    "impl",
+    str,
+    f"what computes on a compressed cache: {', '.join(IMPLS)}; falls back to MLX_TQ_IMPL "
+    "(default: auto, a GPU's kernels)",
+)
+RESCUE_OPTIONS = (
+    Option(
+        "--rescue",
+        "service",
+        str,
+        "brings evicted text back: off, auto (a service on this machine), or a URL "
+        "(default: off; in chat with eviction auto)",
+    ),
+    Option("--rescue-tokens", "max_tokens", int, "brought back in a turn at most (default: an eighth of the context)"),
+    Option("--rescue-timeout", "timeout", float, "seconds that a turn waits for the service at most (default: 1)"),
+)
+# Tokens that leave together where their text is to be found again, and where their rows are.
+_BLOCKS, _RECALL_BLOCKS = 64, 32
+_SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser, *, recall: bool = False, store: bool = False) -> None:
+    """Add the flags of the compressed cache, and those of recall and of the store where a command has them."""
+    group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
+    more = [*([RECALL] if recall else []), *([STORE, STORE_LIMIT] if store else [])]
+    for option in (*CACHE_OPTIONS, *more):
+        group.add_argument(option.flag, type=option.kind, default=None, metavar=option.metavar, help=option.help)
+    add_impl_argument(group)
+
+
+def add_impl_argument(parser: argparse._ActionsContainer) -> None:
+    """Add --impl, which `choose_impl` puts into effect."""
+    parser.add_argument(IMPL.flag, default=None, metavar="IMPL", help=IMPL.help)
+
+
+def choose_impl(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+    """Take the implementation that a command's --impl or MLX_TQ_IMPL names, if the command has that flag.
+
+    Raises:
+        ConfigError: an unknown name.
+        KernelUnavailableError: it needs a GPU that is not here.
+    """
+    if hasattr(args, "impl"):
+        from mlx_tq.kernels import impl  # loads mlx, which --help does without
+
+        impl.choose(option_value(args, IMPL, environ) or "auto")
+
+
+def check_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise where a variable of ours is misspelt: it would have no effect.
+
+    Raises:
+        ConfigError: one is, with the most similar name.
+    """
+    known = [
+        *(
+            _environment_name(option.flag)
+            for option in (*CACHE_OPTIONS, RECALL, STORE, STORE_LIMIT, IMPL, *RESCUE_OPTIONS)
+        ),
+        KEY_VARIABLE,
+    ]
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise ConfigError(
+                f"the environment sets {name}, which is no setting. Did you mean {nearest}? Else unset it."
+            )
+
+
+def _environment_name(flag: str) -> str:
+    return _PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str, str] = os.environ) -> Any:
+    """What the user chose for an option by flag or environment, or None.
+
+    Raises:
+        ConfigError: the environment holds a value of the wrong type.
+    """
+    chosen = getattr(args, option.flag.removeprefix("--").replace("-", "_"))
+    name = _environment_name(option.flag)
+    if chosen is not None or name not in environ:
+        return chosen
+    try:
+        return option.kind(environ[name])
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{name}: {error}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{name} is {environ[name]!r}; it must be of type {option.kind.__name__}.") from error
+
+
+def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> "KVConfig":
+    """The configuration that flags and environment describe.
+
+    Raises:
+        ConfigError: a value that cannot be met.
+    """
+    from mlx_tq.config import profile  # loads mlx, which --help does without
+
+    chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
+    changes = {field: value for field, value in chosen.items() if value is not None}
+    config = profile(option_value(args, PROFILE, environ) or DEFAULT_PROFILE, **changes)
+    return replace(config, evict=evict_from_args(args, environ, given=config.evict))
+
+
+def evict_from_args(
+    args: argparse.Namespace,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    given: "EvictConfig | None" = None,
+    **defaults: Any,
+) -> "EvictConfig | None":
+    """The eviction that flags and environment describe, or None.
+
+    Args:
+        args: of the command.
+        environ: of the process.
+        given: by the profile, for what they do not say; a command without --kv-recall brings nothing back.
+        defaults: of the policy's options that --kv-evict does not name.
+
+    Raises:
+        ConfigError: a value that cannot be met, or a flag that has no effect.
+    """
+    from mlx_tq.policies import CalibratedPolicy, EvictConfig, parse_policy  # loads mlx, which --help does without
+
+    text = option_value(args, EVICT, environ) or (_NO_POLICY if given is None else str(given.policy))
+    has_recall = hasattr(args, "kv_recall")
+    if text == _NO_POLICY:
+        options = (BUDGET, STATS, *([RECALL] if has_recall else []))
+        idle = [option.flag for option in options if option_value(args, option, {}) is not None]
+        if idle:
+            raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
+        return None
+    recall = _parse_recall(option_value(args, RECALL, environ)) if has_recall else "off"
+    if recall is None:
+        recall = "off" if given is None else given.recall
+    if recall != "off":
+        defaults = {"granularity": _RECALL_BLOCKS, **defaults}
+    stats = option_value(args, STATS, environ)
+    policy = parse_policy(text, **defaults, **({} if stats is None else {"stats": stats}))
+    named = option_value(args, STATS, {})
+    if named is not None and named != getattr(policy, "stats", None):
+        why = "names another file" if isinstance(policy, CalibratedPolicy) else "asks no queries"
+        raise ConfigError(f"--kv-stats {named} is given, but the policy {policy} {why}; drop one of the two.")
+    budget = option_value(args, BUDGET, environ) or (None if given is None else given.budget)
+    return EvictConfig(policy, recall=recall) if budget is None else EvictConfig(policy, budget, recall)
+
+
+def _parse_recall(text: str | None) -> int | str | None:
+    """A count of tokens, a word that `EvictConfig` checks, or None where nothing was said."""
+    return int(text) if text is not None and text.isdecimal() else text
+
+
+def add_rescue_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of rescue."""
+    group = parser.add_argument_group("rescue", "a service's token comes from RESCUE_TOKEN")
+    for option in RESCUE_OPTIONS:
+        group.add_argument(option.flag, type=option.kind, default=None, metavar=option.metavar, help=option.help)
+
+
+def rescue_from_args(args: argparse.Namespace, default: str, environ: Mapping[str, str] = os.environ) -> "RescueConfig":
+    """The rescue that flags and environment describe; `default` is the service where they name none.
+
+    Raises:
+        ConfigError: a value that cannot be met.
+    """
+    from mlx_tq.config import RescueConfig  # loads mlx, which --help does without
+
+    chosen = {option.field: option_value(args, option, environ) for option in RESCUE_OPTIONS}
+    given = {field: value for field, value in chosen.items() if value is not None}
+    return RescueConfig(**{"service": default, **given})
+
+
+def chooses_rescue(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> bool:
+    """A flag or the environment says something about rescue."""
+    return any(option_value(args, option, environ) is not None for option in RESCUE_OPTIONS)
+
+
+def with_blocks(config: "KVConfig", args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> "KVConfig":
+    """`config` with tokens that leave in blocks, which can be read again, unless --kv-evict names a granularity."""
+    return replace(config, evict=evict_from_args(args, environ, given=config.evict, granularity=_BLOCKS))
+
+
+def names_cache(args: argparse.Namespace) -> bool:
+    """A flag chose something about the compressed cache; the environment is but a default."""
+    return any(option_value(args, option, {}) is not None for option in CACHE_OPTIONS)
+
+
+def check_writable(flag: str, path: str, kind: str = ".safetensors file") -> None:
+    """Raise where the file of a flag, a `kind`, cannot be written, before the work that it is for.
+
+    Raises:
+        ConfigError: it is no file, or its own folder is missing or read-only.
+    """
+    file = Path(path)
+    folder = file.resolve().parent
+    if not is_replaceable(file):
+        raise ConfigError(f"{flag} {file} is a folder, a device or a pipe; name the {kind} to write.")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{flag} {file} cannot be written: {folder} is no writable folder.")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 800MB or 4GB.
+
+    Raises:
+        argparse.ArgumentTypeError: not a size.
+    """
+    number, unit = text[:-2], text[-2:].upper()
+    try:
+        size = int(float(number) * _SIZES[unit])
+    except (KeyError, ValueError, OverflowError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 800MB or 4GB, above zero")
+    return size

@@ -1,0 +1,46 @@
+"""See that eviction knows what questions look for: gathered once a model, and kept in the user's cache folder."""
+
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.commands.calibrating import queries_of_questions, save_queries
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.commands.progress import prefill_progress
+from mlx_tq.commands.screen import console, warn
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.models import fingerprint
+from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.sequence.known_queries import kept_queries, make_folder
+
+
+def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
+    """Gather the statistics that eviction by `configs` asks for, unless they are known of the model.
+
+    Where none can be had a warning says why, and the plan that the policy is blind.
+
+    Raises:
+        MlxTqError: `model` cannot be run under one of these configurations.
+    """
+    for config in configs:
+        policy = None if config.evict is None else config.evict.policy
+        if not isinstance(policy, CalibratedPolicy) or not policy.looks_up or not plan_caches(model, config).is_blind:
+            continue
+        path = kept_queries(fingerprint(model), covariance=policy.needs_covariance)
+        try:
+            _gather(model, tokenizer, path, covariance=policy.needs_covariance)
+        except (CacheFormatError, ConfigError) as error:
+            warn(
+                f"what questions look for in this model could not be gathered ({error}). {policy.name} learns from the "
+                "text that it reads, and may drop what a question will ask for. Name a file with --kv-stats, or say "
+                "--kv-stats text."
+            )
+
+
+def _gather(model: Any, tokenizer: Any, path: Path, *, covariance: bool) -> None:
+    make_folder(path)  # before the work, not after it
+    with prefill_progress(what="asking the model questions, once") as progress:
+        found = queries_of_questions(model, tokenizer, load_text(), covariance=covariance, progress=progress)
+    save_queries(model, path, found)
+    console.print(f"statistics of questions and text are kept in {path}", style="dim", markup=False, soft_wrap=True)

@@ -1,0 +1,29 @@
+"""The model that a command's flags name."""
+
+import argparse
+from typing import Any
+
+from mlx_tq.commands.args import config_from_args
+from mlx_tq.commands.asking import ask_beforehand
+from mlx_tq.models import load
+
+
+def load_chosen(args: argparse.Namespace, **tokenizer_config: Any) -> tuple[Any, Any]:
+    """Load the model of --model, --adapter-path, --dtype, --dequantize and --trust-remote-code, and its tokenizer.
+
+    Where the flags of the cache let tokens leave, see that it is known what questions look for.
+
+    Raises:
+        MlxTqError: as `models.load`, and as `ask_beforehand`.
+    """
+    model, tokenizer = load(
+        args.model,
+        dtype=args.dtype,
+        dequantize=args.dequantize,
+        adapter_path=getattr(args, "adapter_path", None),
+        tokenizer_config={"trust_remote_code": args.trust_remote_code, **tokenizer_config},
+        trust_remote_code=args.trust_remote_code,
+    )
+    if hasattr(args, "kv_evict"):
+        ask_beforehand(model, tokenizer, config_from_args(args))
+    return model, tokenizer

@@ -1,0 +1,63 @@
+"""The work of `mlx_tq.cache_prompt`."""
+
+import argparse
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+
+from mlx_tq.cache.files import check_replaceable
+from mlx_tq.commands.args import check_writable, config_from_args
+from mlx_tq.commands.loading import load_chosen
+from mlx_tq.commands.preflight import check_arguments, check_memory, check_positions, free_memory
+from mlx_tq.commands.progress import prefill_progress
+from mlx_tq.commands.prompt_cache import make_caches
+from mlx_tq.commands.prompts import read_prompt
+from mlx_tq.commands.screen import show_cache, show_plan
+from mlx_tq.seam.probe import position_limit
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.files import save_prompt_cache
+from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.sequence.statistics import cache_stats
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read the prompt and save its cache; returns the exit code.
+
+    Raises:
+        MlxTqError: whatever stands in the way; no file is written then.
+    """
+    check_arguments(args)
+    config = config_from_args(args)
+    check_writable("--prompt-cache-file", args.prompt_cache_file)
+    check_replaceable(args.prompt_cache_file, conversation=False)
+    prompt = read_prompt(args)
+    model, tokenizer = load_chosen(args)
+    if tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=False, continue_final_message=True
+        )
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        ids = tokenizer.encode(prompt)
+    check_positions(len(ids), position_limit(model))
+    made = make_caches(model, config)
+    if made.plan is not None:
+        check_memory(made.plan, len(ids), free_memory())
+        show_plan(made.plan, len(ids))
+    with compressed(model), prefill_progress() as progress:
+        for _ in generate_step(
+            mx.array(ids),
+            model,
+            max_tokens=0,
+            prompt_cache=made.caches,
+            prefill_step_size=args.prefill_step_size,
+            prompt_progress_callback=progress,
+        ):
+            pass
+    for cache in compressed_caches(made.caches):
+        cache.check_health()
+    metadata = {"model": args.model or ""}
+    save_prompt_cache(args.prompt_cache_file, made.caches, model=model, config=config, metadata=metadata)
+    show_cache(cache_stats(made.caches, made.plan))
+    return 0

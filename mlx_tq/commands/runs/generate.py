@@ -1,0 +1,311 @@
+"""The work of `mlx_tq.generate`."""
+
+import argparse
+import json
+import math
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.generate import stream_generate
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_tq.commands.args import STORE, option_value
+from mlx_tq.commands.asking import ask_beforehand
+from mlx_tq.commands.foreign_text import say
+from mlx_tq.commands.frame import DONE, INTERRUPTED
+from mlx_tq.commands.images import embed_images
+from mlx_tq.commands.preflight import check_arguments, check_memory, check_positions, free_memory
+from mlx_tq.commands.progress import prefill_progress
+from mlx_tq.commands.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
+from mlx_tq.commands.prompts import encode, read_prompt, render, template_config
+from mlx_tq.commands.screen import console, plan_dict, show_plan, show_recalled, show_stats, warn
+from mlx_tq.commands.stores import chosen_store
+from mlx_tq.conversation.looks import Looks
+from mlx_tq.conversation.recall import Recalled, archive_warning, question_of, read, recall
+from mlx_tq.errors import ConfigError, NonFiniteError
+from mlx_tq.models import load_with_config
+from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.policies.policy import AUTO
+from mlx_tq.prefixes.folder import Folder
+from mlx_tq.prefixes.store import OFF, PrefixStore, reading
+from mlx_tq.seam.probe import position_limit
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.sequence.statistics import GenerationStats, cache_stats, tokens_seen
+
+_NEARLY = 0.9  # of the model's positions
+_UNSTORED = ("--draft-model", "--image", "--prompt-cache-file")
+
+
+class Answer(NamedTuple):
+    """What was generated, how, and what of the archive came back for it."""
+
+    text: str
+    stats: GenerationStats
+    recalled: Recalled | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate; returns the exit code.
+
+    Raises:
+        MlxTqError: whatever stands in the way, before anything is generated where that can be known.
+    """
+    _check_request(args)
+    folder = _store_folder(args)
+    prompt = read_prompt(args)
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    name = args.model
+    if name is None and args.prompt_cache_file is not None:
+        name = saved_model(args.prompt_cache_file)
+    model, tokenizer, model_config = load_with_config(
+        name,
+        dtype=args.dtype,
+        dequantize=args.dequantize,
+        adapter_path=args.adapter_path,
+        tokenizer_config={"trust_remote_code": args.trust_remote_code},
+        model_config={"quantize_activations": args.quantize_activations},
+        trust_remote_code=args.trust_remote_code,
+    )
+    _add_eos_tokens(tokenizer, args.extra_eos_token)
+    text = render(tokenizer, prompt, args, continues=args.prompt_cache_file is not None)
+    embeddings = None
+    if args.image:
+        text, embeddings = embed_images(model, tokenizer, model_config, text, args.image)
+    ids = encode(tokenizer, text, args)
+    check_positions(len(ids), position_limit(model))
+    ask_beforehand(model, tokenizer, chosen_config(args))
+    opened = open_prompt_cache(model, args)
+    max_tokens = _check_limits(model, opened, len(ids), args)
+    if args.verbose and opened.plan is not None:
+        show_plan(opened.plan, tokens_seen(opened.caches) + len(ids) + max(max_tokens, 0))
+    elif args.verbose:
+        console.print(_describe_native(args), style="dim")
+
+    options: dict[str, Any] = {"sampler": _sampler(tokenizer, args), "prefill_step_size": args.prefill_step_size}
+    if embeddings is not None:
+        options["input_embeddings"] = embeddings
+    store = None if folder is None or opened.plan is None else PrefixStore(model, opened.plan, folder, warn)
+    answer = _generate(model, tokenizer, ids, opened, store, max_tokens, args, options)
+    if warning := archive_warning(opened.caches):
+        warn(warning)
+    if args.json:
+        plan = plan_dict(opened.plan, answer.stats.cache.tokens) if opened.plan else None
+        recalled = None if answer.recalled is None else answer.recalled.to_dict()
+        report = {"text": answer.text, "stats": answer.stats.to_dict(), "plan": plan, "recalled": recalled}
+        sys.stdout.write(json.dumps(report) + "\n")
+    elif args.verbose:
+        if answer.recalled is not None:
+            show_recalled(answer.recalled.positions, answer.recalled.archived, answer.recalled.seconds)
+        show_stats(answer.stats)
+    return INTERRUPTED if answer.stats.finish_reason == "interrupted" else DONE
+
+
+def _describe_native(args: argparse.Namespace) -> str:
+    if args.kv_bits is None:
+        return "KV cache: mlx-lm's own"
+    return f"KV cache: mlx-lm's own, at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on"
+
+
+def _check_request(args: argparse.Namespace) -> None:
+    """Raise, before a model is loaded for it, where a request cannot be met by any."""
+    check_arguments(args)
+    template_config(args)
+    config = chosen_config(args)
+    if config.evict is not None and config.evict.recalls:
+        for flag, given in (("--draft-model", args.draft_model), ("--image", args.image)):
+            if given:
+                raise ConfigError(f"--kv-recall cannot be combined with {flag}. Drop one of the two.")
+    if config.is_off and args.kv_memory_limit is not None:
+        raise ConfigError(
+            "--kv-memory-limit is for compressed caches, and mlx-lm's own was chosen. Drop it, or take --max-kv-size."
+        )
+
+
+def _store_folder(args: argparse.Namespace) -> Folder | None:
+    """Where prompts are stored: nowhere if just the environment says so, and something is asked for that cannot be."""
+    others = [flag for flag in _UNSTORED if getattr(args, flag.removeprefix("--").replace("-", "_"))]
+    if chosen_config(args).is_off:
+        others.append("mlx-lm's own caches")
+    if not others:
+        return chosen_store(args)
+    if option_value(args, STORE, {}) not in (None, OFF):
+        raise ConfigError(f"--kv-store cannot be combined with {others[0]}. Drop one of the two.")
+    return None
+
+
+def _add_eos_tokens(tokenizer: Any, tokens: list[str]) -> None:
+    for token in tokens:
+        try:
+            tokenizer.add_eos_token(token)
+        except ValueError as error:
+            raise ConfigError(f"--extra-eos-token: {error}. Give a token of its vocabulary, or its number.") from error
+
+
+def _check_limits(model: Any, opened: PromptCache, prompt: int, args: argparse.Namespace) -> int:
+    """Raise where the context cannot be; returns --max-tokens, cut to the positions that are left."""
+    start, limit, max_tokens = tokens_seen(opened.caches) + prompt, position_limit(model), int(args.max_tokens)
+    check_positions(start, limit)
+    if limit is not None and (max_tokens < 0 or start + max_tokens > limit):
+        if max_tokens >= 0:
+            warn(f"the model allows {limit:,} positions: at most {limit - start:,} tokens will be generated.")
+        max_tokens = limit - start
+    if opened.plan is not None and opened.plan.eviction is not None:
+        _warn_of_eviction(start + max(max_tokens, 0), limit, recalls=opened.plan.recalls)
+    if opened.plan is not None:
+        check_memory(opened.plan, start + max(max_tokens, 0), args.kv_memory_limit or free_memory())
+    return max_tokens
+
+
+def _warn_of_eviction(tokens: int, limit: int | None, *, recalls: bool) -> None:
+    if not recalls:
+        warn("evicted tokens are gone, and the answer may miss what they said; --kv-recall auto brings it back.")
+    if limit is not None and tokens > _NEARLY * limit:
+        warn(
+            f"this conversation may reach {tokens:,} of the model's {limit:,} positions. Evicted tokens keep theirs: "
+            "it ends there, whatever the cache holds."
+        )
+
+
+def _sampler(tokenizer: Any, args: argparse.Namespace) -> Any:
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+    )
+
+
+def _add_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """The draft model, and the caches of both models."""
+    draft, draft_tokenizer, _ = load_with_config(
+        args.draft_model,
+        dtype=args.dtype,
+        dequantize=args.dequantize,
+        trust_remote_code=args.trust_remote_code,
+    )
+    if draft_tokenizer.vocab_size != tokenizer.vocab_size:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
+            f"{tokenizer.vocab_size}; take a draft model with the model's own tokenizer."
+        )
+    if len(caches) != len(model.layers):
+        raise ConfigError("mlx-lm cannot draft for a model whose layers share caches. Drop --draft-model.")
+    config = chosen_config(args)
+    if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
+        policy = replace(config.evict.policy, stats=AUTO)  # that file is of the other model
+        config = replace(config, evict=replace(config.evict, policy=policy))
+    ask_beforehand(draft, draft_tokenizer, config)
+    return draft, [*caches, *make_caches(draft, config, args.max_kv_size).caches]
+
+
+def _generate(
+    model: Any,
+    tokenizer: Any,
+    ids: list[int],
+    opened: PromptCache,
+    store: PrefixStore | None,
+    max_tokens: int,
+    args: argparse.Namespace,
+    options: dict[str, Any],
+) -> Answer:
+    caches, models = opened.caches, [model]
+    if args.draft_model is not None:
+        draft, caches = _add_draft(model, tokenizer, caches, args)
+        options["draft_model"] = draft
+        models.append(draft)
+        options["num_draft_tokens"] = args.num_draft_tokens
+    stream = not args.json
+    text, ttft, finish, cached = "", 0.0, "interrupted", 0
+    last: Any = None
+    recalled: Recalled | None = None
+    looks: Looks | None = None
+    whole = len(ids)
+    step = args.prefill_step_size
+    started = time.perf_counter()
+    try:
+        with ExitStack() as stack:
+            for each in models:
+                stack.enter_context(compressed(each))
+            show = stack.enter_context(prefill_progress(show=args.verbose))
+            recalls = opened.plan is not None and opened.plan.recalls
+            document, rest = question_of(tokenizer, ids) if recalls else (ids[:-1], ids[-1:])
+            stored = stack.enter_context(reading(store, caches, document, step))
+
+            def progress(processed: int, total: int) -> None:
+                stored.note(stored.restored + processed)
+                show(stored.restored + processed, stored.restored + total)
+
+            ids = ids[stored.restored :]
+            if recalls:
+                read(model, caches, document[stored.restored :], step, progress)
+                recalled = recall(model, caches, rest, step)
+                looks = Looks(caches)
+                ids = rest
+            cached = stored.restored
+            for response in stream_generate(
+                model,
+                tokenizer,
+                ids,
+                max_tokens=max_tokens,
+                prompt_cache=caches,
+                prompt_progress_callback=progress if recalled is None else (lambda *_: None),
+                kv_bits=args.kv_bits,
+                kv_group_size=args.kv_group_size,
+                quantized_kv_start=args.quantized_kv_start,
+                **options,
+            ):
+                if last is None:
+                    ttft = time.perf_counter() - started
+                    show(whole, whole)  # mlx-lm reports nothing of a prompt that a draft model reads too
+                    _check_finite(response)
+                last = response
+                if looks is not None:
+                    looks.token()
+                text += response.text
+                if stream:
+                    say(response.text)
+            finish = last.finish_reason
+            for cache in compressed_caches(caches):
+                cache.check_health()
+    except KeyboardInterrupt:
+        pass
+    except ValueError as error:  # mlx-lm's word for options that cannot be combined
+        raise ConfigError(str(error)) from error
+    if stream:
+        say("\n")
+    stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached)
+    if looks is not None and recalled is not None:
+        recalled = replace(recalled, positions=sorted({*recalled.positions, *looks.positions}))
+    if recalled is not None and ttft:
+        stats = replace(stats, prompt_tps=whole / ttft)  # mlx-lm saw the question alone
+    return Answer(text, stats, recalled)
+
+
+def _check_finite(response: Any) -> None:
+    if math.isnan(response.logprobs[response.token].item()):
+        raise NonFiniteError(
+            "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
+        )
+
+
+def _stats(prompt: int, opened: PromptCache, last: Any, ttft: float, finish: str) -> GenerationStats:
+    return GenerationStats(
+        prompt_tokens=prompt,
+        generation_tokens=last.generation_tokens if last else 0,
+        ttft=ttft,
+        prompt_tps=last.prompt_tps if last else 0.0,
+        generation_tps=last.generation_tps if last else 0.0,
+        finish_reason=finish,
+        peak_memory=mx.get_peak_memory(),
+        cache=cache_stats(opened.caches, opened.plan),
+    )

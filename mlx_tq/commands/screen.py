@@ -1,0 +1,189 @@
+"""What commands show. The answer goes to stdout; everything else, through here, to stderr."""
+
+from itertools import groupby, pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mlx_tq.cache.spec import LEARNED
+from mlx_tq.commands.foreign_text import readable
+from mlx_tq.kernels import impl, thresholds
+from mlx_tq.sequence.eviction import EvictionPlan
+from mlx_tq.sequence.plan import LayerPlan, Plan
+from mlx_tq.sequence.statistics import CacheStats, GenerationStats
+
+_WIDTH = 120  # where there is no terminal to ask
+
+
+def _console(*, stderr: bool) -> Console:
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal:
+        made.width = _WIDTH
+    return made
+
+
+console = _console(stderr=True)
+results = _console(stderr=False)  # for commands whose answer is a table
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as people write them, such as 1.5 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def table(title: str, *columns: str) -> Table:
+    """A plain table; the first column is text, the others are numbers."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    return made
+
+
+def _layer_range(layers: list[LayerPlan]) -> str:
+    first, last = layers[0].slot.index, layers[-1].slot.index
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def show_plan(plan: Plan, tokens: int) -> None:
+    """Print how each group of layers is stored and the bytes at a context of `tokens`."""
+    shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
+    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
+        layers = list(group)
+        size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
+        fp16 = sum(layer.fp16_nbytes(tokens) for layer in layers)
+        spec, note = layers[0].spec, layers[0].note
+        shown.add_row(_layer_range(layers), spec.keys, spec.value, human_bytes(size), human_bytes(fp16), note)
+    compressed = {layer.slot.index for layer in plan.layers}
+    others = [name for index, name in enumerate(plan.classes) if index not in compressed]
+    for name in sorted(set(others)):
+        shown.add_row(f"{others.count(name)} others", "as they are", "", "", "", name)
+    console.print(shown)
+    spec = plan.layers[0].spec
+    console.print(
+        f"in the model's own type, {plan.layers[0].slot.dtype}: the first {spec.prefix} tokens, the last {spec.window} "
+        "and up to 63 before those\n"
+        f"computed by {impl.describe()}; thresholds {thresholds.table().origin}",
+        style="dim",
+        soft_wrap=True,
+    )
+    if any(layer.spec.condition for layer in plan.layers):
+        console.print(
+            f"keys are stored less the mean of their block, weighted by what the first {LEARNED} tokens' queries read",
+            style="dim",
+            soft_wrap=True,
+        )
+    if any(layer.spec.cold for layer in plan.layers):
+        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
+    if plan.eviction is not None:
+        console.print(describe_eviction(plan.eviction), style="dim", markup=False, soft_wrap=True)
+    decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
+    if decoded:
+        console.print(
+            f"no GPU kernels for {', '.join(decoded)}: attention decodes with mlx's operations",
+            style="dim",
+            soft_wrap=True,
+        )
+
+
+def describe_eviction(plan: EvictionPlan) -> str:
+    """Policy, budget and calibration in a line."""
+    config, tokens = plan.config, plan.budget.tokens
+    budget = f"{tokens:,} tokens" if tokens is not None else f"{config.budget} of the tokens"
+    line = f"eviction: {config.policy} keeps {budget}"
+    line = f"{line}, calibrated on {plan.source}" if plan.source else line
+    return f"{line}; what leaves is archived on disk until the run ends" if config.recalls else line
+
+
+def warn(message: str) -> None:
+    """Print a warning."""
+    console.print(f"[yellow]warning:[/yellow] {escape(readable(message))}", soft_wrap=True)
+
+
+def show_recalled(positions: list[int], archived: int, seconds: float) -> None:
+    """Print what came back from the archive."""
+    ranges = ", ".join(f"{first:,}-{last + 1:,}" for first, last in _runs(positions))
+    came = f"tokens {ranges}" if positions else "nothing"
+    console.print(f"recalled: {came} of {archived:,} archived ({1000 * seconds:.0f} ms)", style="cyan", soft_wrap=True)
+
+
+def _runs(positions: list[int]) -> list[tuple[int, int]]:
+    """First and last of each run of neighbours."""
+    cuts = [place for place, (at, after) in enumerate(pairwise(positions), 1) if after > at + 1]
+    runs = pairwise([0, *cuts, len(positions)])
+    return [(positions[start], positions[stop - 1]) for start, stop in runs if stop > start]
+
+
+def show_cache(cache: CacheStats) -> None:
+    """Print what a prompt cache takes."""
+    compared = f"; fp16 takes {human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much"
+    if cache.nbytes == cache.fp16_nbytes:
+        compared = ""
+    elif cache.ratio < 1:
+        compared += " (so short a text is in the model's own type, and its buffers are larger)"
+    console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}", soft_wrap=True)
+    if cache.rounds:
+        rounds = "1 round" if cache.rounds == 1 else f"{cache.rounds} rounds"
+        console.print(
+            f"evicted: {cache.evicted:,} tokens in {rounds} ({cache.evict_seconds:.2f} s); "
+            f"{100 * cache.retention:.1f} % stayed",
+            soft_wrap=True,
+        )
+    if cache.clamped:
+        warn(f"{cache.clamped:,} vectors exceeded fp16's range and were clamped; --kv-profile off keeps them.")
+
+
+def show_stats(stats: GenerationStats) -> None:
+    """Print the numbers of a generation."""
+    if stats.generation_tokens:
+        console.print(
+            f"prompt: {stats.prompt_tokens:,} tokens, {_stored(stats.cached_tokens)}{stats.prompt_tps:.1f} tok/s, "
+            f"first token after {stats.ttft:.2f} s\n"
+            f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
+        )
+    else:
+        console.print(f"prompt: {stats.prompt_tokens:,} tokens, {stats.finish_reason} before the first token")
+    show_cache(stats.cache)
+    console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
+
+
+def _stored(tokens: int) -> str:
+    return f"{tokens:,} of them from the store, " if tokens else ""
+
+
+def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
+    """A plan as plain data, with bytes at a context of `tokens`."""
+    return {
+        "model_type": plan.model_type,
+        "config": plan.config.to_dict(),
+        "layers": [
+            {
+                "index": layer.slot.index,
+                "part": layer.slot.part,
+                "key": layer.spec.keys,
+                "value": layer.spec.value,
+                "has_kernels": layer.has_kernels,
+                "note": layer.note,
+                "nbytes": layer.nbytes(plan.live(tokens)),
+                "fp16_nbytes": layer.fp16_nbytes(tokens),
+            }
+            for layer in plan.layers
+        ],
+        "caches": plan.classes,
+        "eviction": None
+        if plan.eviction is None
+        else {
+            "policy": str(plan.eviction.config.policy),
+            "budget_tokens": plan.eviction.budget.tokens,
+            "budget_share": plan.eviction.budget.share,
+            "calibration": plan.eviction.source,
+            "recall": plan.eviction.config.recall,
+        },
+        "attention": impl.describe(),
+        "thresholds": thresholds.table().origin,
+    }

@@ -1,0 +1,65 @@
+"""Looks into the archive while an answer is made, so that what the answer itself turns out to need comes too."""
+
+import time
+from typing import Any
+
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import choose
+
+# Tokens between two looks, whose queries the next one asks with.
+RECALL_EVERY = 64
+# Of the time between two looks, what one may cost; where it costs more, the next one waits longer.
+_SHARE = 0.05
+
+
+class Looks:
+    """The looks of one answer. What is back is what the latest look found best; none of it is there after the end.
+
+    Attributes:
+        positions: that came back by looks, in the order in which they came.
+        count: looks so far.
+        seconds: that they took.
+    """
+
+    def __init__(self, caches: list[Any], every: int = RECALL_EVERY) -> None:
+        """Begin; rounds go on meanwhile.
+
+        Args:
+            caches: of the conversation, which is about to read the question.
+            every: tokens between looks.
+        """
+        self._caches, self._every, self._next = caches, every, every
+        self._since, self._began = 0, time.perf_counter()
+        self.positions: list[int] = []
+        self.count, self.seconds = 0, 0.0
+        self._sequence = sequence_in(caches)
+        if self._sequence is not None and not self._sequence.plan.config.recalls:
+            self._sequence = None
+        if self._sequence is not None:
+            self._sequence.listen(sequence_layers(caches), rounds=True)
+
+    def token(self) -> None:
+        """The answer has one token more."""
+        self._since += 1
+        if self._sequence is not None and self._since >= self._next and self._sequence.archived:
+            self._look()
+
+    def end(self) -> None:
+        """Listen no more."""
+        if self._sequence is not None:
+            self._sequence.listen([], rounds=True)
+
+    def _look(self) -> None:
+        assert self._sequence is not None  # noqa: S101 - tells the type checker: `token` looked
+        began = time.perf_counter()
+        layers = sequence_layers(self._caches)
+        spec, seen = layers[0].spec, layers[0].offset
+        asking = max(1, min(self._every, spec.window))  # all of them are in the window
+        ranked = self._sequence.rank(layers, asking, back=True)
+        came = self._sequence.exchange(layers, choose(ranked, spec.prefix, self._sequence.plan.recall_tokens(seen)))
+        self.positions += came.tolist()
+        now = time.perf_counter()
+        took, steps = now - began, (began - self._began) / self._since
+        self.count, self.seconds = self.count + 1, self.seconds + took
+        self._next = max(self._every, int(took / (_SHARE * steps)))
+        self._since, self._began = 0, now

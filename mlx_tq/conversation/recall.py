@@ -1,0 +1,105 @@
+"""Recall: what a question asks for comes back from the archive before it is read."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.sequence.compressed import compressed
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, choose
+
+# Tokens at the end of a prompt that are its question, at least.
+SHORTEST_QUESTION = 32
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What a question brought back.
+
+    Attributes:
+        positions: that are back, ascending.
+        ranked: the archived blocks, best first.
+        seconds: which that took, the reading of the question over a copy among them.
+    """
+
+    positions: list[int]
+    ranked: list[Scored]
+    seconds: float
+
+    @property
+    def archived(self) -> int:
+        """Tokens in the archive, those that came back among them."""
+        return sum(len(piece.extent.positions) for piece in self.ranked)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"positions": self.positions, "archived": self.archived, "seconds": self.seconds}
+
+
+def question_of(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]]:
+    """A prompt as its document and the question at its end: the last paragraph, of 32 to 256 tokens.
+
+    What a chat template puts behind the question counts to it.
+    """
+    for count in range(SHORTEST_QUESTION, min(LONGEST_QUESTION, len(ids))):
+        if "\n" in tokenizer.decode(ids[-count - 1 : -count]):
+            return ids[:-count], ids[-count:]
+    count = max(1, min(SHORTEST_QUESTION, len(ids) - 1))
+    return ids[: len(ids) - count], ids[len(ids) - count :]
+
+
+def read(
+    model: Any, caches: list[Any], ids: list[int], step: int, progress: Callable[[int, int], None] = lambda *_: None
+) -> None:
+    """Read tokens over caches as mlx-lm does, `step` at a time."""
+    for start in range(0, len(ids), step):
+        model(mx.array(ids[start : start + step])[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        progress(min(start + step, len(ids)), len(ids))
+
+
+def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int | None = None) -> Recalled:
+    """Bring back what a question needs; `release` lets it leave again.
+
+    Args:
+        model: of the caches.
+        caches: before the question was read.
+        ids: tokens of the question.
+        step: tokens read at a time.
+        most: tokens to bring back; by default what the eviction's configuration says.
+    """
+    began = time.perf_counter()
+    sequence = sequence_in(caches)
+    if sequence is None or not sequence.archived:
+        return Recalled([], [], 0.0)
+    most = sequence.plan.recall_tokens(len(ids) + sequence_layers(caches)[0].offset) if most is None else most
+    fork = copy.deepcopy(caches)
+    layers = sequence_layers(fork)
+    asking = sequence_in(fork)
+    assert asking is not None  # noqa: S101 - tells the type checker: a copy has what it was copied from
+    asking.listen(layers, rounds=False)
+    with compressed(model):
+        read(model, fork, ids, step)
+    ranked = asking.rank(layers, min(len(ids), LONGEST_QUESTION))
+    found = choose(ranked, layers[0].spec.prefix, most)
+    if found:
+        sequence.recall(sequence_layers(caches), found)
+    return Recalled(sequence.recalled.tolist(), ranked, time.perf_counter() - began)
+
+
+def release(caches: list[Any]) -> None:
+    """Let what was recalled leave the caches again."""
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        sequence.release(sequence_layers(caches))
+
+
+def archive_warning(caches: list[Any]) -> str | None:
+    """What a user should know of the archive, once."""
+    sequence = sequence_in(caches)
+    return None if sequence is None or sequence.archive is None else sequence.archive.take_warning()

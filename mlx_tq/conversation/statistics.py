@@ -1,0 +1,67 @@
+"""Numbers of a session and of its turns."""
+
+from dataclasses import dataclass
+
+from mlx_tq.conversation.transcript import NOTHING, Rehydration
+from mlx_tq.rescue import RescueStats
+
+
+@dataclass(frozen=True)
+class TurnStats:
+    """The numbers of one turn.
+
+    Attributes:
+        prompt_tokens, generation_tokens: read and said.
+        cached_tokens: of the prompt, those that the store of prefixes had.
+        recalled: positions whose rows came back for the turn.
+        archived: tokens that were in the archive then.
+        recall_seconds: that it took.
+        looks, looks_seconds: into the archive while answering.
+        rehydration: what was quoted.
+        rescue_seconds: that it took to ask for it.
+        ttft: seconds to the first token, those included.
+        seconds: in all.
+        prompt_tps, generation_tps: tokens a second.
+        finish_reason: "stop", "length", or "interrupted".
+    """
+
+    prompt_tokens: int
+    generation_tokens: int = 0
+    recalled: tuple[int, ...] = ()
+    archived: int = 0
+    recall_seconds: float = 0.0
+    looks: int = 0
+    looks_seconds: float = 0.0
+    rehydration: Rehydration = NOTHING
+    rescue_seconds: float = 0.0
+    ttft: float = 0.0
+    seconds: float = 0.0
+    prompt_tps: float = 0.0
+    generation_tps: float = 0.0
+    finish_reason: str = "interrupted"
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SessionStats:
+    """What a conversation takes.
+
+    Attributes:
+        turns: so far.
+        tokens: read and said, quotations included.
+        live, evicted: of these, in the cache and out of it.
+        rescued: tokens of quotations.
+        positions: that the model allows, or None.
+        nbytes, fp16_nbytes: of the cache, and of the same tokens at 16 bits, those that left among them.
+        rescue: what became of spans and questions, or None without rescue.
+    """
+
+    turns: int
+    tokens: int
+    live: int
+    evicted: int
+    rescued: int
+    positions: int | None
+    nbytes: int
+    fp16_nbytes: int
+    rescue: RescueStats | None

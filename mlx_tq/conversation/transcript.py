@@ -1,0 +1,144 @@
+"""What a session remembers outside of the cache: every token by position, what left, and how to ask for it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlx_tq.config import LEAST_QUOTATION, RescueConfig
+from mlx_tq.conversation.plain_text import PlainText
+from mlx_tq.conversation.quote import quote
+from mlx_tq.conversation.spans import make_spans, runs, widen
+from mlx_tq.rescue import RescueClient
+from mlx_tq.rescue.wire import Range
+
+_LONG = 400  # characters of a message beyond which only its last question is asked
+_QUESTION = re.compile(r"[^.!?\n]*\?")
+_MARGIN = 32  # tokens on both sides of a span that are quoted too where its sentence goes on there
+_SHARE = 1 / 4  # of the evicted tokens: a quotation of more would undo their eviction
+_MOST_TOKENS = 2048  # about the 8,000 characters that a person would quote
+
+
+@dataclass(frozen=True)
+class Rehydration:
+    """What came back for a question.
+
+    Attributes:
+        ranges: positions [start, stop) of what is quoted, ascending.
+        texts: at these positions.
+        ids: of the quotation to put before the question; none for no spans.
+    """
+
+    ranges: list[Range]
+    texts: list[str]
+    ids: list[int]
+
+    @property
+    def text(self) -> str:
+        """The quotation as the turn has it."""
+        return quote(self.texts)
+
+
+NOTHING = Rehydration([], [], [])
+
+
+class Transcript:
+    """What was said in one session, token by token.
+
+    The service is believed about where to look, not about what stands there: a span's text is read from the tokens
+    that are kept here, so a service that lies, or knows another conversation, cannot put words into this one.
+
+    Args:
+        plain: encodes and decodes text.
+        client: of the service, or None to remember without rescue.
+        config: how to ask.
+        session_id: under which the service keeps the spans.
+        limit: most tokens of a quotation.
+    """
+
+    def __init__(
+        self, plain: PlainText, client: RescueClient | None, config: RescueConfig, session_id: str, limit: int
+    ) -> None:
+        self.ids: list[int] = []
+        self.copies: list[Range] = []  # of quotations: what they say is kept where it was first said
+        self.evicted = 0
+        self._plain, self._client, self._config = plain, client, config
+        self.session_id, self._limit = session_id, limit
+        self._left: list[np.ndarray] = []
+
+    def note(self, positions: np.ndarray) -> None:
+        """Tokens at these positions, int64 [N], have left the cache."""
+        if len(positions):
+            self._left.append(positions)
+            self.evicted += len(positions)
+
+    def write(self) -> None:
+        """Send the text of what has left to the service."""
+        if not self._left or self._client is None:
+            return
+        positions = np.concatenate(self._left)
+        self._left = []
+        for start, stop in self.copies:
+            positions = positions[(positions < start) | (positions >= stop)]
+        self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode))
+
+    def rewrite(self, live: np.ndarray) -> None:
+        """Send the text of all that is not live, as to a service that never saw it."""
+        gone = np.setdiff1d(np.arange(len(self.ids)), live)
+        self._left = [gone]
+        self.evicted = len(gone)
+        self.write()
+
+    def recall(self, query: str, live: np.ndarray) -> Rehydration:
+        """What a question needs of that which left, within the limit; nothing where the service does not answer."""
+        if self._client is None or not self.evicted or not query.strip():
+            return NOTHING
+        limit = min(self._limit, max(LEAST_QUOTATION, int(_SHARE * self.evicted)))
+        still = runs(live)
+        found = self._client.retrieve(
+            self.session_id,
+            last_question(query),
+            top_k=self._config.top_k,
+            score_floor=self._config.score_floor,
+            exclude=still,
+            timeout=self._config.timeout,
+        )
+        chosen: list[Range] = []
+        for start, stop, *_ in found:
+            known = stop <= len(self.ids) and not any(first <= start and stop <= last for first, last in still)
+            wider = widen((start, stop), self.ids, self._plain.decode, _MARGIN) if known else (0, 0)
+            if known and len(self._quoted([*chosen, wider]).ids) <= limit:
+                chosen.append(wider)
+        return self._quoted(chosen)
+
+    def read(self, ids: Sequence[int], quotation: Rehydration = NOTHING, at: int = 0) -> None:
+        """The conversation goes on with `ids`, in which a quotation begins at index `at`."""
+        if quotation.ids:
+            start = len(self.ids) + at
+            self.copies.append((start, start + len(quotation.ids)))
+        self.ids += ids
+
+    def cut(self, length: int) -> None:
+        """The conversation ends at position `length`: what came after was undone."""
+        del self.ids[length:]
+        self.copies = [(start, min(stop, length)) for start, stop in self.copies if start < length]
+
+    def _quoted(self, ranges: list[Range]) -> Rehydration:
+        ordered = runs(position for span in ranges for position in range(*span))
+        texts = [self._plain.decode(self.ids[start:stop]) for start, stop in ordered]
+        return Rehydration(ordered, texts, self._plain.encode(quote(texts)) if texts else [])
+
+
+def quotation_limit(config: RescueConfig, positions: int | None) -> int:
+    """Most tokens of a quotation for a model with so many positions."""
+    return config.max_tokens or min(_MOST_TOKENS, (positions or 8 * _MOST_TOKENS) // 8)
+
+
+def last_question(message: str) -> str:
+    """What to look for: a short message itself; of a long one its last question, or else its end."""
+    message = message.strip()
+    if len(message) <= _LONG:
+        return message
+    questions = _QUESTION.findall(message)
+    return str(questions[-1] if questions else message).strip()[-_LONG:]

@@ -1,0 +1,65 @@
+"""`Worker`: the one thread in which all of a session's arrays are made, whichever threads the session is called from.
+
+What mlx has not computed yet belongs to a stream of the thread that asked for it, and no other thread can finish it.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread, current_thread
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+T = TypeVar("T")
+_Task = tuple[Future[Any], Callable[[], Any]]
+_END: Any = object()
+
+
+class Worker:
+    """A thread that does one thing after the other until `end`."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread = Thread(target=_work, args=[self._tasks], name="session", daemon=True)
+        self._thread.start()
+
+    def do(self, call: Callable[[], T]) -> T:
+        """What `call` returns or raises there. Waits for it; Ctrl-C ends the waiting, not the call."""
+        if current_thread() is self._thread:
+            return call()
+        done: Future[T] = Future()
+        self._tasks.put((done, call))
+        return done.result()
+
+    def steps(self, pieces: Generator[T], stop: Callable[[], None]) -> Iterator[T]:
+        """The pieces of a generator that runs there, one at a time as they are taken; `stop` makes it give up soon."""
+        try:
+            while (piece := self.do(lambda: next(pieces, _END))) is not _END:
+                yield piece
+        except BaseException:  # Ctrl-C here stops nothing there
+            stop()
+            raise
+        finally:
+            self.do(pieces.close)
+
+    def end(self) -> None:
+        """End the thread after what it was given, and wait for that."""
+        self._tasks.put(None)
+        if current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _work(tasks: "SimpleQueue[_Task | None]") -> None:
+    try:
+        while (task := tasks.get()) is not None:
+            done, call = task
+            try:
+                done.set_result(call())
+            except BaseException as error:  # noqa: BLE001  it is the caller's
+                done.set_exception(error)
+            del task, done, call  # they hold the session, which ends this thread when nobody has it any more
+    finally:
+        # A join returns before a thread's own storage is freed. mlx keeps streams there, and a program that ends
+        # meanwhile is aborted ("terminate called without an active exception").
+        mx.clear_streams()

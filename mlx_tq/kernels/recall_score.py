@@ -1,0 +1,151 @@
+"""What queries would make of packed keys that are not in the cache, and what they make of those that are.
+
+Source: attention weights as importance of a block of keys, Quest (Tang et al. 2024, arXiv 2406.10774) section 3.2; here
+with the real keys and the log-sum-exp of all, so that weights of different queries compare.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_tq.codec.conditioning import Conditioning, asking, mean_scores
+from mlx_tq.codec.formats import Encoded
+from mlx_tq.codec.rotation import rotated
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels import build, impl
+from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table
+from mlx_tq.kernels.masks import apply_mask, causal_columns
+from mlx_tq.kernels.regions import Regions
+
+KERNEL = build.Kernel(
+    "recall_score",
+    inputs=("key_codes", "key_scales", "asked_queries", "block_starts", "recall_sizes"),
+    outputs=("block_maxima", "block_sums"),
+)
+CONDITIONED = KERNEL.with_more(inputs=("key_means", "mean_index"))
+SIMDGROUPS = 4
+# Of a lane: decoded keys are read once for so many.
+QUERIES = 8
+# Packed tokens scored at a time.
+BLOCK_TOKENS = 4096
+
+
+class Found(NamedTuple):
+    """Scores of archived keys for each of N = G L queries of a KV head.
+
+    each: the largest score of every block, fp32 [H, N, n]. total: log-sum-exp of all scores, fp32 [H, N].
+    """
+
+    each: mx.array
+    total: mx.array
+
+
+def recall_score(
+    queries: mx.array,
+    keys: Encoded,
+    layout: RowLayout,
+    conditioning: Conditioning | None,
+    sizes: Sequence[int] | None = None,
+) -> Found:
+    """Score keys.
+
+    Args:
+        queries: times the scale of scores, fp32 [1, Hq, L, Dk].
+        keys: side by side, [1, H, S, ...].
+        layout: of the rows that they are of.
+        conditioning: of these keys, or None.
+        sizes: tokens of each block, at least 1 each, S in all. None is a block a key, by mlx's own operations.
+    """
+    if sizes is None:
+        return recall_score_ref(queries, keys, layout, conditioning)
+    check = partial(check_can_run, layout)
+    return impl.call(_recall_score_gpu, recall_score_ref, queries, keys, layout, conditioning, sizes, check=check)
+
+
+def recall_score_ref(
+    queries: mx.array,
+    keys: Encoded,
+    layout: RowLayout,
+    conditioning: Conditioning | None,
+    sizes: Sequence[int] | None = None,
+) -> Found:
+    """`recall_score` in mlx's own operations."""
+    asked = grouped(queries, keys.codes.shape[1], layout, conditioning)
+    scores = layout.key.scores(asked, keys)
+    if conditioning is not None:
+        scores = scores + mean_scores(asked, conditioning, keys.codes.shape[2])
+    each = scores[0]
+    total = mx.logsumexp(each, axis=-1)
+    if sizes is not None:
+        block = mx.array([number for number, size in enumerate(sizes) for _ in range(size)])
+        least = mx.full((len(sizes), *each.shape[:2]), -mx.inf)
+        each = least.at[block].maximum(mx.contiguous(each.transpose(2, 0, 1))).transpose(1, 2, 0)
+    return Found(each, total)
+
+
+def _recall_score_gpu(
+    queries: mx.array,
+    keys: Encoded,
+    layout: RowLayout,
+    conditioning: Conditioning | None,
+    sizes: Sequence[int],
+) -> Found:
+    heads, tokens = keys.codes.shape[1:3]
+    asked = grouped(queries, heads, layout, conditioning)
+    count, dim = asked.shape[2:]
+    asked = mx.pad(asked, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
+    maxima, sums = build.run(
+        KERNEL if conditioning is None else CONDITIONED,
+        inputs=[
+            filled(keys.codes),
+            table([], mx.float32).reshape(1, 1, -1) if keys.scale is None else filled(keys.scale),
+            mx.contiguous(asked.swapaxes(-1, -2)),
+            filled(mx.array([0, *accumulate(sizes)], mx.int32)),
+            table([count, len(sizes)]),
+            *means_inputs(conditioning, tokens)[1:],  # queries are divided by the weights already
+        ],
+        constants=(
+            ("SIMDGROUPS", SIMDGROUPS),
+            ("QUERIES", QUERIES),
+            ("SPAN", 32 if dim <= 128 else 16 if dim <= 256 else 8),  # keys of at most 19 KB
+            ("CONDITIONED", conditioning is not None),
+            *codec_constants("KEY", layout.key),
+        ),
+        grid=(32 * SIMDGROUPS, len(sizes), heads),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        output_shapes=[(heads, count, len(sizes))] * 2,
+        output_dtypes=[mx.float32] * 2,
+    )
+    return Found(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
+
+
+def grouped(queries: mx.array, heads: int, layout: RowLayout, conditioning: Conditioning | None) -> mx.array:
+    """Queries [1, Hq, L, Dk] as they meet packed keys: [1, H, G L, Dk]."""
+    shape = (1, heads, -1, queries.shape[-1])
+    return rotated(asking(queries, conditioning).reshape(shape), layout.key.rotation)
+
+
+def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
+    """The log-sum-exp of what queries see of a cache, whose last L tokens they are: fp32 [H, G L].
+
+    Args:
+        queries: times the scale of scores, fp32 [1, Hq, L, Dk].
+        regions: of batch size 1.
+    """
+    heads, length = regions.full_keys.shape[1], queries.shape[2]
+    plain = queries.reshape(1, heads, -1, queries.shape[-1])
+    scores = plain @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
+    parts = [mx.logsumexp(apply_mask(scores, causal_columns(length, regions.beside), length), axis=-1)]
+    if regions.body:
+        rows, layout, known = regions.packed(), regions.layout, regions.conditioning
+        asked = grouped(queries, heads, layout, known)
+        for start, stop in pairwise([*range(0, regions.body, BLOCK_TOKENS), regions.body]):
+            found = layout.key.scores(asked, layout.keys(rows[:, :, start:stop]))
+            if known is not None:
+                found = found + mean_scores(asked, known.after(start), stop - start)
+            parts.append(mx.logsumexp(found, axis=-1))
+    total: mx.array = mx.logsumexp(mx.stack(parts), axis=0)
+    return total[0]

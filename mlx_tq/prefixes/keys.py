@@ -1,0 +1,62 @@
+"""What a resume point is called: a digest of all that its bits depend on.
+
+That is the model, how its caches are stored, what computes, and each step that was read, one digest after the other:
+what a step sees unpacked depends on where steps begin, so the same tokens in other steps are another point.
+"""
+
+import hashlib
+import json
+import platform
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq import __version__
+from mlx_tq.kernels import impl, thresholds
+from mlx_tq.models import exact_fingerprint
+from mlx_tq.sequence.plan import Plan
+
+FORMAT = 1  # of the records; another one finds none of these
+
+
+class Step(NamedTuple):
+    """The end of a step: `stop` tokens have been read, and `key`, 64 hex digits, names what came of them."""
+
+    stop: int
+    key: str
+
+
+def computing() -> list[str]:
+    """What computes now; a kernel that fails on the way changes it. Another device or cut sums in another order."""
+    cut = repr(thresholds.current())
+    return [platform.machine(), str(mx.default_device()), str(mx.device_info().get("device_name")), impl.current(), cut]
+
+
+def root(model: Any, plan: Plan) -> bytes:
+    """What the keys of all prompts begin with that this model reads in caches of this plan. Reads all weights."""
+    digest = hashlib.sha256(exact_fingerprint(model).encode())
+    versions = (FORMAT, __version__, version("mlx"), version("mlx-lm"))
+    stored = (plan.config.to_dict(), [layer.spec.to_dict() for layer in plan.layers], plan.classes)
+    digest.update(json.dumps([computing(), versions, stored], sort_keys=True).encode())
+    for layer in plan.layers:
+        for array in layer.queries.arrays() if layer.queries else ():
+            digest.update(np.array(array.astype(mx.float32)).tobytes())
+    return digest.digest()
+
+
+def steps(begin: bytes, ids: list[int], size: int) -> list[Step]:
+    """The ends of the steps, of `size` tokens each but for the last, in which a prompt is read.
+
+    Args:
+        begin: of `root`.
+        ids: tokens that are read in steps.
+        size: tokens of a step.
+    """
+    found, digest = [], begin
+    for start in range(0, len(ids), size):
+        part = np.array(ids[start : start + size], "<i8")
+        digest = hashlib.sha256(digest + part.tobytes()).digest()
+        found.append(Step(start + len(part), digest.hex()))
+    return found

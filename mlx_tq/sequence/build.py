@@ -1,0 +1,85 @@
+"""Caches made from a plan: fresh ones, or with what the model's own caches hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.tiered import TieredKVCache
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.policies.calibrator import Calibrator
+from mlx_tq.policies.policy import CalibratedPolicy
+from mlx_tq.sequence.plan import LayerPlan, Plan
+from mlx_tq.sequence.sequence import Sequence
+
+
+def build_caches(plan: Plan) -> list[Any]:
+    """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere."""
+    make = _maker(plan)
+    return _replace(plan, plan.native_caches(), lambda layer, _: make(layer))
+
+
+def make_cache(spec: CacheSpec, number: int = 0, sequence: Sequence | None = None) -> CompressedKVCache:
+    """An empty cache of one layer; without a sequence it keeps all tokens."""
+    kind = TieredKVCache if spec.cold else CompressedKVCache
+    return kind(spec, number, sequence)
+
+
+def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
+    """Compressed caches with what the model's own caches hold, such as those that mlx-lm saved; `unasked` plans them.
+
+    Raises:
+        CacheFormatError: they are not of this model.
+    """
+    if [type(cache).__name__ for cache in caches] != plan.classes:
+        raise CacheFormatError(
+            f"the saved caches are {sorted({type(cache).__name__ for cache in caches})}; {plan.model_type} has "
+            f"{sorted(set(plan.classes))}. Make the file again with this model, without --kv-bits."
+        )
+    make = _maker(plan)
+
+    def adopt(layer: LayerPlan, source: Any) -> CompressedKVCache:
+        cache = make(layer)
+        if not source.empty():
+            sequence, cache.sequence = cache.sequence, None  # no forward pass, so none is announced
+            cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
+            cache.settle()  # the queries of these tokens are gone
+            cache.sequence = sequence
+            mx.eval(cache.state)
+        return cache
+
+    return _replace(plan, caches, adopt)
+
+
+def _maker(plan: Plan) -> Callable[[LayerPlan], CompressedKVCache]:
+    """Makes the caches of one sequence."""
+    eviction = plan.eviction
+    if eviction is None:
+        return lambda layer: make_cache(layer.spec)
+    numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(plan.layers)}
+    policy, calibrators = eviction.config.policy, {}
+    if isinstance(policy, CalibratedPolicy):
+        calibrators = {
+            number: Calibrator(layer.rope, policy, layer.queries)
+            for number, layer in enumerate(plan.layers)
+            if layer.rope is not None
+        }
+    sequence = Sequence(eviction, calibrators)
+    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], sequence)
+
+
+def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:
+    """`caches` with each planned one replaced by what `make` returns for it."""
+    replaced = list(caches)
+    for layer in plan.layers:
+        index, part = layer.slot.index, layer.slot.part
+        if part is None:
+            replaced[index] = make(layer, replaced[index])
+        else:
+            parts = list(replaced[index].caches)
+            parts[part] = make(layer, parts[part])
+            replaced[index] = CacheList(*parts)
+    return replaced

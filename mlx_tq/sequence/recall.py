@@ -1,0 +1,129 @@
+"""A look into the archive: the blocks that the model's own queries would attend to, had they stayed.
+
+A question is read over a copy of the cache, its queries are kept, and each archived block is scored by the largest
+attention weight that any query of any head and layer would give one of its tokens. Maxima find evidence; sums do not.
+"""
+
+from collections import deque
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.codec.conditioning import Conditioning
+from mlx_tq.config import BLOCK
+from mlx_tq.kernels.recall_score import log_sum_exp, recall_score
+from mlx_tq.sequence.archive import ArchiveFile, Extent
+
+# The last tokens of a question, whose queries look into the archive.
+LONGEST_QUESTION = 256
+# Archived tokens scored at a time, a layer.
+TILE = 4096
+
+
+@dataclass
+class Listener:
+    """Keeps what one layer's attention was last asked with.
+
+    Attributes:
+        heard: queries [1, Hq, L, Dk] of each pass, the latest last.
+        scale: of scores.
+    """
+
+    heard: deque[mx.array] = field(default_factory=lambda: deque(maxlen=LONGEST_QUESTION))
+    scale: float = 1.0
+
+    def hear(self, queries: mx.array, scale: float) -> None:
+        """Attention is asked with queries [1, Hq, L, Dk]."""
+        self.heard.append(queries)
+        self.scale = scale
+
+    def last(self, count: int) -> mx.array:
+        """The last `count` queries times the scale, fp32 [1, Hq, count, Dk]."""
+        return mx.concatenate(list(self.heard), axis=2)[:, :, -count:].astype(mx.float32) * self.scale
+
+
+class Scored(NamedTuple):
+    """A block, and the largest attention weight that a query would give one of its tokens."""
+
+    extent: Extent
+    score: float
+
+
+def rank(
+    layers: List[CompressedKVCache], listeners: List[Listener], count: int, archive: ArchiveFile, extents: List[Extent]
+) -> list[Scored]:
+    """Blocks by what the last `count` tokens that were read would make of them, best first.
+
+    Args:
+        layers: of a sequence, by number, which have read these tokens.
+        listeners: of theirs.
+        count: tokens of the question.
+        archive: that holds the blocks.
+        extents: the blocks.
+    """
+    archive.settle()
+    best = np.zeros(len(extents))
+    for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True)):
+        queries = listener.last(count)
+        view = layer.keys_and_values()[0].view
+        regions = view.undivided()  # type: ignore[attr-defined]
+        _, layout, known = layer.body()
+        maxima, totals = [], [np.array(log_sum_exp(queries, regions))]
+        for tile in _tiles(extents):
+            keys, means = archive.keys(tile, number)
+            sizes = [len(extent.positions) for extent in tile]
+            conditioning = None
+            if known is not None:
+                which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
+                conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
+            encoded = layout.split_keys(mx.array(keys)[None])
+            found = recall_score(queries, encoded, layout, conditioning, sizes)
+            maxima.append(np.array(found.each))
+            totals.append(np.array(found.total))
+        total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
+        weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
+        best = np.maximum(best, weights.max(axis=(0, 1)))
+    order = np.argsort(-best, kind="stable").tolist()
+    return [Scored(extents[i], float(best[i])) for i in order]
+
+
+def _tiles(extents: List[Extent]) -> list[list[Extent]]:
+    """Neighbouring blocks of up to TILE tokens together."""
+    ends = np.cumsum([len(extent.positions) for extent in extents])
+    groups: dict[int, list[Extent]] = {}
+    for extent, end in zip(extents, ends, strict=True):
+        groups.setdefault(int(end - 1) // TILE, []).append(extent)
+    return list(groups.values())
+
+
+def choose(ranked: List[Scored], prefix: int, most: int) -> list[Extent]:
+    """The best blocks and their neighbours, of up to `most` tokens: best first, each with what lies beside it.
+
+    A block's edge may cut the evidence in two, and the other half may score little.
+
+    Args:
+        ranked: pieces of blocks of BLOCK positions behind the prefix, best first.
+        prefix: tokens of it.
+        most: tokens to choose.
+    """
+    numbers = [(int(piece.extent.positions[0]) - prefix) // BLOCK for piece in ranked]
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number, []).append(place)
+    chosen: dict[int, None] = {}
+    tokens = 0
+    for best in numbers:
+        beside = sorted((best - 1, best + 1), key=lambda number: places.get(number, [len(ranked)])[0])
+        for number in (best, *beside):
+            for place in places.get(number, ()):
+                if place in chosen:
+                    continue
+                tokens += len(ranked[place].extent.positions)
+                if tokens > most:
+                    return [ranked[each].extent for each in chosen]
+                chosen[place] = None
+    return [ranked[each].extent for each in chosen]

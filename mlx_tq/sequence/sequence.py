@@ -1,0 +1,386 @@
+"""`Sequence`: one conversation's compressed layers, which lose the same tokens at the same time, between two passes.
+
+The door to the model's forward pass (`seam.forward`) hands it all layers before a pass, so it holds none of them. A
+layer that is copied or saved by itself takes its part of the sequence along (`cache.links`); `sequence_of` puts parts
+together again.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.blocks import Block, from_bytes
+from mlx_tq.cache.departures import departing, returning, row_shape
+from mlx_tq.cache.files import Blocks
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.links import Hear, Observer, SavedPart, went_around
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.policies.calibrator import Calibrator
+from mlx_tq.policies.config import Budget, EvictConfig
+from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
+from mlx_tq.policies.queries import QueryStats
+from mlx_tq.policies.selection import PositionRange, select
+from mlx_tq.sequence.archive import ArchiveFile, Extent, cache_folder
+from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
+from mlx_tq.sequence.recall import Listener, Scored, rank
+
+_TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """Sees the queries of one pass for a calibrator; `start` and `stop` are the pass's positions."""
+
+    calibrator: Calibrator
+    start: int
+    stop: int
+
+    @property
+    def due(self) -> bool:
+        return self.calibrator.due(self.stop)
+
+    def observe(self, queries: mx.array, rope: Any) -> list[mx.array]:
+        return self.calibrator.observe(queries, self.start, rope)
+
+
+class Sequence:
+    """What all layers of an evicting sequence share.
+
+    Attributes:
+        plan: what the layers agree on.
+        calibrators: of the layers by number, where the policy needs their queries.
+        stats: of the rounds so far.
+        held: positions that stay whatever their scores, and do not count; None for no such. Of a text that a question
+            needs now: the round that makes room for it must not take it, or the rest of the cache, away.
+        archive: where rows go that leave, or None where they are gone for good.
+        archived: the blocks in it, by their positions.
+        recalled: positions that are back from it, ascending, int64 [N]; they are held like `held`.
+    """
+
+    def __init__(
+        self, plan: EvictionPlan, calibrators: dict[int, Calibrator], stats: EvictionStats | None = None
+    ) -> None:
+        self.plan = plan
+        self.calibrators = calibrators
+        self.stats = stats or EvictionStats()
+        self.held: PositionRange | None = None
+        self.archive: ArchiveFile | None = None
+        self.archived: tuple[Extent, ...] = ()
+        self.recalled = _NONE
+        self._listeners: list[Listener] = []
+        self._asking = False  # a question is read over a copy, in which no round is held
+        self._departed: list[np.ndarray] = []
+        self._admitted = 0  # the position up to which passes were announced
+
+    # Before a pass.
+
+    def before(self, layers: list[CompressedKVCache], count: int) -> bool:
+        """A forward pass of `count` tokens begins; a round is held if it is time.
+
+        Args:
+            layers: all of the sequence, by number.
+            count: tokens of the pass.
+
+        Returns:
+            Whether a layer has to see the queries of the pass.
+
+        Raises:
+            ConfigError: the pass would exceed the model's positions.
+            CacheFormatError: layers are missing, or of different lengths.
+        """
+        first, limit = layers[0], self.plan.positions
+        if limit is not None and first.offset + count > limit:
+            raise ConfigError(
+                f"the conversation has {first.offset:,} tokens and {count:,} more would exceed the model's {limit:,} "
+                "positions; evicted tokens keep theirs. Start a new conversation, or take a model with more positions."
+            )
+        if len(layers) < self.plan.layers:
+            raise CacheFormatError(
+                f"{len(layers)} of the {self.plan.layers} caches of a sequence are left. {_TOGETHER}"
+            )
+        if any(layer.offset != first.offset for layer in layers):
+            lengths = sorted({layer.offset for layer in layers})
+            raise CacheFormatError(
+                f"the layers of a sequence hold {lengths} tokens: a pass was interrupted. Trim all to the least."
+            )
+        allowed = max(self.plan.allowed(first.offset), first.spec.window + 1)
+        size = first.size() - self._held_before(first.offset - first.spec.window) - len(self.recalled)
+        due = size > allowed + self.plan.config.policy.trigger and not self._asking
+        if due and all(c.ready for c in self.calibrators.values()):
+            self._evict(layers, size - allowed)
+        self._admitted = first.offset + count
+        return any(calibrator.listens for calibrator in self.calibrators.values())
+
+    def take_departed(self) -> np.ndarray:
+        """Positions that left since this was last asked, ascending, int64 [N]. Files do not keep them."""
+        departed, self._departed = self._departed, []
+        return np.sort(np.concatenate([_NONE, *departed]))
+
+    def _held_before(self, stop: int) -> int:
+        return 0 if self.held is None else max(0, min(self.held.stop, stop) - self.held.start)
+
+    def _evict(self, layers: list[CompressedKVCache], count: int) -> None:
+        started = time.perf_counter()
+        first, policy = layers[0], self.plan.config.policy
+        positions = first.body_positions
+        if not len(positions):  # prefix and tail alone are above the budget
+            return
+        body = Body([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
+        scores = policy.score(body)
+        eligible = PositionRange(first.spec.prefix, first.offset - first.spec.window)
+        free = np.arange(len(positions))
+        if self.held is not None:  # blocks leave whole, so they are held whole
+            blocks, g = positions // policy.granularity, policy.granularity
+            free = np.flatnonzero((blocks < self.held.start // g) | (blocks >= -(-self.held.stop // g)))
+        free = free[~np.isin(positions[free], self.recalled)]
+        gone = free[select(scores[free], positions[free], count, eligible, policy)]
+        if not len(gone):
+            return
+        if self.plan.config.recalls:
+            self._keep(layers, gone)
+        _drop(layers, gone)
+        self._departed.append(positions[gone])
+        self.stats = EvictionStats(
+            rounds=self.stats.rounds + 1,
+            tokens=self.stats.tokens + len(gone),
+            seconds=self.stats.seconds + time.perf_counter() - started,
+        )
+
+    # What left, and comes back.
+
+    def _keep(self, layers: list[CompressedKVCache], gone: np.ndarray) -> None:
+        """Archive the rows of the body with these indices."""
+        if self.archive is None:
+            self.archive = ArchiveFile([row_shape(layer) for layer in layers], cache_folder())
+        positions = layers[0].body_positions[gone]
+        parts = [departing(layer, gone) for layer in layers]
+        found = []
+        for i, (start, rows) in enumerate(parts[0]):
+            at = positions[start : start + rows.keys.shape[1]]
+            found.append(self.archive.put(Block(at, [part[i][1] for part in parts])))
+        kept = [*self.archived, *(extent for extent in found if extent is not None)]
+        self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
+
+    def listen(self, layers: list[CompressedKVCache], *, rounds: bool) -> None:
+        """Keep the queries of the passes that follow, for `rank`; of no layers: no more. Rounds are held or wait."""
+        self._listeners = [Listener() for _ in layers]
+        self._asking = not rounds
+
+    def listener(self, number: int) -> Hear | None:
+        """What hears the queries of layer `number`, or None."""
+        return self._listeners[number].hear if self._listeners else None
+
+    def rank(self, layers: list[CompressedKVCache], count: int, *, back: bool = False) -> list[Scored]:
+        """The archived blocks by what the last `count` tokens would make of them, best first.
+
+        Args:
+            layers: all of the sequence, by number; they have read these tokens since `listen`.
+            count: tokens of the question, all of them in the window.
+            back: also those that are back, which count twice in the sum of all weights, for all blocks alike.
+        """
+        extents = [e for e in self.archived if not e.lost and (back or e.positions[0] not in self.recalled)]
+        if self.archive is None or not extents:
+            return []
+        return rank(layers, self._listeners, count, self.archive, extents)
+
+    def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
+        """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
+
+        Args:
+            layers: all of the sequence, by number.
+            extents: blocks of the archive.
+        """
+        before = self.recalled
+        wanted = np.concatenate([_NONE, *(extent.positions for extent in extents)])
+        leaving = np.setdiff1d(before, wanted)
+        if len(leaving):
+            _drop(layers, np.flatnonzero(np.isin(layers[0].body_positions, leaving)))
+            self.recalled = np.setdiff1d(before, leaving)
+        coming = [extent for extent in extents if extent.positions[0] not in before]
+        if coming:
+            self.recall(layers, coming)
+        return np.setdiff1d(self.recalled, before)
+
+    def recall(self, layers: list[CompressedKVCache], extents: Iterable[Extent]) -> int:
+        """Put blocks back at their positions; returns their tokens. A damaged one is left out, for good.
+
+        Args:
+            layers: all of the sequence, by number.
+            extents: blocks of the archive that are not back.
+        """
+        assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
+        self.archive.settle()
+        blocks, damaged = [], []
+        for extent in extents:
+            try:
+                blocks.append(self.archive.read(extent))
+            except CacheFormatError:
+                damaged.append(extent)
+        self.archived = tuple(extent for extent in self.archived if extent not in damaged)
+        self._say_damaged(len(damaged))
+        if not blocks:
+            return 0
+        for number, layer in enumerate(layers):
+            mx.eval(returning(layer, [(block.positions, block.layers[number]) for block in blocks]))
+        back = np.concatenate([block.positions for block in blocks])
+        self.recalled = np.union1d(self.recalled, back)
+        return len(back)
+
+    def release(self, layers: list[CompressedKVCache]) -> None:
+        """Let what was recalled leave again; it is in the archive still."""
+        if len(self.recalled):
+            _drop(layers, np.flatnonzero(np.isin(layers[0].body_positions, self.recalled)))
+            self.recalled = _NONE
+
+    def archived_blocks(self) -> Blocks:
+        """What the archive holds, for a file."""
+        if self.archive is None:
+            return Blocks([], ())
+        self.archive.settle()
+        extents = [extent for extent in self.archived if not extent.lost]
+        return Blocks([extent.size for extent in extents], map(self.archive.raw, extents))
+
+    def take_archive(self, layers: list[CompressedKVCache], blocks: Iterable[bytes]) -> None:
+        """Archive the blocks of a file; what is damaged or finds no place is lost, which the archive says.
+
+        Args:
+            layers: all of the sequence, by number.
+            blocks: as `archived_blocks` gave them.
+        """
+        damaged, found = 0, []
+        for data in blocks:
+            if self.archive is None:
+                self.archive = ArchiveFile([row_shape(layer) for layer in layers], cache_folder())
+            try:
+                block = from_bytes(data, self.archive.shapes)
+            except CacheFormatError:
+                damaged += 1
+                continue
+            self.archive.make_room()
+            found.append(self.archive.put(block))
+        self.archived = tuple(extent for extent in found if extent is not None)
+        self._say_damaged(damaged)
+
+    def _say_damaged(self, blocks: int) -> None:
+        if blocks and self.archive is not None:
+            what = "1 block is damaged: what it" if blocks == 1 else f"{blocks} blocks are damaged: what they"
+            self.archive.warn(f"of the archive {what} held cannot be recalled. The conversation goes on.")
+
+    def _packed(self, layer: CompressedKVCache) -> PackedLayer:
+        calibrator = self.calibrators.get(layer.number)
+        rope, queries = (calibrator.rope, calibrator.stats) if calibrator else (None, None)
+        return PackedLayer(*layer.body(), rope, queries)
+
+    # What a layer knows of its sequence; see `cache.links.SequencePart`.
+
+    def admit(self, stop: int) -> None:
+        """Raise unless a forward pass up to position `stop` was announced by `before`.
+
+        Raises:
+            CacheFormatError: none was.
+        """
+        if stop > self._admitted:
+            raise went_around()
+
+    def withdraw(self) -> None:
+        """Tokens were dropped: the next pass has to be announced anew."""
+        self._admitted = 0
+
+    def observer(self, number: int, start: int, stop: int) -> Observer | None:
+        """What wants to see the queries of layer `number` at positions [start, stop), or None."""
+        calibrator = self.calibrators.get(number)
+        return _Watch(calibrator, start, stop) if calibrator and calibrator.due(stop) else None
+
+    def part(self, number: int) -> "Sequence":
+        """What a copy of layer `number` takes along."""
+        own = self.calibrators.get(number)
+        twin = Sequence(self.plan, {number: own.copy()} if own else {}, self.stats)
+        twin.held, twin._departed, twin._admitted = self.held, list(self._departed), self._admitted
+        twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
+        return twin
+
+    def part_state(self, number: int) -> tuple[Any, ...]:
+        """The same as arrays and text."""
+        own = self.calibrators.get(number)
+        plan = asdict(self.plan) | {"config": self.plan.config.to_dict()}
+        about = {"plan": plan, "stats": asdict(self.stats), "calibrates": own is not None}
+        return json.dumps(about), own.state if own else ()
+
+    @classmethod
+    def restored(cls, number: int, state: tuple[Any, ...]) -> "Sequence":
+        """The part of layer `number` from its state."""
+        text, *calibration = state
+        about = json.loads(text)
+        plan = about["plan"]
+        plan |= {"config": EvictConfig(**plan["config"]), "budget": Budget(*plan["budget"])}
+        calibrators = {}
+        policy = plan["config"].policy
+        if about["calibrates"] and isinstance(policy, CalibratedPolicy):
+            calibrators[number] = Calibrator(None, policy)
+            calibrators[number].restore(calibration[0])
+        return cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
+
+    # Other plans for the same tokens.
+
+    def replan(self, plan: EvictionPlan, queries: Iterable[QueryStats | None]) -> None:
+        """Evict by another plan from now on, with the statistics of a file where there are any, one for each layer."""
+        self.plan = plan
+        for number, stats in enumerate(queries):
+            if stats is not None and number in self.calibrators:
+                self.calibrators[number].stats = stats
+
+
+def _drop(layers: list[CompressedKVCache], gone: np.ndarray) -> None:
+    """Take rows of the body, by ascending indices, out of every layer."""
+    positions = layers[0].body_positions
+    kept = np.delete(np.arange(len(positions)), gone)
+    left = positions[kept]  # one array for all layers
+    mx.eval([layer.compact(kept, left) for layer in layers])
+
+
+def sequence_of(layers: list[CompressedKVCache]) -> Sequence | None:
+    """The sequence that layers belong to, made of the parts that they carry where they were copied or loaded.
+
+    Args:
+        layers: compressed caches of one conversation, in any order.
+
+    Raises:
+        CacheFormatError: they belong to different ones.
+    """
+    evicting = [layer for layer in layers if layer.sequence is not None]
+    if not evicting:
+        return None
+    found = evicting[0].sequence
+    if isinstance(found, Sequence) and all(layer.sequence is found for layer in evicting):
+        return found
+    parts = {layer.number: _restored(layer) for layer in evicting}
+    first = next(iter(parts.values()))
+    shortest = min(layer.size() for layer in evicting)  # longer ones read a part of an interrupted pass
+    if (
+        len(parts) < len(evicting)
+        or any((part.plan, part.stats.tokens) != (first.plan, first.stats.tokens) for part in parts.values())
+        or len({layer.positions[:shortest].tobytes() for layer in evicting}) > 1
+    ):
+        raise CacheFormatError(f"the layers of a prompt cache belong to different sequences. {_TOGETHER}")
+    for number, part in parts.items():
+        if number in part.calibrators:
+            first.calibrators[number] = part.calibrators[number]
+    for layer in evicting:
+        layer.sequence = first
+    return first
+
+
+def _restored(layer: CompressedKVCache) -> Sequence:
+    part = layer.sequence
+    if isinstance(part, SavedPart):
+        return Sequence.restored(layer.number, part.state)
+    assert isinstance(part, Sequence)  # noqa: S101 - tells the type checker: there is no third kind
+    return part

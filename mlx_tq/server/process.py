@@ -1,0 +1,154 @@
+"""The process around the application: its socket, its model, its end."""
+
+import argparse
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from jinja2 import TemplateError
+
+from mlx_tq.commands.args import config_from_args, rescue_from_args, with_blocks
+from mlx_tq.commands.loading import load_chosen
+from mlx_tq.commands.preflight import free_memory
+from mlx_tq.commands.screen import console, show_plan
+from mlx_tq.errors import ConfigError
+from mlx_tq.models import EMBEDDED
+from mlx_tq.rescue import OFF, RescueClient, open_service
+from mlx_tq.seam.probe import position_limit
+from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.server.app import Web, create_app
+from mlx_tq.server.connections import BACKLOG, connections
+from mlx_tq.server.conversation import Conversations
+from mlx_tq.server.engine import Engine, EngineLimits
+from mlx_tq.server.guard import Guard
+from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.sampling import Sampling
+from mlx_tq.server.service import Service
+from mlx_tq.server.sessions import Sessions
+
+_GRACE_S = 5
+_CONNECTIONS = 512  # or four for each request that may wait or run, where these are more
+_SHOWN_TOKENS = 8192  # context at which the bytes of the cache are shown
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on which clients are already waited for.
+
+    Raises:
+        ConfigError: the address is unknown or taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio turns Nagle's algorithm off only where the protocol is named; with it each token waits 40 ms.
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
+    return listener
+
+
+def serve(args: argparse.Namespace, key: str | None, listener: socket.socket) -> None:
+    """Load the model and serve it until a signal comes.
+
+    Args:
+        args: the flags.
+        key: that clients must send, or None.
+        listener: where they come in.
+
+    Raises:
+        MlxTqError: whatever stands in the way.
+    """
+    service = _service(args)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            service.engine.stop()  # answers in progress end now, and with them their connections
+            super().handle_exit(sig, frame)
+
+    host, port = listener.getsockname()[:2]
+    console.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
+    requests = args.max_queue + args.decode_concurrency
+    guard = Guard(key, args.allowed_origins, args.max_body, requests)
+    config = uvicorn.Config(
+        create_app(Web(service, guard), args.allowed_origins),
+        http=connections(max(_CONNECTIONS, 4 * requests)),
+        ws="none",
+        backlog=BACKLOG,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    # uvicorn stops at a signal and then raises it again: this makes of it an exit that passes through `finally`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        Server(config).run(sockets=[listener])
+    finally:
+        service.engine.join(_GRACE_S)
+        service.sessions.close()
+
+
+def _service(args: argparse.Namespace) -> Service:
+    config, rescue = config_from_args(args), rescue_from_args(args, default=OFF)
+    if rescue.service != OFF:
+        config = with_blocks(config, args)
+    model, tokenizer = load_chosen(args, **({"chat_template": args.chat_template} if args.chat_template else {}))
+    if args.chat_template:
+        _check_template(tokenizer, args.chat_template_args)
+    positions = position_limit(model)
+    plan = None if config.is_off else plan_caches(model, config)
+    memory = None if plan is None else args.kv_memory_limit or free_memory()
+    if plan is not None:
+        show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
+    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
+    client = None if rescue.service == OFF else RescueClient(open_service(rescue.service))
+    sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
+    limits = EngineLimits(
+        concurrency=args.decode_concurrency,
+        prompt_concurrency=args.prompt_concurrency,
+        queue=args.max_queue,
+        prefill_step_size=args.prefill_step_size,
+        prompt_cache_size=args.prompt_cache_size,
+        prompt_cache_bytes=args.prompt_cache_bytes or sys.maxsize,
+        memory=memory,
+    )
+    return Service(
+        name=_public_name(args.model),
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        conversations=conversations,
+        sessions=sessions,
+        engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions),
+        metrics=metrics,
+        sampling=Sampling(args.temp, args.top_p, args.top_k, args.min_p),
+        max_tokens=args.max_tokens,
+        positions=positions,
+        plan=plan,
+        memory=memory,
+    )
+
+
+def _check_template(tokenizer: Any, options: dict[str, Any]) -> None:
+    """Raise where --chat-template cannot be used, before clients are told that it is their conversation."""
+    try:
+        messages = [{"role": "user", "content": "hi"}]
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"--chat-template cannot be used: {error}. Give the text of a Jinja template.") from error
+
+
+def _public_name(model: str | None) -> str:
+    """What clients call the model: of a folder only its own name, never where it is."""
+    if model is None:
+        return EMBEDDED
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -1,0 +1,232 @@
+"""Cache files: to continue from one is never to have saved it; one that does not fit is refused with the reason."""
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import cache as native
+from zoo import build
+
+from cache.tools import same_bits
+from mlx_tq.cache import files
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.sequence.compressed import compressed, make_prompt_cache
+from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+
+CONFIG = KVConfig(key="q8", value="tq4", prefix=4, window=24)
+TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(150)]
+MODEL = build("llama")
+FULL = pytest.mark.full
+
+
+def run(model, caches, *chunks, start=0):
+    logits = []
+    for chunk in chunks:
+        logits.append(model(mx.array([TOKENS[start : start + chunk]]), cache=caches))
+        start += chunk
+    mx.eval(logits)
+    return mx.concatenate(logits, axis=1)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The bytes of a file, and the caches that it was made from."""
+    with compressed(MODEL):
+        caches = make_prompt_cache(MODEL, CONFIG)
+        run(MODEL, caches, 100)
+    path = tmp_path_factory.mktemp("files") / "cache.safetensors"
+    save_prompt_cache(path, caches, model=MODEL, config=CONFIG, metadata={"chat": "a"})
+    return path.read_bytes(), caches
+
+
+@pytest.fixture
+def saved(written, tmp_path):
+    """A file, and the caches that it was made from."""
+    path = tmp_path / "cache.safetensors"
+    path.write_bytes(written[0])
+    return path, written[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [("llama", 0), ("llama", 2), *((name, 100) for name in ("gemma3_text", "falcon_h1", "afm7"))]
+)
+def test_save_load_and_continue_is_never_saved(name, length, tmp_path):
+    model, path = build(name), tmp_path / "cache.safetensors"
+    with compressed(model):
+        caches = make_prompt_cache(model, CONFIG)
+        run(model, caches, *([length] if length else [60]))
+        if not length:
+            native.trim_prompt_cache(caches, 60)  # to nothing
+        save_prompt_cache(path, caches, model=model, config=CONFIG)
+        loaded = load_prompt_cache(path, model=model, config=CONFIG)
+        assert [type(cache) for cache in loaded.caches] == [type(cache) for cache in caches]
+        assert (loaded.config, loaded.metadata) == (CONFIG, {})
+        logits = [run(model, each, 1, 5, 20, 1, start=length) for each in (caches, loaded.caches)]
+        assert mx.array_equal(*logits)
+        assert same_bits([cache.state for cache in caches], [cache.state for cache in loaded.caches])
+
+
+def test_what_a_file_holds(saved):
+    path, caches = saved
+    assert [file.name for file in path.parent.iterdir()] == ["cache.safetensors"]
+    loaded = load_prompt_cache(path, model=MODEL)
+    assert loaded.config == CONFIG
+    assert loaded.metadata == {"chat": "a"}
+    assert same_bits([cache.state for cache in loaded.caches], [cache.state for cache in caches])
+    arrays = [x for _, x in tree_flatten([cache.state for cache in caches]) if isinstance(x, mx.array)]
+    assert path.stat().st_size < sum(array.nbytes for array in arrays) + 8000
+
+
+def refuse(path, match, **changes):
+    with pytest.raises(CacheFormatError, match=match):
+        load_prompt_cache(path, **{"model": MODEL, **changes})
+
+
+def test_another_model(saved):
+    refuse(saved[0], r"whose weights are not this model.s\. Pass that model", model=build("llama", seed=1))
+
+
+def test_another_configuration_names_every_field(saved):
+    wanted = replace(CONFIG, key="tq4", window=64)
+    match = r"another configuration: key is 'q8', not 'tq4'; window is 24, not 64\. Drop those options"
+    refuse(saved[0], match, config=wanted)
+
+
+def test_foreign_files(tmp_path):
+    text, weights, theirs = (tmp_path / name for name in ("a.txt", "weights.safetensors", "theirs.safetensors"))
+    text.write_text("not a cache")
+    refuse(text, "damaged or no cache file")
+    mx.save_safetensors(str(weights), {"w": mx.zeros(4)})
+    refuse(weights, "is not a prompt cache of mlx_tq")
+    native.save_prompt_cache(str(theirs), [native.KVCache()])
+    refuse(theirs, "is not a prompt cache of mlx_tq")
+    empty = tmp_path / "empty.safetensors"
+    empty.touch()
+    refuse(empty, "damaged or no cache file")
+    refuse(tmp_path / "none.safetensors", r"there is no cache file .*none\.safetensors.*mlx_tq\.cache_prompt")
+    refuse(tmp_path, "there is no cache file")
+
+
+def header_of(whole):
+    """How many bytes come before the data."""
+    return 8 + struct.unpack("<Q", whole[:8])[0]
+
+
+def test_truncated_at_any_place(saved):
+    path, whole = saved[0], saved[0].read_bytes()
+    header = header_of(whole)
+    places = [*range(10), header // 2, header - 1, header, header + 1]
+    for place in [*places, *range(header + 1, len(whole), 9973), len(whole) - 1]:
+        path.write_bytes(whole[:place])
+        refuse(path, r"is damaged or no cache file .*Take another copy of it")
+
+
+def refuse_flipped(path, whole, place, bit, match):
+    data = bytearray(whole)
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+    refuse(path, match, config=CONFIG)
+
+
+@pytest.mark.parametrize("first", [pytest.param(0, id="a tenth"), *(pytest.param(i, marks=FULL) for i in range(1, 10))])
+def test_any_flipped_byte_of_the_header(saved, first):
+    """Names, sizes, types, numbers and strings: nothing in the header may change unseen."""
+    path, whole = saved[0], saved[0].read_bytes()
+    for place in range(first, header_of(whole), 10):
+        if whole[place : place + 1] != b" ":  # between JSON values, where a blank may be a tab
+            refuse_flipped(path, whole, place, place % 7, ".")
+
+
+def test_flipped_bytes_of_the_data(saved):
+    path, whole = saved[0], saved[0].read_bytes()
+    for place in range(len(whole) - 1, len(whole) // 2, -5003):
+        refuse_flipped(path, whole, place, place % 8, r"is damaged .*Take another copy of it")
+
+
+def edited(path, **fields):
+    """Rewrite fields of the header's metadata, as an older or newer program might."""
+    arrays, header = mx.load(str(path), return_metadata=True)
+    mx.eval(arrays)
+    for name, value in fields.items():
+        header.pop(name)
+        if value is not None:
+            header[name] = value
+    header["checksum"] = files.checksum(arrays, header)
+    mx.save_safetensors(str(path), arrays, header)
+
+
+def test_a_second_save_takes_the_place_of_the_first(saved):
+    path, caches = saved
+    save_prompt_cache(path, caches, model=MODEL, config=CONFIG)
+    assert [file.name for file in path.parent.iterdir()] == ["cache.safetensors"]
+    assert load_prompt_cache(path, model=MODEL).metadata == {}
+    edited(path, version="0")
+    refuse(path, r"has version 0; this mlx_tq reads 3\. Take another copy of it")
+
+
+def test_a_file_of_the_version_before_has_plain_keys(tmp_path):
+    """As it was written: nothing in it knows of conditioning."""
+    path, config = tmp_path / "cache.safetensors", replace(CONFIG, condition=False)
+    with compressed(MODEL):
+        caches = make_prompt_cache(MODEL, config)
+        run(MODEL, caches, 100)
+        save_prompt_cache(path, caches, model=MODEL, config=config)
+        scalars = json.loads(mx.load(str(path), return_metadata=True)[1]["scalars"])
+        kept = {name: leaf for name, leaf in scalars.items() if ".11." not in name}
+        assert len(kept) == len(scalars) - 3 * len(caches)
+        for name, leaf in kept.items():
+            if isinstance(leaf, str) and "spec" in leaf:
+                about = json.loads(leaf)
+                del about["spec"]["condition"]
+                kept[name] = json.dumps(about)
+        fields = {name: value for name, value in config.to_dict().items() if name != "condition"}
+        edited(path, version="2", config=json.dumps(fields), scalars=json.dumps(kept))
+        loaded = load_prompt_cache(path, model=MODEL)
+        assert loaded.config == config
+        assert mx.array_equal(run(MODEL, loaded.caches, 1, 50, start=100), run(MODEL, caches, 1, 50, start=100))
+
+
+FIELDS = ["version", "model", "config", "classes", "scalars", "metadata"]
+EDITS = [{name: value} for name in FIELDS for value in (None, "", "{")]
+EDITS += [{"classes": json.dumps(names)} for names in (["KVCache", "KVCache"], ["os", "os"], ["CompressedKVCache"])]
+EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"colour": 1}, {"window": -1})]
+
+
+@pytest.mark.parametrize("fields", EDITS, ids=str)
+def test_headers_that_say_something_else(saved, fields):
+    """Even where the checksum agrees, every field is checked."""
+    path, _ = saved
+    edited(path, **fields)
+    refuse(path, r"\. (Take another copy of it, or begin anew without it|Pass that model)\.$")
+
+
+def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):
+    path, caches = saved
+    before = path.read_bytes()
+
+    def full_disk(*args):
+        Path(args[0]).write_bytes(b"half")
+        raise RuntimeError("[write] no space left on device")
+
+    monkeypatch.setattr(mx, "save_safetensors", full_disk)
+    with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*no space left.* Free space, or choose"):
+        save_prompt_cache(path, caches, model=MODEL, config=CONFIG)
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["cache.safetensors"]
+
+
+def test_where_no_file_can_be(saved, tmp_path):
+    path, caches = saved
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*folder"):
+        save_prompt_cache(folder, caches, model=MODEL, config=CONFIG)
+    for target in (tmp_path / "none" / "a.safetensors", path / "a.safetensors"):
+        with pytest.raises(CacheFormatError, match=r"cannot write the cache file .*choose another path"):
+            save_prompt_cache(target, caches, model=MODEL, config=CONFIG)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["cache.safetensors", "folder"]

@@ -1,0 +1,85 @@
+"""Requests that cannot be met: exit code 2, and one line that says what, which value, and what to do."""
+
+import io
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from .tools import EMBEDDED, PACKED, facts, refused
+
+WORDS = {"{model}": str(EMBEDDED), "{9000-words}": "one two " * 9000}
+LINES = Path(__file__).with_name("refused.txt").read_text().splitlines()
+REFUSED = [line for line in LINES if line and line[0] != "#"]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(cli, tmp_path, monkeypatch, line):
+    """Nothing but the reason: no plan, no progress, no traceback, no file half written."""
+    monkeypatch.chdir(tmp_path)
+    typed, says = line.split("  =>  ")
+    words = shlex.split(typed)
+    for name, meant in WORDS.items():
+        words = [word.replace(name, meant) for word in words]
+    said = refused(cli(*words), says)
+    assert said.startswith(f"mlx_tq {words[0]}: ")
+    assert len(said) < 500
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["4", "GB", "-1GB", "0GB", "4XB", "", "nanGB", "infGB"])
+def test_sizes(cli, size):
+    result = cli("generate", "-p", "hi", f"--kv-memory-limit={size}")
+    assert (result.code, result.out) == (2, "")
+    assert f"'{size}' is not a size" in result.err
+
+
+def test_forecast_comes_before_prefill(cli, embedded):
+    """The bytes needed, those there, and the context that would fit; nothing is generated."""
+    said = "".join(facts(60))
+    prompt = len(embedded[1].apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True))
+    result = cli("generate", "-p", said, "-m", 2000, *PACKED, "--kv-memory-limit", "3MB", "--json")
+    line = refused(result, f"a context of {prompt + 2000:,} tokens needs ", "3.0 MB are there. About", "--max-tokens")
+    assert 500 < int(line.split("About ")[1].split(" tokens")[0].replace(",", "")) < prompt + 2000
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_binary_on_standard_input(monkeypatch, cli, errors):
+    """With either way in which Python sets standard input up, which depends on the locale."""
+    stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\x00"), encoding="utf-8", errors=errors)
+    refused(cli("generate", stdin=stream), "the prompt is not UTF-8 text")
+
+
+@pytest.mark.parametrize("command", ["cache_prompt -p hi --prompt-cache-file", "calibrate -o"])
+def test_a_file_of_another_kind_is_not_replaced(cli, tmp_path, command):
+    """Said before a model is looked for."""
+    file = tmp_path / "thesis.txt"
+    file.write_text("thesis")
+    name, *words = command.split()
+    result = cli(name, "--model", "/nope/x", *words, file)
+    assert (result.code, result.out) == (1, "")
+    assert "and is not replaced. Name another file, or remove it first" in result.err
+    assert file.read_text() == "thesis"
+
+
+def test_no_prompt_at_a_terminal(cli):
+    """Nobody waits for words that were never asked for."""
+    terminal = io.StringIO("never read")
+    terminal.isatty = lambda: True
+    refused(cli("generate", stdin=terminal), "there is no prompt; give one with -p TEXT, --prompt-file FILE or on")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_hub_without_network(cli, monkeypatch, offline):
+    """A name that nobody has, and a hub that does not answer or was switched off: said at once."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound but not listening: refuses, and nobody else gets the port
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        result = cli("generate", "-p", "hi", "--model", "mlx-tq/no-such-model")
+    line = result.err.splitlines()[-1]
+    assert (result.code, result.out, "Traceback" in result.err) == (2, "", False)
+    assert "the model 'mlx-tq/no-such-model' cannot be loaded: there is no such folder, and the hub did" in line
+    assert "Give a folder with config.json and safetensors, a .gguf file, a hub name" in line

@@ -1,0 +1,162 @@
+"""Read a prompt once with cache_prompt, and continue from its file: ours, and mlx-lm's."""
+
+import mlx.core as mx
+import pytest
+
+from .tools import EMBEDDED, PACKED, copy_model, facts, refused, zoo_model
+
+TEXT, QUESTION = facts(16)
+ASK = ("-p", QUESTION, "-m", 20, "--verbose", "F")
+OFF = ("--kv-profile", "off")
+
+
+@pytest.fixture
+def saved(cli, tmp_path):
+    """A cache of TEXT, mostly packed."""
+    file = tmp_path / "saved.safetensors"
+    result = cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *PACKED)
+    assert result.code == 0
+    return file
+
+
+@pytest.fixture
+def native(mlx_lm, tmp_path):
+    """The same, saved by mlx-lm."""
+    file = tmp_path / "native.safetensors"
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file)
+    return file
+
+
+@pytest.mark.parametrize("flags", [OFF, PACKED, ()], ids=["off", "packed", "default"])
+def test_continue_is_as_if_read_at_once(cli, tmp_path, flags):
+    file = tmp_path / "cache.safetensors"
+    result = cli("cache_prompt", "-p", "-", "--prompt-cache-file", file, *flags, stdin=TEXT)
+    assert (result.code, result.out) == (0, "")
+    assert (flags == OFF) or "KV cache of qwen3" in result.err
+    assert "tok" in result.err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name], "no temporary file is left"
+    before = file.read_bytes()
+    at_once = cli("generate", "-p", TEXT + QUESTION, "-m", 20, "--json", *flags).json
+    continued = cli("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
+    assert continued["text"] == at_once["text"] == "417295"
+    assert continued["stats"]["prompt_tokens"] < 40
+    ours, theirs = continued["stats"]["cache"], at_once["stats"]["cache"]
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["nbytes"] <= theirs["nbytes"], "a file holds no spare capacity"
+    assert file.read_bytes() == before
+
+
+def test_more_of_the_conversation(cli, saved):
+    """System prompts and prefilled answers are placed as in a prompt that is read at once."""
+    for flags in (("--prefill-response", "It is 41"), ("--chat-template-config", '{"enable_thinking": false}')):
+        at_once = cli("generate", "-p", TEXT + QUESTION, "-m", 20, "--verbose", "F", *PACKED, *flags)
+        continued = cli("generate", *ASK, *flags, "--prompt-cache-file", saved)
+        assert continued.out == at_once.out
+        assert continued.out.strip()
+
+
+def test_template_that_strips_the_prompt(cli, tmp_path):
+    """Llama's templates trim a message; a question from `echo` ends in a line break."""
+    assert "m['content']" in (template := (EMBEDDED / "tokenizer_config.json").read_text())
+    assert "| trim" not in template
+    model = copy_model(tmp_path / "model", template=lambda t: t.replace("m['content']", "m['content'] | trim"))
+    file = tmp_path / "cache.safetensors"
+    words = ("--model", model, "--prompt-cache-file", file)
+    assert cli("cache_prompt", "-p", "The code is 12.", *words).code == 0
+    result = cli("generate", "-m", 3, *words, "--verbose", "F", stdin="What is the code?\n")
+    assert (result.code, result.err) == (0, "")
+
+
+def test_file_of_mlx_lm_with_off(cli, mlx_lm, native):
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, "--prompt-cache-file", native)
+    for named in ((), ("--model", EMBEDDED)):
+        assert cli("generate", *ASK, *OFF, *named, "--prompt-cache-file", native).out == theirs
+    # What stands before the user's words is taken for cached.
+    words = ("--model", EMBEDDED, *ASK, "--system-prompt", "Answer.", "--prompt-cache-file", native)
+    assert cli("generate", *words, *OFF).out == mlx_lm("generate", *words)
+
+
+def test_file_of_mlx_lm_is_compressed(cli, native):
+    words = ("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", native)
+    answer = cli(*words, *PACKED, "--kv-condition", "off").json  # which keeps less in so short a text
+    assert answer["text"] == "417295"
+    assert answer["stats"]["cache"]["ratio"] > 1.2
+    assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}
+
+
+def test_quantised_file_of_mlx_lm(cli, mlx_lm, tmp_path):
+    file = tmp_path / "quantised.safetensors"
+    bits = ("--kv-bits", 8, "--quantized-kv-start", 0)
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file, *bits)
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, *bits, "--prompt-cache-file", file)
+    assert cli("generate", *ASK, *bits, "--prompt-cache-file", file).out == theirs
+    other = cli("generate", *ASK, "--kv-bits", 4, "--prompt-cache-file", file)
+    assert (other.code, other.out) == (2, "")
+    assert "was made with --kv-bits 8, not 4" in other.err
+    compressed = cli("generate", *ASK, *PACKED, "--prompt-cache-file", file)
+    assert (compressed.code, compressed.out) == (1, "")
+    assert "without --kv-bits" in compressed.err
+
+
+def test_model_of_the_file_is_used(cli, tmp_path):
+    model, file = zoo_model(tmp_path / "llama", "llama"), tmp_path / "cache.safetensors"
+    assert cli("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0
+    words = ("generate", "-p", QUESTION, "-m", 5, "--json", "--prompt-cache-file", file)
+    unnamed, named = cli(*words).json, cli(*words, "--model", model).json
+    assert unnamed["plan"]["model_type"] == "llama"
+    assert unnamed["text"] == named["text"]
+
+
+def test_draft_model_with_a_file(cli, saved, tmp_path):
+    """The file is the model's alone; a draft model of other weights has a cache of its own."""
+    draft = copy_model(tmp_path / "draft", lambda weights: {k: w * 1.01 for k, w in weights.items()})
+    words = ("generate", *ASK, "--prompt-cache-file", saved)
+    assert cli(*words, "--draft-model", draft).out == cli(*words).out == "417295\n"
+
+
+def test_another_configuration(cli, saved):
+    words = ("generate", *ASK, "--prompt-cache-file", saved)
+    refused(cli(*words, "--kv-profile", "small"), "made with another configuration", "prefix is 16, not 128", code=1)
+    refused(cli(*words, *PACKED, "--kv-key", "q8"), "key is 'tq4', not 'q8'", code=1)
+    assert cli(*words, *PACKED).code == 0
+    for flag in ("--kv-bits", "--max-kv-size"):
+        refused(cli(*words, flag, 8), f"{flag} cannot change")
+
+
+def test_another_model(cli, saved, native, tmp_path):
+    other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
+    finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
+    refused(cli(*words, native, *OFF, "--model", other), str(EMBEDDED), code=1)
+    for model in (other, finetuned):
+        refused(cli(*words, saved, "--model", model), "whose weights are not", code=1)
+
+
+def test_truncated(cli, saved, native):
+    for file in (saved, native):
+        whole = file.read_bytes()
+        for keep, flags in ((0, ()), (5, OFF), (5000, ()), (len(whole) - 1, OFF)):
+            file.write_bytes(whole[:keep])
+            refused(cli("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "another copy", code=1)
+
+
+def test_foreign_and_missing(cli, tmp_path):
+    text, image = tmp_path / "text.safetensors", tmp_path / "image.safetensors"
+    text.write_text("No arrays here." * 100)
+    mx.save_safetensors(str(image), {"pixels": mx.zeros((2, 2))}, {"1.0": "KVCache"})
+    for file, says in (
+        (EMBEDDED / "model.safetensors", ("is not a prompt cache", "mlx_tq.cache_prompt")),
+        (text, ("damaged or no cache file",)),
+        (image, ("damaged",)),
+        (tmp_path / "none.safetensors", ("there is no cache file",)),
+        (tmp_path, ("there is no cache file",)),
+    ):
+        refused(cli("generate", *ASK, "--prompt-cache-file", file), *says, code=1)
+
+
+def test_unsupported_model_with_off(cli, tmp_path):
+    """Off needs nothing of ours, so a model that we cannot serve can be cached, and continued."""
+    model, file = zoo_model(tmp_path / "gemma2", "gemma2"), tmp_path / "cache.safetensors"
+    words = ("--model", model, "--prompt-cache-file", file)
+    assert cli("cache_prompt", "-p", "The city", *words, *OFF).code == 0
+    result = cli("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
+    assert (result.code, result.err, result.json["plan"]) == (0, "", None)

@@ -1,0 +1,204 @@
+"""What goes where: the answer to stdout, the rest to stderr; the plan before, the statistics after."""
+
+import re
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+import mlx_tq
+from mlx_tq.config import KVConfig
+
+from .tools import EMBEDDED, PACKED, copy_model, facts, refused, zoo_model
+
+TEXT, QUESTION = facts(24)
+ASK = ("generate", "-p", TEXT + QUESTION, "-m", 20)
+HI = ("generate", "-p", "hi", "-m", 2)
+OFF = ("--kv-profile", "off")
+QUIET = ("--verbose", "F")
+EVICTING = ("--kv-evict", "triattention:warmup=256", "--kv-prefix", 16, "--kv-window", 32, "--kv-budget", 300)
+EVICTING = ("generate", "-p", "".join(facts(40)), "-m", 8, *EVICTING, "--prefill-step-size", 256)
+
+
+def test_answer_alone_is_on_stdout(cli):
+    """The plan comes before it and the statistics after, on stderr, or nowhere."""
+    result = cli(*ASK, *PACKED)
+    assert (result.code, result.out) == (0, "417295\n")
+    plan, stats = result.err.split("prompt: ")
+    for line in (r"layers +keys +values +bytes +fp16", r"0-5 +tq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B"):
+        assert re.search(rf"^{line}", plan, re.MULTILINE)
+    assert "the first 16 tokens, the last 32 and" in plan
+    assert re.match(r"[\d,]+ tokens, [\d.]+ tok/s, first token after [\d.]+ s\n", stats)
+    for line in (
+        r"generation: \d+ tokens, [\d.]+ tok/s \(stop\)",
+        r"KV cache: \d+ tokens in [\d.]+ [kM]B; fp16 takes [\d.]+ MB, [\d.]+x as much.*",
+        r"peak memory: [\d.]+ [MG]B",
+    ):
+        assert re.search(rf"^{line}$", stats, re.MULTILINE)
+    assert cli(*ASK, *QUIET) == (0, "417295\n", "")
+
+
+def test_plan_says_what_the_kernels_do_not_read(cli):
+    err = cli(*HI, "--kv-key", "q8_0", "--kv-value", "turbo3", "--kv-boundary", 1).err
+    rows = [line.split()[:3] for line in err.splitlines() if line.startswith(("0", "1", "5"))]
+    assert rows == [["0", "q8_0", "q8"], ["1-4", "q8_0", "tq3"], ["5", "q8_0", "q8"]]
+    assert err.count("boundary layer") == 2
+    assert "no GPU kernels for q8_0/q8, q8_0/tq3: attention decodes with mlx's operations\n" in err
+    assert "no GPU kernels" not in cli(*HI).err
+
+
+def test_plan_says_which_layers_stay_as_they_are(cli, tmp_path):
+    plan = cli(*HI, "--model", zoo_model(tmp_path / "gemma3", "gemma3_text")).err
+    assert "KV cache of gemma3_text" in plan
+    assert re.search(r"^2 others +as they are +RotatingKVCache", plan, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--kv-bits", 4, "--quantized-kv-start", 1234), "mlx-lm's own, at 4 bits from 1,234 tokens on"),
+        (OFF, "mlx-lm's own"),
+    ],
+)
+def test_mlx_lms_own_cache_has_no_plan_and_no_ratio(cli, flags, says):
+    err = cli(*ASK, *flags).err
+    assert err.startswith(f"KV cache: {says}\nprompt: ")
+    assert re.search(r"^KV cache: \d+ tokens in [\d.]+ MB$", err, re.MULTILINE)
+
+
+def test_numbers_are_those_of_the_arrays(cli, embedded):
+    """One JSON object, whose ratio is measured, and the plan's forecast is exact."""
+    result = cli(*ASK, *PACKED, "--json", *QUIET)
+    assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
+    answer = result.json
+    assert set(answer) == {"text", "stats", "plan", "recalled"}
+    assert (answer["text"], answer["plan"]["config"]["key"], len(answer["plan"]["layers"])) == ("417295", "tq4", 6)
+    stats, measured = answer["stats"], answer["stats"]["cache"]
+    assert stats["finish_reason"] == "stop"
+    assert min(stats[name] for name in ("ttft", "prompt_tps", "generation_tps", "peak_memory", "prompt_tokens")) > 0
+
+    model, tokenizer = embedded
+    cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", prefix=16, window=32))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT + QUESTION}], add_generation_prompt=True)
+    with mlx_tq.compressed(model):
+        last = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache))[-1]
+    assert (stats["prompt_tokens"], stats["generation_tokens"]) == (len(prompt), last.generation_tokens)
+    assert measured["tokens"] == cache[0].offset
+    assert measured["nbytes"] == sum(layer.nbytes for layer in cache)
+    tokens, layers, heads, dim = cache[0].offset, 6, 2, 128
+    assert measured["fp16_nbytes"] == tokens * layers * heads * 2 * dim * 2
+    assert measured["ratio"] == measured["fp16_nbytes"] / measured["nbytes"]
+    assert sum(layer["nbytes"] for layer in answer["plan"]["layers"]) == measured["nbytes"]
+
+
+def test_ratio_of_mlx_lms_own_caches(cli):
+    """--kv-bits is measured too: codes, and a scale and a bias a group, from where it was asked for."""
+
+    def measured(*flags):
+        return cli(*ASK, *flags, "--json").json["stats"]["cache"]
+
+    cache = measured("--kv-bits", 4, "--kv-group-size", 32, "--quantized-kv-start", 0)
+    padded = -(-cache["tokens"] // 256) * 256 / cache["tokens"]
+    assert cache["ratio"] == pytest.approx(16 / (4 + 32 / 32) / padded, rel=1e-6)
+    assert measured("--kv-bits", 4)["ratio"] == measured(*OFF)["ratio"] == 1
+
+
+def test_answer_is_cut_where_positions_end(cli, tmp_path):
+    """-1 is all that the model allows; more than that is cut, with a warning."""
+    model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=40)
+    words = ("generate", "--model", model, "--ignore-chat-template", "-p", "The city of", "--json")
+    unlimited, cut, few = (cli(*words, "-m", count) for count in (-1, 500, 4))
+    assert unlimited.json["text"] == cut.json["text"]
+    stats = unlimited.json["stats"]
+    assert stats["prompt_tokens"] + stats["generation_tokens"] == 40
+    assert "warning" not in unlimited.err
+    assert "warning: the model allows 40 positions: at most" in cut.err
+    assert (few.json["stats"]["finish_reason"], few.json["stats"]["generation_tokens"]) == ("length", 4)
+
+
+def test_prompt_from_a_pipe_and_from_a_file(cli, tmp_path):
+    """A file is taken as it is; -p turns \\n into a line break."""
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXT + QUESTION, encoding="utf-8")
+    words = ("generate", "-m", 20, *QUIET)
+    assert cli(*words, "--prompt-file", file).out == cli(*words, stdin=TEXT + QUESTION).out == "417295\n"
+    file.write_text(r"a\nb")
+    words = ("generate", "-m", 1, "--json", "--ignore-chat-template")
+    counts = [cli(*words, *flag).json["stats"]["prompt_tokens"] for flag in (("--prompt-file", file), ("-p", r"a\nb"))]
+    assert counts[0] > counts[1]
+
+
+def test_a_type_to_compute_in(cli, tmp_path):
+    """--dtype is that of the caches: a tail in float32 takes twice as much. A draft model computes in it too."""
+    half, full = (cli(*HI, "--dtype", dtype, "--json").json["stats"]["cache"] for dtype in ("float16", "float32"))
+    assert full["nbytes"] > 1.5 * half["nbytes"]
+    assert full["tokens"] == half["tokens"]
+    model = copy_model(tmp_path / "wide", lambda weights: {k: w.astype(mx.float32) for k, w in weights.items()})
+    words = (*HI, "--json", "--dtype", "float16", "--model", model)
+    assert cli(*words).json["stats"]["cache"] == half
+    assert cli(*words, "--draft-model", model).code == 0
+
+
+def test_what_is_said_and_comes_out_of_eviction(cli):
+    """Policy, budget and calibration before; one warning; rounds and what stayed after."""
+    result = cli(*EVICTING)
+    assert "eviction: triattention:warmup=256 keeps 300 tokens, calibrated on questions and text (" in result.err
+    assert (
+        result.err.count("warning: evicted tokens are gone, and the answer may miss what they said; --kv-recall auto")
+        == 1
+    )
+    assert " rounds (" in result.err
+    assert "% stayed" in result.err
+    answer = cli(*EVICTING, "--json").json
+    stats = answer["stats"]["cache"]
+    assert stats["rounds"] > 0
+    assert stats["evicted"] == round((1 - stats["retention"]) * stats["tokens"])
+    assert stats["tokens"] - stats["evicted"] <= 300 + 128 + 20
+    assert answer["plan"]["eviction"]["budget_tokens"] == 300
+
+
+def test_a_document_and_its_question_in_one_prompt(cli):
+    """Without recall the answer is wrong; with it the archive gives back what it needs, and the screen says so."""
+    text, question = facts(40)
+    words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency", "--kv-budget", 300)
+    words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
+    lost = cli(*words, "--json").json
+    found = cli(*words, "--json", "--kv-recall", 96).json
+    assert ("417295" in lost["text"], "417295" in found["text"]) == (False, True)
+    assert lost["recalled"] is None
+    assert 0 < len(found["recalled"]["positions"]) <= 96 < found["recalled"]["archived"]
+    assert found["stats"]["prompt_tokens"] == lost["stats"]["prompt_tokens"]
+    shown = cli(*words, "--kv-recall", "auto")
+    assert "417295" in shown.out
+    assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
+    refused(cli(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
+    refused(cli(*words, "--kv-recall", "auto", "--draft-model", EMBEDDED), "cannot be combined with --draft-model")
+
+
+def test_eviction_where_positions_end(cli, tmp_path):
+    """Evicted tokens keep theirs: a warning from 90 % on, and a prompt that would not fit is an error."""
+    model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=200)
+    words = ("generate", "--model", model, "--ignore-chat-template", "--kv-evict", "triattention:warmup=32")
+    words = (*words, "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60, "--prefill-step-size", 32, "-p")
+    few, many = "The city of " * 20, "The city of " * 100
+    count = cli(*words, few, "-m", 1, "--json").json["stats"]["prompt_tokens"]
+    for tokens, warned in ((180 - count, False), (181 - count, True)):
+        result = cli(*words, few, "-m", tokens)
+        warning = "of the model's 200 positions. Evicted tokens keep theirs"
+        assert (result.code, warning in result.err) == (0, warned)
+    full = cli(*words, few, "-m", -1, "--json").json["stats"]
+    assert full["prompt_tokens"] + full["generation_tokens"] == 200
+    assert full["cache"]["evicted"] > 0
+    refused(cli(*words, many), "tokens; the model allows 200 with its answer. Shorten the prompt")
+
+
+def test_a_draft_model_evicts_too(cli, tmp_path):
+    """With statistics of its own, also where --kv-stats gives the model's."""
+    path = tmp_path / "stats.safetensors"
+    assert cli("calibrate", "--text-share", 1, "--tokens", 64, "-o", path).code == 0
+    words = ("generate", "--ignore-chat-template", "-p", facts(12)[0], "-m", 8, "--json", "--kv-stats", path)
+    words = (*words, "--kv-evict", "triattention:warmup=64", "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60)
+    draft = zoo_model(tmp_path / "draft", "qwen3")
+    stats = cli(*words, "--prefill-step-size", 64, "--draft-model", draft, "--num-draft-tokens", 3).json["stats"]
+    assert stats["cache"]["rounds"] > 0
+    assert stats["generation_tokens"] > 0

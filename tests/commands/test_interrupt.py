@@ -1,0 +1,114 @@
+"""Ctrl-C and readers that leave: real processes, real signals."""
+
+import io
+import json
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+from processes import LIMIT, read_until
+
+from .tools import PACKED, facts
+
+# Goes on until the model's positions end.
+STORY = ("--ignore-chat-template", "-p", "The history of the city", "-m", 3000, "--temp", "1", "--seed", "5")
+
+
+@pytest.fixture
+def on_a_terminal(start):
+    """Start a command whose stderr is a terminal, press Ctrl-C at a mark there; returns stdout and what it showed."""
+
+    def call(*words, mark):
+        terminal, other_end = os.openpty()
+        process = start(*words, stderr=other_end)
+        os.close(other_end)
+        said = read_until(terminal, mark)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=LIMIT)
+        with suppress(OSError):  # a terminal whose program ended
+            while more := os.read(terminal, 65536):
+                said += more.decode(errors="replace")
+        os.close(terminal)
+        assert (process.returncode, "Traceback" in said) == (130, False)
+        return out, said
+
+    return call
+
+
+def test_in_generation_the_text_is_kept(start):
+    process = start("generate", *STORY, *PACKED)
+    text = read_until(process.stdout.fileno(), " ")
+    process.send_signal(signal.SIGINT)
+    rest, err = (part.decode(errors="replace") for part in process.communicate(timeout=LIMIT))
+    text += rest
+    assert process.returncode == 130
+    assert text.strip()
+    assert text.endswith("\n")
+    assert "Traceback" not in err
+    assert 0 < int(err.split("generation: ")[1].split(" tokens")[0].replace(",", "")) < 3000
+    for words in ("tok/s (interrupted)", "KV cache: ", "peak memory: "):
+        assert words in err
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
+def test_in_prefill(on_a_terminal, json_flag):
+    """The progress bar of a terminal says that the prompt is being read; Ctrl-C then ends it, with statistics."""
+    words = ("generate", "-p", "".join(facts(180)), *PACKED, "--prefill-step-size", 16, *json_flag)
+    out, said = on_a_terminal(*words, mark="tok/s")
+    assert "reading the prompt" in said
+    if json_flag:
+        answer = json.loads(out)
+        stats = answer["stats"]
+        assert (answer["text"], stats["finish_reason"], stats["generation_tokens"]) == ("", "interrupted", 0)
+    else:
+        assert out == b"\n"
+        assert "interrupted before the first token" in said
+        assert "peak memory" in said
+
+
+def test_while_caching_a_prompt(start, tmp_path):
+    """Nothing half written."""
+    text, _ = facts(180)
+    file = tmp_path / "cache.safetensors"
+    process = start("cache_prompt", "-p", text, "--prompt-cache-file", file, "--prefill-step-size", 16)
+    read_until(process.stderr.fileno(), "in the model's own type")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_while_waiting_for_standard_input(cli):
+    class Terminal(io.StringIO):
+        def read(self, *_):
+            raise KeyboardInterrupt
+
+    assert cli("generate", "-p", "-", stdin=Terminal()) == (130, "", "")
+
+
+def complains(err):
+    return any(word in err for word in (b"Traceback", b"Exception", b"Broken"))
+
+
+@pytest.mark.parametrize("words", [("--version",), ("generate", "-p", "hi")])
+def test_nobody_reads(start, words):
+    """`mlx_tq ... | true` is no reason for a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(*words, stdout=writer)
+    os.close(writer)
+    _, err = process.communicate(timeout=LIMIT)
+    assert not complains(err)
+    assert process.returncode in (0, 1)  # argparse does not mind that nobody reads its help
+
+
+def test_reader_leaves(start):
+    """`mlx_tq.generate ... | head -c 10`."""
+    process = start("generate", *STORY)
+    read_until(process.stdout.fileno(), " ")
+    process.stdout.close()
+    with process.stderr as stream:
+        assert not complains(stream.read())
+    assert process.wait(timeout=LIMIT) == 1

@@ -1,0 +1,117 @@
+"""Every served architecture: mlx-lm's logits where nothing is lost, attention on packed rows, its own other caches.
+
+Decoding a cache to plain arrays is not it: nothing is materialized on the way.
+"""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as native
+from zoo import ARCHITECTURES, build
+
+from contract.spies import watch
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, make_prompt_cache, plan_caches
+from mlx_tq.sequence.passes import compressed_caches
+
+# Served with nothing decoded: these names are a promise.
+SERVED = [
+    "llama", "llama3_rope", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "mistral",
+    "ministral3", "mixtral", "gemma", "gemma3_text", "gemma4_text", "phi3", "phi", "gpt_oss", "deepseek_v2", "minicpm3",
+    "glm4", "olmo2", "cohere2", "stablelm", "starcoder2", "granite", "exaone4", "smollm3", "gpt_neox", "internlm3",
+    "ernie4_5", "seed_oss", "helium", "nemotron", "minicpm", "hunyuan_v1_dense", "lfm2", "falcon_h1",
+    "granitemoehybrid", "jamba", "afm7",
+]  # fmt: skip
+CLASSES = {"K": CompressedKVCache, "R": native.RotatingKVCache, "A": native.ArraysCache, "L": native.CacheList}
+CHUNKS = [166, 33, 40, 1, 1, 5, 1, 8, 1]  # the first one packs as soon as attention has told what keys are weighted by
+TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(sum(CHUNKS))]
+
+
+def sized(key, value):
+    return KVConfig(key=key, value=value, prefix=4, window=24)
+
+
+def run(model, caches):
+    start, logits = 0, []
+    for chunk in CHUNKS:
+        logits.append(model(mx.array([TOKENS[start : start + chunk]]), cache=caches))
+        mx.eval(logits)
+        start += chunk
+    return mx.concatenate(logits, axis=1).astype(mx.float32)
+
+
+def difference(a, b):
+    return (mx.abs(a - b).max() / b.std()).item()
+
+
+def test_the_promise_covers_the_zoo():
+    assert sorted(SERVED) == sorted(name for name, arch in ARCHITECTURES.items() if arch.servable)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_served_architecture(name, monkeypatch):
+    arch, model = ARCHITECTURES[name], build(name)
+    plain = run(model, native.make_prompt_cache(model))
+    check_off(model, plain)
+    plan = plan_caches(model, sized("fp16", "fp16"))
+    check_facts(arch, plan)
+    seen = watch(monkeypatch)
+    with compressed(model):
+        caches, again = build_caches(plan), make_prompt_cache(model, plan.config)
+        logits = run(model, caches)
+    # fp16 rows hold the model's own bits, so only the order of float32 sums differs: 1e-3 of the logits' spread.
+    assert difference(logits, plain) < 1e-3
+    # The first chunk sees only itself; of the others two are prefills and six are short.
+    layers = arch.plain_layers + arch.shared
+    assert (seen.many, seen.few, seen.materialized) == (2 * layers, 6 * layers, 0)
+    assert all(cache.body_tokens > 90 for cache in compressed_caches(caches))
+    assert [type(cache) for cache in caches] == [CLASSES[letter] for letter in arch.layers]
+    for cache, other in zip(caches, again, strict=True):
+        assert cache is not other
+        if isinstance(cache, native.CacheList):
+            assert [type(part) for part in cache.caches] == [native.ArraysCache, CompressedKVCache]
+
+
+def check_off(model, plain):
+    """Profile `off`: mlx-lm's own caches, bit for bit, also while the seam is bound."""
+    with compressed(model):
+        caches = make_prompt_cache(model, PROFILES["off"])
+        assert [type(cache) for cache in caches] == [type(cache) for cache in native.make_prompt_cache(model)]
+        assert not compressed_caches(caches)
+        assert mx.array_equal(run(model, caches), plain)
+
+
+def check_facts(arch, plan):
+    assert plan.model_type == arch.config["model_type"]
+    assert len(plan.classes) == len(arch.layers)
+    assert [layer.slot.index for layer in plan.layers] == [i for i, x in enumerate(arch.layers) if x in "KL"]
+    assert {(layer.slot.key_dim, layer.slot.value_dim) for layer in plan.layers} == {arch.dims}
+    assert {layer.slot.part for layer in plan.layers} == ({1} if "L" in arch.layers else {None})
+    assert {layer.slot.dtype for layer in plan.layers} == {"float32"}
+    assert any(layer.slot.shared for layer in plan.layers) == (arch.name == "afm7")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", mx.float16), ("gemma3_text", mx.bfloat16), ("stablelm", mx.bfloat16)]
+)
+def test_fp16_bodies_in_half_precision(name, dtype):
+    """Both runs round differently; each is as far from float32 as the other."""
+    model, exact = build(name, dtype), build(name)
+    exact.update(model.parameters())
+    exact.set_dtype(mx.float32)
+    wanted = run(exact, native.make_prompt_cache(exact))
+    plain = run(model, native.make_prompt_cache(model))
+    check_off(model, plain)
+    own = difference(plain, wanted)
+    with compressed(model):
+        logits = run(model, make_prompt_cache(model, sized("fp16", "fp16")))
+    assert difference(logits, wanted) < 2 * own
+
+
+def test_codes_are_felt():
+    """Else the tests above could pass with nothing packed."""
+    model = build("llama")
+    with compressed(model):
+        packed = run(model, make_prompt_cache(model, sized("tq2", "tq2")))
+    assert difference(packed, run(model, native.make_prompt_cache(model))) > 0.1

@@ -1,0 +1,52 @@
+"""Looks while an answer is made, against a look of one's own at a copy."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+from commands.tools import facts
+from mlx_lm.generate import generate_step
+
+from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
+from mlx_tq.conversation.looks import Looks
+from mlx_tq.conversation.recall import release
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import choose
+
+MOST, EVERY = 96, 8
+EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
+CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
+
+
+def test_the_latest_queries_decide_what_is_back(embedded):
+    """As a copy of the cache would choose; all of it leaves again, and is archived once."""
+    model, tokenizer = embedded
+    text, question = facts(40)
+    caches = make_prompt_cache(model, CONFIG)
+    looked = 0
+    with compressed(model):
+        for ids in np.array_split(tokenizer.encode(text), 8):
+            mx.eval(model(mx.array(ids)[None], cache=caches))
+        sequence, layers = sequence_in(caches), sequence_layers(caches)
+        asked = tokenizer.encode(question)
+        looks = Looks(caches, every=EVERY)
+        steps = generate_step(mx.array(asked), model, prompt_cache=caches, max_tokens=36)
+        for _ in steps:
+            if looks._since + 1 >= looks._next:  # the look comes with this token
+                twin = copy.deepcopy(caches)
+                sequence_in(twin)._listeners = sequence._listeners
+                ranked = sequence_in(twin).rank(sequence_layers(twin), EVERY, back=True)
+                wanted = np.concatenate([extent.positions for extent in choose(ranked, 16, MOST)])
+            looks.token()
+            if looks.count > looked:
+                looked = looks.count
+                assert sequence.recalled.tolist() == sorted(wanted)
+                assert set(wanted) <= set(layers[0].positions.tolist())
+                assert 0 < len(wanted) <= MOST
+    looks.end()
+    assert looked
+    assert looks.positions
+    release(caches)
+    gone = set(range(layers[0].offset)) - set(layers[0].positions.tolist())
+    assert sorted(p for extent in sequence.archived for p in extent.positions.tolist()) == sorted(gone)
+    assert sequence.listener(0) is None

@@ -1,0 +1,27 @@
+"""A session with a store says what one without says, and its first prompt is not read twice."""
+
+from mlx_tq import KVConfig, Session
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.prefixes.folder import Folder
+
+SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
+
+
+def talk(exact, store=None):
+    """Two turns; returns what was said, how many tokens of each prompt were stored, and what progress told."""
+    told = []
+    with Session(*exact, SMALL, max_tokens=6, prefill_step_size=128, store=store) as session:
+        said = ["".join(session.respond(load_text()[:1200], progress=lambda *at: told.append(at)))]
+        said.append("".join(session.respond("Go on.")))
+        assert session.cache[0].offset == len(session.ids)
+        return said, [turn.cached_tokens for turn in session.turns], told, session.turns[0].prompt_tokens
+
+
+def test_the_first_prompt_of_a_second_session_is_there(exact, tmp_path):
+    plain, *_ = talk(exact)
+    said, stored, _, _ = talk(exact, str(tmp_path))
+    again, found, told, prompt = talk(exact, Folder(tmp_path))
+    assert plain == said == again
+    assert (stored, found) == ([0, 0], [prompt - 1, 0])
+    assert told[0] == (prompt - 1, prompt)
+    assert told[-1] == (prompt, prompt)

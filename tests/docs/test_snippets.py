@@ -1,0 +1,149 @@
+"""What README.md, the guides and the Python page say to type works as it is, in the order in which it stands there."""
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+from server.harness import running
+
+from mlx_tq.cli import COMMANDS, main
+from mlx_tq.errors import ConfigError
+from mlx_tq.models import embedded_path
+from mlx_tq.models.named import SMOLLM2_REQUIREMENT, smollm2_path
+
+from .pages import GUIDES, INDEX, PASTED, README, ROOT, blocks, commands, conversation, name, sh_lines
+
+SERVER = "http://127.0.0.1:8080"  # where the pages say that the server is
+FACT = "417295"
+# In `make test` these commands read less; `make test-full` runs them as they stand there.
+SHORTER = {
+    "mlx_tq.calibrate": "--tokens 512",
+    "mlx_tq.evaluate": "--length 320 --step 64 --kv-prefix 32 --kv-window 64",
+}
+PAGES = [
+    *[pytest.param(page, False, id=name(page)) for page in PASTED],
+    *[
+        pytest.param(page, True, id=f"{name(page)} in full", marks=pytest.mark.full)
+        for page in PASTED
+        if any(line.split()[0] in SHORTER for line in commands(page))
+    ],
+]
+
+
+def has_smollm2():
+    try:
+        return bool(smollm2_path())
+    except ConfigError:
+        return False
+
+
+def is_setup(line):
+    """Done by a machine's owner once, not by a test."""
+    return bool(re.match(r"(\. |(python3? -m )?pip )", line))
+
+
+class Reader:
+    """Somebody who types a page from its top to its end.
+
+    Args:
+        page: that is read.
+        folder: in which it happens.
+        full: type every command as it is, however long it takes.
+    """
+
+    def __init__(self, page, folder, full, capsys, monkeypatch):
+        self.page, self.folder, self.full = page, folder, full
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+        self.names = {"__name__": "__main__"}
+        self.server = None
+        self.stack = ExitStack()
+
+    def type(self, line):
+        """A line for a shell."""
+        words = shlex.split(line)
+        if words[0] == "make":
+            makefile = (ROOT / "Makefile").read_text()
+            assert re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE), line
+        elif words[0] == "mlx_tq.server":
+            self.stack.close()
+            same = [] if self.server is None else ["--port", self.server.url.rpartition(":")[2]]
+            self.server = self.stack.enter_context(running(embedded_path(), self.folder / "log", *words[1:], *same))
+        elif words[0] == "python":
+            self.program(words[1:])
+        elif not is_setup(line):
+            self.command(words)
+
+    def command(self, words):
+        package, _, command = words[0].partition(".")
+        assert package == "mlx_tq", words
+        assert command in COMMANDS, words
+        added = [] if self.full else SHORTER.get(words[0], "").split()
+        talk = conversation(self.page) if command == "chat" else []
+        self.monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{said}\n" for said, _ in talk)))
+        code = main([command, *words[1:], *added])
+        shown = self.capsys.readouterr()
+        if "smollm2" in words and not has_smollm2():
+            assert (code, SMOLLM2_REQUIREMENT in shown.err) == (2, True)
+            return
+        assert code == 0, f"{words}\n{shown.out}\n{shown.err}"
+        if "What is the capital of France?" in words:
+            assert "The capital of France is Paris." in shown.out
+        if FACT in " ".join(words):
+            assert FACT in shown.out, f"{words}\n{shown.out}\n{shown.err}"
+        if talk:
+            assert [line for line in shown.out.splitlines() if line] == [answer for _, answer in talk]
+
+    def program(self, words):
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": f"{self.server.url}/v1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+        assert FACT in done.stdout, done.stdout
+
+    def paste(self, code):
+        """A block of Python, after those before it."""
+        if self.server is not None:
+            code = code.replace(SERVER, self.server.url)
+        exec(compile(code, name(self.page), "exec"), self.names)
+
+
+@pytest.mark.parametrize(("page", "full"), PAGES)
+def test_a_page_typed_from_top_to_end(page, full, tmp_path, capsys, monkeypatch):
+    for file in ("LICENSE", "examples"):
+        (tmp_path / file).symlink_to(ROOT / file)
+    monkeypatch.chdir(tmp_path)
+    reader = Reader(page, tmp_path, full, capsys, monkeypatch)
+    with reader.stack:
+        for block in blocks(page):
+            if block.language == "sh":
+                for line in sh_lines(block):
+                    reader.type(line)
+            elif block.language == "python":
+                reader.paste(block.code)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_a_guide_begins_with_a_command_and_fits_a_screen(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[2] == "```sh"
+    assert len(lines) <= 62
+
+
+def test_the_start_is_five_lines_that_readme_has_too():
+    start = commands(INDEX)
+    assert len(start) == 5
+    assert set(start) <= set(commands(README))
+    first = blocks(README)[0]
+    assert first.language == "python"
+    assert "with mlx_tq.compressed(" in first.code

@@ -1,0 +1,109 @@
+"""A real server for the tests: a process of its own on a free port, its log in a file, ended whatever happens."""
+
+import re
+import resource
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from processes import killed_on_failure
+
+START_S = 300  # a model is loaded
+STOP_S = 120
+
+
+class ServerExitedError(Exception):
+    """The server ended before it listened: its exit code, and what it said."""
+
+    def __init__(self, code: int, said: str) -> None:
+        super().__init__(f"exit code {code}: {said}")
+        self.code = code
+
+
+class ServerProcess:
+    """A command that serves HTTP. `listening` finds its address, its first group, in what it says on stderr."""
+
+    listening: re.Pattern[str]
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        token: str | None = None,
+        stdin: int | None = None,
+    ) -> None:
+        self.log_path = log_path
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, env=environment, stdin=stdin, stderr=log)
+        with killed_on_failure(self.process):
+            self.url = self._wait_for_url()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+    def _wait_for_url(self) -> str:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if found := self.listening.search(self.log()):
+                return found[1]
+            if self.process.poll() is not None:
+                raise ServerExitedError(self.process.returncode, self.log())
+            time.sleep(0.01)
+        raise TimeoutError(self.log())
+
+    def log(self) -> str:
+        """What it said so far."""
+        return self.log_path.read_text()
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        self.process.kill()
+        self.process.wait()
+        self.http.close()
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
+        """End it by a signal; return its exit code."""
+        self.http.close()
+        with self.process:
+            try:
+                self.process.send_signal(sig)
+                return self.process.wait(STOP_S)
+            finally:
+                self.process.kill()
+
+
+def wait_for(condition: Callable[[], Any], timeout: float = 60) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+@contextmanager
+def open_files(count: int) -> Iterator[None]:
+    """What is started meanwhile may have so many files open at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def connections(url: str, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
+    """So many connections to a server, each of which sent the same and waits."""
+    host, port = url.removeprefix("http://").split(":")
+    with ExitStack() as stack, open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        made = []
+        for _ in range(count):
+            made.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=120)))
+            made[-1].sendall(sent)
+        yield made

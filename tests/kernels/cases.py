@@ -1,0 +1,308 @@
+"""For all tests of kernels: random caches, what is asked of them, the answer in float64, and the error that is allowed.
+
+Attention is right when its error is at most twice that of mx.fast attention, in the same type, over the decoded cache.
+The error is the root mean square over the output, which is steady; the largest is bounded too, so that no part hides.
+"""
+
+import math
+import random as chance
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
+from mlx_tq.codec.codebook import POLYNOMIALS
+from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, decode
+from mlx_tq.codec.dtypes import dtype_name, dtype_of
+from mlx_tq.codec.exact import hadamard_matrix, split_order
+from mlx_tq.codec.packing import split_words, unpack
+from mlx_tq.codec.rotation import WalshHadamard
+from mlx_tq.kernels.regions import Regions
+
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # half an ulp of 1
+DTYPES = tuple(ROUNDING)
+FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
+DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
+GROUPS = (1, 2, 4, 7, 8, 16)
+# Of attention; `make_problem` explains them.
+PARAMETERS: dict[str, Sequence] = {
+    "dims": (*((dim, dim) for dim in DIMS), (192, 128)),
+    "body": (0, 1, 2, 31, 32, 33, 97, 255, 256, 257, 1025),
+    "batch": (1, 3),
+    "groups": GROUPS,
+    "length": (1, 2, 3, 4, 5, 6, 7, 8),
+    "key": FORMATS,
+    "value": FORMATS,
+    "dtype": DTYPES,
+    "conditioned": (None, "blocks", "gaps"),
+    "prefix": (0, 5, 128),
+    "recent": (0, 6, 70),
+    "mask": (None, "causal"),
+    "sinks": (False, True),
+}
+HEADS = 2
+SPARE = 3  # tokens of unused capacity
+REGIONS = ("rows", "body", "layout", "keys", "values", "prefix", "beside", "conditioning")
+
+
+class Problem(NamedTuple):
+    """A random cache and a question.
+
+    arguments: of attention; behind what is stored, its buffers are NaN.
+    packed: what the body's rows hold, keys and values in the model's type, [B, H, body, D].
+    decoded: keys and values of all tokens in logical order as stored, float64 [B, H, S, D].
+    plain: the same in the model's type, decoded by the codec.
+    """
+
+    arguments: dict[str, Any]
+    packed: tuple[mx.array, mx.array]
+    decoded: tuple[np.ndarray, np.ndarray]
+    plain: tuple[mx.array, mx.array]
+
+    @property
+    def tokens(self) -> int:
+        return self.decoded[0].shape[2]
+
+    @property
+    def layout(self) -> RowLayout:
+        return self.arguments["layout"]
+
+    @property
+    def conditioning(self) -> Conditioning | None:
+        return self.arguments["conditioning"]
+
+    @property
+    def full(self) -> tuple[mx.array, mx.array]:
+        """Keys and values of prefix and tail."""
+        return self.regions().keys, self.regions().values
+
+    def regions(self, **changed: Any) -> Regions:
+        """What attention reads."""
+        given = {**self.arguments, **changed}
+        return Regions(*(given[name] for name in REGIONS))
+
+    def asked(self, **changed: Any) -> "Problem":
+        """The same cache with other arguments."""
+        return self._replace(arguments={**self.arguments, **changed})
+
+    def solve(self, kernel: Callable[..., mx.array], **changed: Any) -> mx.array:
+        """What a kernel of attention answers."""
+        given = {**self.arguments, **changed}
+        asked = {name: value for name, value in given.items() if name not in REGIONS}
+        return kernel(asked.pop("queries"), self.regions(**changed), **asked)
+
+
+def double(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32), np.float64)
+
+
+def random(shape: Sequence[int], dtype: str = "float16", seed: int = 0) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype_of(dtype))
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    """Equal, NaN to NaN and zero of either sign to its like."""
+    kind = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.dtype.size]
+    return a.shape == b.shape and a.dtype == b.dtype and mx.array_equal(a.view(kind), b.view(kind)).item()
+
+
+def spared(x: mx.array, spare: int = SPARE) -> mx.array:
+    """The same, behind its tokens garbage in which every number is NaN."""
+    word = mx.array([0xFFFFFFFF], mx.uint32).view(x.dtype)[:1]
+    return mx.concatenate([x, mx.broadcast_to(word, (*x.shape[:2], spare, x.shape[3]))], axis=2)
+
+
+def make_layout(dims: Sequence[int], key: str, value: str, dtype: str, **options: Any) -> RowLayout:
+    codecs = (
+        get_format(name).codec(dim, CodecOptions(seed=seed, **options), dtype_of(dtype))
+        for name, dim, seed in ((key, dims[0], 42), (value, dims[1], 43))
+    )
+    return RowLayout(*codecs)
+
+
+def make_problem(
+    dims: tuple[int, int] = (64, 64),
+    body: int = 97,
+    batch: int = 2,
+    groups: int = 2,
+    length: int = 3,
+    key: str = "q8",
+    value: str = "tq4",
+    dtype: str = "float16",
+    prefix: int = 5,
+    recent: int = 6,
+    mask: Any = None,
+    sinks: bool = False,
+    seed: int = 0,
+    rotation: str = "wht",
+    rule: str = "ls",
+    wide: bool = False,
+    conditioned: str | None = None,
+) -> Problem:
+    """A random cache of `prefix | body | tail`; the tail is `recent` tokens and the `length` queries' own.
+
+    Args:
+        dims: of keys and values, stored as `key` and `value` with that `rotation`, `rule` and `wide` scales.
+        groups: query heads of each of two KV heads.
+        mask: None, "causal", "bool" or "additive" for a random array [L, S], or an array.
+        conditioned: keys have means and channels of high energy, and are conditioned: "blocks" of a body from which no
+            token has left, or with "gaps".
+    """
+    rng = np.random.default_rng(seed)
+
+    def gaussian(heads: int, tokens: int, dim: int) -> mx.array:
+        return mx.array(rng.standard_normal((batch, heads, tokens, dim)).astype(np.float32)).astype(dtype_of(dtype))
+
+    layout = make_layout(dims, key, value, dtype, rotation=rotation, scale=rule, fp32_scales=wide)
+    tokens = prefix + recent + length
+    full = [gaussian(HEADS, tokens, dim) for dim in dims]
+    packed = [gaussian(HEADS, body, dim) for dim in dims]
+    conditioning = None
+    if conditioned:
+        energy, mean = (gaussian(HEADS, 1, dims[0]) for _ in range(2))
+        channels = mx.exp(energy.astype(mx.float32) * 0.7)
+        full[0], packed[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], packed[0]))
+        conditioning = make_conditioning(layout.key, packed[0], 1 / mx.sqrt(channels)[:, :, 0], conditioned, seed)
+    rows = layout.encode(*packed, conditioning).rows
+    decoded, plain = [], []
+    for codec, x, encoded, means in (
+        (layout.key, full[0], layout.keys(rows), conditioning),
+        (layout.value, full[1], layout.values(rows), None),
+    ):
+        body_of = unrotated(codec, exact(codec, encoded, means), means)
+        decoded.append(np.concatenate([double(x[:, :, :prefix]), body_of, double(x[:, :, prefix:])], axis=2))
+        parts = [x[:, :, :prefix], decode(codec, encoded, means).astype(x.dtype), x[:, :, prefix:]]
+        plain.append(mx.concatenate(parts, axis=2))
+    unused = mx.full((batch, HEADS, SPARE, layout.words), 0xFFFFFFFF, mx.uint32)
+    queries = gaussian(HEADS * groups, length, dims[0])
+    arguments = {
+        "queries": queries,
+        "rows": mx.concatenate([rows, unused], axis=2),
+        "body": body,
+        "layout": layout,
+        "keys": spared(full[0]),
+        "values": spared(full[1]),
+        "prefix": prefix,
+        "beside": tokens,
+        "conditioning": conditioning,
+        "scale": 1 / math.sqrt(dims[0]),
+        "mask": random_mask(mask, (length, tokens + body), dtype) if mask in ("bool", "additive") else mask,
+        "sinks": random((HEADS * groups,), dtype, seed=9) if sinks else None,
+    }
+    return Problem(arguments, tuple(packed), tuple(decoded), tuple(plain))
+
+
+def make_conditioning(codec: Codec, keys: mx.array, scale: mx.array, kind: str, seed: int = 0) -> Conditioning:
+    """Of keys [B, H, S, D]; unused means are NaN, unused places of an index are far out of bounds."""
+    rng, tokens = np.random.default_rng(seed), keys.shape[2]
+    first = 32 * int(rng.integers(0, 5))
+    index = (first + np.arange(tokens)) // MEAN_TOKENS
+    if kind == "gaps":
+        index = np.sort(rng.integers(0, 2 + tokens // 9, tokens))
+    members = [np.flatnonzero(index == number) for number in range(max(index, default=0) + 1)]
+    blocks = [mx.take(keys, mx.array(places, mx.int32), axis=2) for places in members]
+    blocks = [block if block.shape[2] else mx.ones_like(scale)[:, :, None] for block in blocks]
+    means = [block_means(block[:, :, None], scale, codec.rotation).means for block in blocks]
+    spare = mx.full((*scale.shape[:2], 1, scale.shape[2]), mx.nan, mx.float16)
+    which = mx.array(np.append(index, [1 << 30] * SPARE), mx.int32) if kind == "gaps" else None
+    return Conditioning(scale, mx.concatenate([*means, spare], axis=2), which, first)
+
+
+def random_mask(kind: str, shape: Sequence[int], dtype: str) -> mx.array:
+    """A "bool" or an "additive" mask array; every query sees the last token."""
+    rng = np.random.default_rng(8)
+    visible = rng.random(shape) < 0.6
+    visible[..., -1] = True
+    if kind == "bool":
+        return mx.array(visible)
+    return mx.array(np.where(visible, rng.standard_normal(shape), -np.inf)).astype(dtype_of(dtype))
+
+
+def exact(codec: Codec, encoded: Encoded, conditioning: Conditioning | None = None) -> np.ndarray:
+    """The decoded vectors in rotated space, with their means, in float64."""
+    if conditioning is not None:
+        places = np.array(conditioning.which(encoded.codes.shape[2]))
+        return exact(codec, encoded) + double(conditioning.means)[:, :, places]
+    if encoded.scale is None:
+        return double(codec.decode_rotated(encoded))
+    scale = double(encoded.scale)[..., None]
+    if not hasattr(codec, "bits"):
+        return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
+    planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
+    u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
+    level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
+    return level * scale / np.sqrt(codec.head_dim)
+
+
+def unrotated(codec: Codec, y: np.ndarray, conditioning: Conditioning | None = None) -> np.ndarray:
+    """R^T y in float64, from the definition of the rotation; over the weights of conditioned keys."""
+    if conditioning is not None:
+        return unrotated(codec, y) / double(conditioning.scale)[:, :, None]
+    if codec.rotation is None:
+        return y
+    if not isinstance(codec.rotation, WalshHadamard):
+        return y @ double(codec.rotation.matrix)
+    return (y @ _hadamard(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
+
+
+@cache
+def _hadamard(dim: int) -> np.ndarray:
+    order, power = split_order(dim)
+    matrix = hadamard_matrix(order)
+    for _ in range(power.bit_length() - 1):
+        matrix = np.kron(matrix, [[1, 1], [1, -1]])
+    return matrix
+
+
+def expected(problem: Problem, mask: mx.array | str | None, sinks: mx.array | None) -> np.ndarray:
+    """Attention in float64 over the decoded cache."""
+    keys, values = problem.decoded
+    queries = double(problem.arguments["queries"])
+    batch, query_heads, length, dim = queries.shape
+    grouped = queries.reshape(batch, HEADS, -1, dim) @ keys.swapaxes(-1, -2) * problem.arguments["scale"]
+    scores = grouped.reshape(batch, query_heads, length, problem.tokens)
+    if isinstance(mask, str):
+        scores = np.where(np.tril(np.ones(scores.shape[2:], bool), problem.tokens - length), scores, -np.inf)
+    elif mask is not None:
+        scores = np.where(np.array(mask), scores, -np.inf) if mask.dtype == mx.bool_ else scores + double(mask)
+    peak = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - peak)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(double(sinks)[:, None, None] - peak)
+    weights = (weights / total).reshape(batch, HEADS, -1, problem.tokens)
+    return (weights @ values).reshape(batch, query_heads, length, -1)
+
+
+def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> None:
+    """Compare errors with those of mx.fast attention in the same type: mean at most 2x, largest at most `peak`x.
+
+    Half an ulp of the largest output is granted: both are rounded to the type, and the reference may be exact by luck.
+
+    Args:
+        problem: that was solved.
+        out: the answer.
+        peak: in a thousand cases 2x is passed by chance.
+    """
+    queries, mask, sinks, scale = (problem.arguments[name] for name in ("queries", "mask", "sinks", "scale"))
+    truth = expected(problem, mask, sinks)
+    reference = mx.fast.scaled_dot_product_attention(queries, *problem.plain, scale=scale, mask=mask, sinks=sinks)
+    assert out.shape == reference.shape
+    assert out.dtype == reference.dtype == queries.dtype
+    error, allowed = np.abs(double(out) - truth), np.abs(double(reference) - truth)
+    assert np.isfinite(error).all()
+    floor = ROUNDING[dtype_name(out.dtype)] * np.abs(truth).max()
+    assert rms(error) <= 2 * rms(allowed) + floor / 2
+    assert error.max() <= peak * allowed.max() + floor
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x * x)))
+
+
+def random_cases(parameters: Mapping[str, Sequence], count: int, seed: int = 0) -> list[dict]:
+    rng = chance.Random(seed)
+    return [{name: rng.choice(values) for name, values in parameters.items()} for _ in range(count)]

@@ -1,0 +1,112 @@
+"""Rows of a batch in one call: each gets what it gets alone, whatever its neighbours' lengths are."""
+
+from dataclasses import replace
+from unittest import mock
+
+import mlx.core as mx
+import pytest
+from cases import Problem, check_attention, make_problem, spared
+from checks import PEAK
+from simulated import captured, simulated
+
+from metal_sim.translate import parameters
+from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.attend_kernels import ATTEND, ATTEND_SHORT, MERGE
+from mlx_tq.kernels.thresholds import KernelThresholds
+
+METAL_BUFFERS = 31
+CASE = {"batch": 1, "groups": 3, "length": 2, "mask": "causal"}
+LENGTHS = ((97, 6), (0, 3), (1, 70), (200, 0), (33, 6))  # packed tokens, and recent ones, of each row
+
+
+def problems(lengths=LENGTHS, **changes) -> list[Problem]:
+    """One for each row, with spare capacity of its own; caches of one kind share the layout.
+
+    Of "mixed" ones some keys are conditioned.
+    """
+    found, kinds = [], [changes.pop("conditioned", None)]
+    if kinds == ["mixed"]:
+        kinds = ["gaps", None, "blocks", "blocks"]
+    for seed, (body, recent) in enumerate(lengths):
+        changes["conditioned"] = kinds[seed % len(kinds)]
+        problem = make_problem(**{**CASE, **changes}, body=body, recent=recent, seed=seed)
+        problem.arguments["layout"] = (found or [problem])[0].layout
+        for name in ("keys", "values"):
+            problem.arguments[name] = spared(problem.arguments[name], 1 + seed)
+        if body == 0:
+            problem.arguments["rows"] = None
+        found.append(problem)
+    return found
+
+
+def together(rows: list[Problem], short=0, **how) -> mx.array:
+    with simulated(**how), thresholds.using(replace(KernelThresholds(), short=short)):
+        return asked(rows)
+
+
+def asked(rows: list[Problem]) -> mx.array:
+    first = rows[0].arguments
+    queries = mx.concatenate([row.arguments["queries"] for row in rows])
+    options = {name: first[name] for name in ("scale", "mask", "sinks")}
+    return attend_batch(queries, [row.regions() for row in rows], **options)
+
+
+def check(rows: list[Problem], found: mx.array, peak: float = PEAK) -> None:
+    """Each row against mlx's own attention of it alone."""
+    for i, row in enumerate(rows):
+        check_attention(row.asked(sinks=rows[0].arguments["sinks"]), found[i : i + 1], peak=peak)
+
+
+@pytest.mark.parametrize("short", [0, 4096], ids=["two", "one"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"key": "tq4", "value": "tq4"},
+        {"dtype": "float32", "length": 1},
+        {"key": "fp16", "dims": (80, 112)},
+        {"key": "tq4", "value": "tq4", "conditioned": "mixed"},
+    ],
+    ids=["tq4", "float32", "fp16", "mixed"],
+)
+def test_each_row_is_as_good_as_alone(changes, short):
+    rows = problems(sinks=True, **changes)
+    check(rows, together(rows, short=short))
+
+
+@pytest.mark.parametrize(("conditioned", "calls"), [(None, 2), ("blocks", 3)])
+def test_dispatches(conditioned, calls):
+    """One, or two, for each eight rows, or for four whose keys are conditioned."""
+    many = problems((*LENGTHS, *LENGTHS), length=1, mask=None, conditioned=conditioned)
+    check(many, together(many, short=4096))
+    rows = problems(((33, 1),) * 9, length=1, conditioned=conditioned)
+    called = []
+
+    def run(kernel, *, inputs, constants, output_shapes, output_dtypes, **call):
+        called.append(kernel.name)
+        assert len(inputs) == len(kernel.names(dict(constants).get("SOURCES", 1)))
+        return [mx.zeros(*made) for made in zip(output_shapes, output_dtypes, strict=True)]
+
+    for short, names in ((4096, ["attend_short"]), (0, ["attend", "merge"])):
+        called.clear()
+        with simulated(), mock.patch.object(build, "run", run), thresholds.using(KernelThresholds(short=short)):
+            asked(rows)
+        assert called == names * calls
+
+
+def test_the_twin_gives_each_row_what_it_gets_alone():
+    rows = problems()
+    with impl.using("ops"):
+        check(rows, asked(rows), peak=2.0)
+
+
+@pytest.mark.parametrize("conditioned", [None, "gaps"])
+@pytest.mark.parametrize("short", [0, 4096], ids=["two", "one"])
+def test_metal_can_pass_all_arrays(short, conditioned):
+    """A function takes 31 buffers; what mlx adds for shapes and strides counts."""
+    rows = problems(length=1, sinks=True, conditioned=conditioned)
+    with simulated(), captured() as texts, thresholds.using(KernelThresholds(short=short)):
+        asked(rows)
+    counted = {name: sum(p.number is not None for p in parameters(text)) for name, text in texts.items()}
+    assert counted.keys() == ({ATTEND_SHORT.name} if short else {ATTEND.name, MERGE.name})
+    assert max(counted.values()) == METAL_BUFFERS

@@ -1,0 +1,135 @@
+"""GGUF files as mlx-lm's models: the same weights, the same logits; and files that cannot be read."""
+
+import random
+from contextlib import suppress
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_tq
+from mlx_tq.errors import ConfigError, MlxTqError, UnsupportedModelError
+
+from .gguf_files import MODELS, make_model, round_weights, write_gguf
+
+IDS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]])  # longer than a window of 8
+DENSE, PACKED = ("F32", "F16", "BF16", "Q5_0"), ("Q4_0", "Q4_1", "Q8_0")
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "F32") for name in MODELS), *(("gemma3", kind) for kind in DENSE)])
+def test_dense_files_are_the_model_that_they_were_made_from(tmp_path, name, kind):
+    model = round_weights(make_model(name), kind)
+    loaded, _ = mlx_tq.load(write_gguf(tmp_path / "model.gguf", name, kind, model), dtype="float32")
+    assert vars(loaded.args) == vars(model.args)
+    assert mx.array_equal(loaded(IDS), model(IDS)).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", kind) for kind in PACKED] + [("qwen3", "Q4_1"), ("gemma3", "Q4_0")]
+)
+def test_blocks_stay_packed_and_lose_nothing(tmp_path, name, kind):
+    """The packed bits are those that mlx itself reads; logits err as the dense model's do, against float64."""
+    path = write_gguf(tmp_path / "model.gguf", name, kind)
+    theirs = mx.load(str(path))
+    packed, _ = mlx_tq.load(path, dtype="float32")
+    layer, theirs_of = packed.model.layers[1].mlp.up_proj, "blk.1.ffn_up."
+    assert isinstance(layer, nn.QuantizedLinear)
+    assert isinstance(packed.model.embed_tokens, nn.QuantizedEmbedding)
+    for part in ("weight", "scales", "biases"):
+        assert mx.array_equal(layer[part], theirs[theirs_of + part]).item(), part
+
+    dense, _ = mlx_tq.load(path, dtype="float32", dequantize=True)
+    model = round_weights(make_model(name), kind)
+    for key, weight in tree_flatten(model.parameters()):
+        assert mx.array_equal(weight, dict(tree_flatten(dense.parameters()))[key]).item(), key
+    model.set_dtype(mx.float64)
+    exact = model(IDS)
+    error, own = (mx.abs(each(IDS) - exact).max().item() for each in (packed, dense))
+    assert 0 < error <= 3 * own
+
+
+def test_scales_of_bfloat16_are_the_only_rounding(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", "llama", "Q4_1")
+    exact, _ = mlx_tq.load(path, dtype="float32")
+    loaded, _ = mlx_tq.load(path, dtype="bfloat16")
+    assert loaded(IDS).dtype == mx.bfloat16
+    for name, weight in tree_flatten(exact.parameters()):
+        rounded = dict(tree_flatten(loaded.parameters()))[name]
+        error = mx.abs(rounded.astype(mx.float32) - weight.astype(mx.float32))
+        assert (error <= mx.abs(weight.astype(mx.float32)) / 256).all().item(), name
+        assert (rounded.dtype == mx.bfloat16) == (weight.dtype == mx.float32)
+
+
+def test_the_type_is_that_of_the_numbers_in_the_file(tmp_path):
+    types = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "Q5_0": mx.bfloat16, "Q8_0": mx.float32}
+    assert mx.default_device() == mx.cpu  # where packed blocks are float32
+    for kind, dtype in types.items():
+        model, _ = mlx_tq.load(write_gguf(tmp_path / f"{kind}.gguf", "qwen3", kind))
+        assert model(IDS).dtype == dtype, kind
+
+
+# What is changed in a file, whose error it is, and what that says.
+U, C = UnsupportedModelError, ConfigError
+REFUSED = {
+    "architecture": ({"general.architecture": "mamba"}, U, "'mamba'; GGUF files of llama, qwen3, gemma3 can"),
+    "pre-tokenizer": ({"tokenizer.ggml.pre": "tekken"}, U, "pre-tokenizer 'tekken': .* Valid are gpt-2, smollm"),
+    "tokenizer": ({"tokenizer.ggml.model": "bert"}, U, "tokenizer 'bert'"),
+    "scaling": ({"llama.rope.scaling.type": "longrope"}, U, "RoPE scaling 'longrope'; valid are none, linear, yarn"),
+    "scaling's number": ({"llama.rope.scaling.attn_factor": 2.0}, U, "rope.scaling.attn_factor"),
+    "scaling's lack": ({"llama.rope.scaling.type": "linear"}, C, "no llama.rope.scaling.factor"),
+    "experts": ({"llama.expert_count": 8}, U, "llama.expert_count = 8"),
+    "partial RoPE": ({"llama.rope.dimension_count": 8}, U, "dimension_count = 8 and heads of 16"),
+    "lack": ({"llama.block_count": None}, C, "it has no llama.block_count"),
+    "text for a number": ({"llama.embedding_length": "wide"}, C, "embedding_length is wide, not one number"),
+    "other width": ({"llama.embedding_length": 128}, C, "Expected shape"),
+    "more layers": ({"llama.block_count": 10**9}, C, "has 1000000000 layers, and has 2"),
+    "other tokens": ({"tokenizer.ggml.token_type": [1]}, C, "4096 tokens and 1 types"),
+    "merge": ({"tokenizer.ggml.merges": ["no such"]}, C, "the merge 'no such'"),
+    "end": ({"tokenizer.ggml.eos_token_id": 5000}, C, "its eos token is 5000 of 4096"),
+}
+PARTS = {
+    "tensor": ({"blk.0.gate_inp.weight": np.zeros((8, 64), np.float32)}, "no place for its tensor blk.0.gate_inp"),
+    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, "cannot be dequantised"),
+    "frequencies": ({"rope_freqs.weight": np.array([1, 2, 3, 4, 5, 6, 7, 8], np.float32)}, "factors in rope_freqs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_said_by_name(tmp_path, name):
+    keys, error, says = REFUSED[name]
+    with pytest.raises(error, match=says) as raised:
+        mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
+    assert "model.gguf" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_tensors_that_cannot_be_read_are_said_by_name(tmp_path, name):
+    tensors, says = PARTS[name]
+    with pytest.raises(UnsupportedModelError, match=says):
+        mlx_tq.load(write_gguf(tmp_path / "model.gguf", tensors=tensors))
+
+
+def test_a_file_that_was_cut_off_or_changed_says_so(tmp_path):
+    """Wherever it ends, and whatever byte of its header is another one: an error of ours, or a model."""
+    data = (path := write_gguf(tmp_path / "model.gguf", kind="Q4_0")).read_bytes()
+    keys, infos = data.index(b"tokenizer.ggml.tokens"), data.index(b"tokenizer.chat_template")
+    rng = random.Random(0)
+    header = [*range(keys), *range(infos, infos + 1500)]
+    for end in [0, 3, 4, 7, 20, *rng.sample(header, 10), len(data) // 2, len(data) - 1]:
+        path.write_bytes(data[:end])
+        with pytest.raises(ConfigError, match=r"does not begin with the letters GGUF|it ends in the middle of"):
+            mlx_tq.load(path)
+    for place in rng.sample(header, 25):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :])
+        with suppress(MlxTqError):
+            mlx_tq.load(path)
+
+
+@pytest.mark.parametrize("version", [b"\1\0\0\0", b"\0\0\0\3"], ids=["1", "big-endian"])
+def test_versions(tmp_path, version):
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(b"GGUF" + version + path.read_bytes()[8:])
+    with pytest.raises(ConfigError, match=r"of version \d+; valid are"):
+        mlx_tq.load(path)

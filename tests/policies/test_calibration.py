@@ -1,0 +1,127 @@
+"""Calibration: which queries count, in which windows, and what a file of statistics accepts."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.policies import TriAttention
+from mlx_tq.policies.calibration import load_calibration, save_calibration
+from mlx_tq.policies.calibrator import Calibrator
+from mlx_tq.policies.queries import QueryStats
+from mlx_tq.policies.rope import learn_rope
+
+DIM, HEADS = 32, 3
+ROPE = learn_rope(nn.RoPE(DIM), DIM)
+QUERIES = np.random.default_rng(0).standard_normal((1, HEADS, 400, DIM)).astype(np.float32)
+
+
+def feed(calibrator, chunks, start=0):
+    for chunk in chunks:
+        mx.eval(calibrator.observe(mx.array(QUERIES[:, :, start : start + chunk]), start, ROPE.module))
+        start += chunk
+    return calibrator
+
+
+def check(stats, first, last):
+    """The plain means of queries [first, last)."""
+    part = QUERIES[0, :, first:last].astype(np.float64)
+    lengths = np.abs(part[..., : DIM // 2] + 1j * part[..., DIM // 2 :])
+    assert np.allclose(stats.centre, part.mean(axis=1), atol=1e-5)
+    assert np.allclose(stats.amplitude, lengths.mean(axis=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [[400], [1] * 120, [3, 90, 7, 60], [104], [5] * 30])
+def test_the_first_tokens_after_the_sinks(chunks):
+    """However they arrive: positions 4 to 104, then nothing more, and not ready before."""
+    early = feed(Calibrator(ROPE, TriAttention(warmup=100)), [103])
+    assert not early.ready
+    assert early.due(104)
+    twice = feed(Calibrator(ROPE, TriAttention(warmup=100)), [60])  # after a trim, or by another layer that shares it
+    assert not twice.due(60)
+    feed(twice, [60])
+    check(feed(twice, [80], 40).stats, 4, 104)
+    calibrator = feed(Calibrator(ROPE, TriAttention(warmup=100)), chunks)
+    check(calibrator.stats, 4, 104)
+    assert calibrator.ready
+    assert not calibrator.listens
+
+
+def test_ema_blends_later_windows_in():
+    calibrator = feed(Calibrator(ROPE, TriAttention(warmup=50, ema=0.25)), [120, 40])
+    means = [QUERIES[0, :, s : s + 50].mean(axis=1) for s in (4, 54, 104)]
+    wanted = 0.75 * (0.75 * means[0] + 0.25 * means[1]) + 0.25 * means[2]
+    assert np.allclose(calibrator.stats.centre, wanted, atol=1e-5)
+    assert calibrator.listens
+
+
+def test_recalibration_replaces():
+    policy = TriAttention(warmup=50, recalibrate=150)
+    calibrator = feed(Calibrator(ROPE, policy), [100, 53])
+    check(calibrator.stats, 4, 54)
+    check(feed(calibrator, [60], 153).stats, 154, 204)
+
+
+def test_a_copy_and_a_state_go_on():
+    calibrator = feed(Calibrator(ROPE, TriAttention(warmup=100)), [60])
+    twin, restored = calibrator.copy(), Calibrator(None, TriAttention(warmup=100))
+    restored.restore(calibrator.state)
+    assert restored.listens
+    for each in (calibrator, twin, restored):
+        check(feed(each, [50], 60).stats, 4, 104)
+    assert restored.rope.pairs.tolist() == ROPE.pairs.tolist()
+
+
+def stats():
+    return QueryStats(mx.array(QUERIES[0, :, 0]), mx.ones((HEADS, DIM // 2)))
+
+
+def test_statistics_through_a_file(tmp_path):
+    path = tmp_path / "stats.safetensors"
+    save_calibration(path, "model", [ROPE, ROPE], [stats(), stats()])
+    found = load_calibration(path, "model").check([ROPE, ROPE])
+    for layer in found:
+        assert np.array_equal(layer.centre, stats().centre)
+        calibrator = Calibrator(ROPE, TriAttention(), layer)
+        assert calibrator.ready
+        assert not calibrator.listens
+        assert Calibrator.copy(calibrator).ready
+
+
+def test_foreign_statistics_are_refused(tmp_path):
+    path = tmp_path / "stats.safetensors"
+    save_calibration(path, "model", [ROPE], [stats()])
+    with pytest.raises(CacheFormatError, match=r"made with another model.*mlx_tq\.calibrate"):
+        load_calibration(path, "other")
+    loaded = load_calibration(path, "model")
+    with pytest.raises(CacheFormatError, match="has 1 layers, the model 2"):
+        loaded.check([ROPE, ROPE])
+    for module in (nn.RoPE(DIM, base=5000), nn.RoPE(DIM, traditional=True), nn.RoPE(DIM // 2), nn.RoPE(DIM, scale=0.5)):
+        with pytest.raises(CacheFormatError, match="another RoPE than layer 0"):
+            loaded.check([learn_rope(module, DIM)])
+    with pytest.raises(CacheFormatError, match="another RoPE than layer 0"):
+        loaded.check([learn_rope(nn.RoPE(64), 64)])
+    with pytest.raises(CacheFormatError, match=r"has no covariance.*mlx_tq\.calibrate --covariance"):
+        loaded.check([ROPE], covariance=True)
+    for text in ("", "x" * 40):
+        path.write_text(text)
+        with pytest.raises(CacheFormatError, match="damaged or holds no"):
+            load_calibration(path, "model")
+    mx.save_safetensors(str(path), {"x": mx.zeros(1)})
+    with pytest.raises(CacheFormatError, match="holds no query statistics"):
+        load_calibration(path, "model")
+    with pytest.raises(CacheFormatError, match="there is no file of statistics"):
+        load_calibration(tmp_path / "none", "model")
+
+
+def test_only_statistics_are_replaced(tmp_path):
+    path, theirs = tmp_path / "stats.safetensors", tmp_path / "weights.safetensors"
+    for model in ("one", "two"):
+        save_calibration(path, model, [ROPE], [stats()])
+    assert load_calibration(path, "two").layers
+    mx.save_safetensors(str(theirs), {"x": mx.zeros(1)})
+    before = theirs.read_bytes()
+    with pytest.raises(CacheFormatError, match="is no file of statistics, and is not replaced"):
+        save_calibration(theirs, "two", [ROPE], [stats()])
+    assert theirs.read_bytes() == before

@@ -1,0 +1,139 @@
+"""From a resume point everything is bit for bit as without a store; whatever becomes of its files, at most a miss."""
+
+import json
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from cache.tools import same_bits
+from commands.tools import environment
+from zoo import build
+
+from mlx_tq.codec.formats import format_names, get_format
+from mlx_tq.kernels import thresholds
+from mlx_tq.models import exact_fingerprint
+from mlx_tq.prefixes.folder import BLOCKS, POINTS, Folder
+from mlx_tq.prefixes.keys import root, steps
+from mlx_tq.prefixes.points import block_name, from_record, new_blocks, to_bytes_without
+from mlx_tq.prefixes.store import PrefixStore
+from mlx_tq.sequence.compressed import compressed, make_prompt_cache, plan_caches
+from prefixes.reading import CASES, LENGTH, SMALL, answer, model_of, tokens
+
+LLAMA = build("llama")
+
+
+def process(folder, *names):
+    """What another process makes of the cases."""
+    words = [sys.executable, str(Path(__file__).with_name("reading.py")), str(folder), *names]
+    env = environment()
+    env["PYTHONPATH"] += f":{Path(__file__).parents[1]}"
+    return json.loads(subprocess.run(words, env=env, capture_output=True, check=True).stdout)
+
+
+def without_hit(found):
+    return {key: value for key, value in found.items() if key != "restored"}
+
+
+def test_bits_and_tokens_across_two_processes_are_those_without_a_store(tmp_path):
+    first, second = process(tmp_path, *CASES), process(tmp_path, *CASES)
+    for name, (kind, config) in CASES.items():
+        plain = answer(model_of(kind), config, tokens(LENGTH))
+        assert (first[name]["restored"], second[name]["restored"]) == (0, 400 if name == "evicts" else LENGTH - 1)
+        assert without_hit(plain) == without_hit(first[name]) == without_hit(second[name]), name
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_a_longer_prompt_goes_on_from_the_last_step_that_it_shares(name, tmp_path):
+    model, (_, config) = model_of(name), CASES[name]
+    longer = tokens(450) + tokens(80, seed=4)
+    answer(model, config, tokens(LENGTH), tmp_path)
+    again = answer(model, config, longer, tmp_path)
+    assert again["restored"] == 400
+    assert without_hit(again) == without_hit(answer(model, config, longer))
+
+
+WIDE = {"tbq4_0", "tbq3_0"}  # need a head dim of 128; their layout is that of others
+
+
+@pytest.mark.parametrize("key", [*sorted({*format_names()} - WIDE), "tq4~tq3"])
+def test_every_format(key):
+    value = "tq4" if key in ("fp16", "tq4~tq3") or get_format(key).keys_only else key
+    config = replace(SMALL, key=key, value=value, recent=64)
+    with compressed(LLAMA):
+        caches = make_prompt_cache(LLAMA, config)
+        LLAMA(mx.array([tokens(330)]), cache=caches)
+    blocks = {block_name(data): data for data in new_blocks(caches, 0)}
+    assert len(blocks) == (0 if "~" in key else 1)
+    record = to_bytes_without(caches, list(blocks))
+    again = from_record(record, blocks.get)
+    assert same_bits([cache.state for cache in caches], [cache.state for cache in again])
+    assert len(record) < 2 * sum(cache.nbytes for cache in caches)
+    if blocks:
+        assert from_record(record, {}.get) is None
+
+
+def test_a_damaged_record_is_a_miss_and_goes(tmp_path):
+    plain = answer(LLAMA, SMALL, tokens(LENGTH))
+    for kind, restored in ((POINTS, 400), (BLOCKS, 0)):
+        answer(LLAMA, SMALL, tokens(LENGTH), tmp_path)
+        names = steps(root(LLAMA, plan_caches(LLAMA, SMALL)), tokens(LENGTH)[:-1], 200)
+        path = tmp_path / POINTS / names[-1].key if kind == POINTS else next((tmp_path / BLOCKS).iterdir())
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+        again = answer(LLAMA, SMALL, tokens(LENGTH), tmp_path)
+        # The first block is in every point from 400 tokens on; the point of 200 has none.
+        assert again["restored"] == (restored or 200)
+        assert without_hit(again) == without_hit(plain)
+        assert answer(LLAMA, SMALL, tokens(LENGTH), tmp_path)["restored"] == LENGTH - 1
+
+
+def test_a_full_disk_ends_storing_with_one_warning(tmp_path):
+    warned = []
+    store = PrefixStore(LLAMA, plan_caches(LLAMA, SMALL), Folder(tmp_path), warned.append)
+    caches = make_prompt_cache(LLAMA, SMALL)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with compressed(LLAMA), store.reading(caches, tokens(500), 200) as reading:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            for start in (0, 200):
+                LLAMA(mx.array([tokens(500)[start : start + 200]]), cache=caches)
+                reading.note(start + 200)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(warned) == 1
+    assert "cannot be stored" in warned[0]
+    assert not Folder(tmp_path).records()
+
+
+def test_what_another_implementation_reads_is_not_stored(tmp_path):
+    """As when a kernel fails in the middle of a prompt, and mlx's operations serve from then on."""
+    store = PrefixStore(LLAMA, plan_caches(LLAMA, SMALL), Folder(tmp_path), print)
+    caches, before = make_prompt_cache(LLAMA, SMALL), thresholds.current()
+    with compressed(LLAMA), store.reading(caches, tokens(100), 50) as reading:
+        for stop, other in ((50, before), (100, replace(before, short=513))):
+            with thresholds.using(other):
+                LLAMA(mx.array([tokens(100)[stop - 50 : stop]]), cache=caches)
+                reading.note(stop)
+    assert len(Folder(tmp_path).records()) == 1
+
+
+def test_another_model_configuration_or_step_finds_nothing():
+    plan = plan_caches(LLAMA, SMALL)
+    ids = tokens(300)
+    keys = {step.key for step in steps(root(LLAMA, plan), ids, 100)}
+    tuned, turned = build("llama"), build("llama")
+    weight = tuned.model.layers[0].mlp.up_proj.weight
+    weight[3, 5] += 1e-3
+    turned.model.layers[1].self_attn.rope.base *= 2
+    for model in (tuned, turned):
+        assert exact_fingerprint(model) != exact_fingerprint(LLAMA)
+        assert not keys & {step.key for step in steps(root(model, plan), ids, 100)}
+    for other in (replace(SMALL, seed=1), replace(SMALL, window=64)):
+        assert not keys & {step.key for step in steps(root(LLAMA, plan_caches(LLAMA, other)), ids, 100)}
+    assert not keys & {step.key for step in steps(root(LLAMA, plan), ids, 150)}
+    assert len(keys & {step.key for step in steps(root(LLAMA, plan), [*ids[:250], 7], 100)}) == 2

@@ -1,0 +1,198 @@
+"""An ephemeral service: however it ends, what it wrote is gone and what others keep is not."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from rescue_svc.ephemeral import keep, own_folder
+from rescue_svc.errors import DirectoryInUseError, SettingsError, StoreUnavailableError
+from rescue_svc.settings import load_settings
+
+from ..harness import Here, Server
+
+STOP_S = 60  # a bound for a busy machine
+SECRET = "the harbour master counts gulls"
+
+
+@contextmanager
+def ephemeral(folder=None):
+    """One in this process, that holds a text; its folder is cleared at the end."""
+    chosen = {} if folder is None else {"data_dir": folder}
+    with own_folder(load_settings(ephemeral=True, **chosen)) as settings:
+        service = Here(settings.data_dir)
+        try:
+            service.write("s", (SECRET, 0, 5))
+            service.wait_until_embedded()
+            assert service.found("s", SECRET)
+            yield service
+        finally:
+            service.stop()
+
+
+def left_by_a_kill(folder, tmp_path):
+    """The folder as kill -9 would leave it."""
+    with ephemeral(folder) as service:
+        return service.killed(tmp_path / "killed")
+
+
+def refuse(folder, says):
+    with pytest.raises(SettingsError, match=says), own_folder(load_settings(ephemeral=True, data_dir=folder)):
+        pass
+
+
+def test_a_folder_of_others_is_refused_and_stays(tmp_path, here):
+    folder, file = tmp_path / "Documents", tmp_path / "a file"
+    folder.mkdir()
+    for thesis in (file, folder / "thesis.txt"):
+        thesis.write_text("thesis")
+    refuse(folder, "thesis.txt.*name a folder that is empty")
+    refuse(file, "cannot be taken")
+    refuse(tmp_path / "no" / "such", "cannot be taken")
+    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("thesis.txt", "thesis")]
+    assert file.read_text() == "thesis"
+    assert not (tmp_path / "no").exists()
+    lasting = here()
+    lasting.write("s", (SECRET, 0, 5))
+    lasting.stop()
+    refuse(lasting.data_dir, "holds what it did not write")
+    assert here().dump("s")["token_ranges"] == [[0, 5]]
+
+
+def test_without_a_folder_it_makes_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with ephemeral() as service:
+        assert service.data_dir.parent == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_put_in_meanwhile_stays(tmp_path, caplog):
+    with ephemeral(tmp_path / "data") as service:
+        (service.data_dir / "index").mkdir(exist_ok=True)
+        (service.data_dir / "index" / "2024.txt").write_text("thesis")
+        (service.data_dir / "rescue.db.txt").write_text("thesis")
+    left = {str(p.relative_to(service.data_dir)) for p in service.data_dir.rglob("*") if p.is_file()}
+    assert left == {"index/2024.txt", "rescue.db.txt"}
+    assert "stays" in caplog.text
+
+
+def test_one_that_cannot_close_its_store_deletes_it_all_the_same(tmp_path):
+    """Another program reads the database, so its log cannot be emptied."""
+    with ExitStack() as stack:
+        service = stack.enter_context(ephemeral(tmp_path / "data"))
+        reader = sqlite3.connect(service.data_dir / "rescue.db", isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM spans").fetchall()
+        service.write("s", ("a later text", 5, 9))
+        with pytest.raises(StoreUnavailableError, match="another program"):
+            stack.close()
+    reader.close()
+    assert not service.data_dir.exists()
+
+
+def test_a_killed_one_leaves_a_folder_that_is_its_own(tmp_path):
+    folder = left_by_a_kill(tmp_path / "data", tmp_path)
+    with ephemeral(folder) as again:
+        with pytest.raises(DirectoryInUseError), ephemeral(folder):  # a second one at once
+            pass
+        assert again.dump("s")["token_ranges"] == [[0, 5]]
+    assert not folder.exists()
+
+
+def test_a_lasting_service_makes_a_folder_its_own(tmp_path, here):
+    """What a killed one left is no longer deleted once a lasting one keeps texts there."""
+    folder = left_by_a_kill(tmp_path / "data", tmp_path)
+    keep(folder)
+    assert here(folder).dump("s")["token_ranges"] == [[0, 5]]
+    refuse(folder, "holds what it did not write")
+
+
+# As processes, which end by signals and by their standard input.
+
+
+@pytest.fixture
+def start(popen, tmp_path):
+    """Start an ephemeral service that need not come to listen; its temporary and home folders are in `tmp_path`."""
+    (tmp_path / "tmp").mkdir()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
+    environment |= {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "rescue_svc.cli", "serve", "--ephemeral", "true", "--port", "0"]
+
+    def run(*flags, stdin=subprocess.PIPE, **options):
+        words = [*command, "--embedder", "hashing", *map(str, flags)]
+        return popen(words, stdin=stdin, stderr=subprocess.PIPE, env=environment, **options)
+
+    return run
+
+
+@pytest.fixture
+def listening(tmp_path):
+    """One that listens and holds a text; its standard input is ours to close."""
+    server = Server(tmp_path / "data", logs=tmp_path, stdin=subprocess.PIPE, ephemeral="true")
+    server.write("s", (SECRET, 0, 5))
+    assert (server.data_dir / "rescue.db-wal").exists()
+    yield server
+    server.kill()
+    server.process.stdin.close()
+
+
+def ended(process):
+    """Wait for the end of a process; its exit code and what it said."""
+    _, said = process.communicate(timeout=STOP_S)
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_what_it_wrote_is_gone(listening, number):
+    if number is None:
+        listening.process.stdin.close()
+    else:
+        listening.process.send_signal(number)
+    assert listening.process.wait(STOP_S) == (130 if number == signal.SIGINT else 0)
+    assert not listening.data_dir.exists()
+
+
+def test_ended_again_and_again(listening):
+    """A program closes the pipe and also sends a signal: neither may keep the other from its end."""
+    listening.process.stdin.close()
+    while listening.process.poll() is None:
+        with suppress(ProcessLookupError):
+            listening.process.terminate()
+        time.sleep(0.001)
+    assert not listening.data_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"), [(".", signal.SIGINT), ("rescue.db-wal", signal.SIGHUP), ("index", signal.SIGTERM)]
+)
+def test_ended_while_it_starts(start, tmp_path, moment, number):
+    """As soon as a file of its start is there."""
+    folder = tmp_path / "data"
+    process = start("--data-dir", folder)
+    while not (folder / moment).exists():
+        assert process.poll() is None
+    process.send_signal(number)
+    code, said = ended(process)
+    assert code in (0, 130), said
+    assert not folder.exists()
+
+
+def test_a_standard_input_that_is_closed_is_at_its_end(start, tmp_path):
+    """And the folder is not that of the user's lasting service, which is the default of others."""
+    code, said = ended(start(stdin=None, preexec_fn=lambda: os.close(0)))
+    assert (code, "Traceback" in said) == (0, False)
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("stdin", [subprocess.PIPE, subprocess.DEVNULL], ids=["open", "at its end"])
+def test_a_start_that_fails_leaves_nothing(start, tmp_path, stdin):
+    code, said = ended(start("--data-dir", tmp_path / "data", "--embedder", "word2vec", stdin=stdin))
+    assert (code, "Traceback" in said) == (2, False)
+    assert not (tmp_path / "data").exists()

@@ -1,0 +1,119 @@
+"""One service in a process of its own, looked at from outside: its log, its socket, its memory, its neighbours."""
+
+import json
+import logging
+import re
+import socket
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from http_harness import wait_for
+
+from rescue_svc.logs import JsonFormatter
+
+from .harness import TOKEN, Server, command
+
+SECRET = "Xylophonquartz"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("process") / "data", token=TOKEN, log_level="debug")
+    yield server
+    server.stop()
+
+
+def requests(server):
+    return [line for line in server.lines() if line["event"] == "request"]
+
+
+def test_no_text_in_the_log(server):
+    server.write("said", (f"the {SECRET} is here", 0, 5))
+    server.wait_until_embedded()
+    assert server.found("said", f"where is the {SECRET}?")
+    post = server.http.post
+    post("/evict/write", json={"session_id": "said", "chunks": [{"text": SECRET, "token_range": [5, 1]}]})
+    post("/evict/write", json={"session_id": SECRET * 9, "chunks": [{"text": SECRET, SECRET: 1}]})
+    post("/evict/write", content=f'{{"{SECRET}'.encode(), headers={"content-type": "application/json"})
+    post("/evict/write", content=f'["{SECRET}", NaN]'.encode())
+    post(f"/{SECRET}", json=SECRET)
+    server.http.get("/evict/dump", params={"session_id": f"{SECRET} !"})
+    server.http.get("/sessions", headers={"X-Request-ID": f"{SECRET} {SECRET}"})
+    server.forget("said")
+    ids = [server.http.get("/healthz").headers["x-request-id"] for _ in range(5)]
+    wait_for(lambda: [line["request_id"] for line in requests(server)][-5:] == ids)  # one line each, in their order
+    assert len(set(ids)) == 5
+    for word in (SECRET.lower(), TOKEN, "traceback"):
+        assert word not in server.log().lower()
+
+
+def test_a_fault_of_our_own_is_logged_by_place_and_answered(server):
+    server.write("faulty", (f"the {SECRET} is here", 0, 5))
+    with sqlite3.connect(server.data_dir / "rescue.db") as database:
+        (number,) = database.execute("SELECT id FROM sessions WHERE name = 'faulty'").fetchone()
+        database.execute(f"DROP TABLE words_{number}")  # behind the service's back
+    database.close()
+    asked = {"session_id": "faulty", "query": SECRET}
+    answer = server.http.post("/evict/retrieve", json=asked, headers={"X-Request-ID": "this-one"})
+    assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+    wait_for(lambda: [line for line in requests(server) if line["request_id"] == "this-one"])  # it follows the answer
+    (line,) = [line for line in requests(server) if line["request_id"] == "this-one"]
+    assert (line["route"], line["status"]) == ("POST /evict/retrieve", 503)
+    assert line["ms"] > 0
+    assert SECRET.lower() not in server.log().lower()
+    try:
+        raise ValueError(SECRET)
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "a fault", None, sys.exc_info())
+    said = json.loads(JsonFormatter().format(record))  # an exception is logged without its message
+    assert (said["error"], said["event"], SECRET in str(said)) == ("ValueError", "a fault", False)
+    assert said["at"][0].startswith(__file__)
+
+
+def test_a_client_that_breaks_the_protocol_harms_nothing(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /evict/write HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
+    for raw in (
+        head + b"X-Request-ID: cut-short\r\nContent-Length: 100\r\n\r\n{",
+        head + b"Content-Length: abc\r\n\r\n",
+        b"\x16\x03\x01 not http\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 200_000 + b"\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(raw)
+        assert server.write("unharmed", ("still alive", 0, 1)).status_code == 201
+    assert server.found("unharmed", "alive", hybrid_alpha=0) == ["still alive"]
+    wait_for(lambda: [line["status"] for line in requests(server) if line["request_id"] == "cut-short"] == [400])
+
+
+@pytest.mark.parametrize(
+    ("flag", "code", "says"),
+    [("port", 2, "cannot listen on 127.0.0.1 port {}"), ("data-dir", 1, "{} is in use by another process")],
+)
+def test_a_second_process_says_what_is_in_its_way_and_harms_nothing(server, tmp_path, flag, code, says):
+    taken = {"port": server.url.rpartition(":")[2], "data-dir": server.data_dir}[flag]
+    flags = {"data-dir": tmp_path, "port": 0} | {flag: taken}
+    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    line = [sys.executable, "-X", "dev", "-m", "rescue_svc.cli", "serve", *words]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, says.format(taken) in ended.stderr) == (code, True), ended.stderr
+    assert not {"Traceback", "ResourceWarning"} & set(re.findall(r"\w+", ended.stderr)), ended.stderr
+    assert server.write("unharmed", ("more", 1, 2)).status_code == 201
+
+
+def test_sessions_and_forget_while_it_runs(server, monkeypatch):
+    server.write("a", ("a text", 0, 5), ("b text", 5, 9))
+    server.write("b", ("other", 0, 5))
+    where = ("--data-dir", server.data_dir, "--port", server.url.rpartition(":")[2])
+    listed = json.loads(command("sessions", "--json", *where).out)
+    assert [(s["session_id"], s["spans"]) for s in listed[:2]] == [("b", 1), ("a", 2)]
+    assert command("sessions", *where).out.splitlines()[1].split()[:3] == ["a", "2", "spans"]
+    assert "no service answers" in command("forget", "a", *where[:2], "--port", "1").err
+    refused = command("forget", "a", *where)
+    assert (refused.code, "token" in refused.err) == (1, True)
+    monkeypatch.setenv("RESCUE_TOKEN", TOKEN)
+    assert command("forget", "a", *where).out == "a: 2 spans forgotten\n"
+    assert server.dump("a")["session_total"] == 0
+    assert "no session a" in command("forget", "a", *where).err

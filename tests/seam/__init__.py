@@ -1,0 +1,1 @@
+"""Tests of the door to mlx-lm."""

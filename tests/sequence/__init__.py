@@ -1,0 +1,1 @@
+"""Tests of all layers of a sequence together."""

@@ -1,0 +1,228 @@
+"""What left comes back to the bit, at its positions; the archive leaves nothing behind and damages nothing."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cache.tools import MODEL, make_spec, random_pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tq.cache.blocks import Block, LayerRows, LayerShape, from_bytes, to_bytes
+from mlx_tq.codec.formats import CodecOptions, format_names, get_format
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.policies import EvictConfig
+from mlx_tq.policies.config import Budget
+from mlx_tq.sequence.archive import ArchiveFile
+from mlx_tq.sequence.build import make_cache
+from mlx_tq.sequence.eviction import EvictionPlan
+from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.sequence.passes import before_pass, sequence_in
+from mlx_tq.sequence.sequence import Sequence
+
+KEYS, VALUES = random_pair(700, dtype=mx.float16, dims=(128, 64))
+LAYERS = 2
+
+
+def formats(dim, *, keys):
+    """The formats that store vectors of this size."""
+    found = []
+    for name in format_names():
+        try:
+            get_format(name).codec(dim, CodecOptions(), mx.float16)
+        except ConfigError:
+            continue
+        if keys or not get_format(name).keys_only:
+            found.append(name)
+    return found
+
+
+def layers(spec, budget=None, policy="random:trigger=8"):
+    sequence = None
+    if budget is not None:
+        config = EvictConfig(policy, recall="auto")
+        sequence = Sequence(EvictionPlan(config, Budget(tokens=budget), LAYERS), {})
+    return [make_cache(spec, number, sequence) for number in range(LAYERS)]
+
+
+def append(caches, start, stop, step):
+    for first in range(start, stop, step):
+        last = min(first + step, stop)
+        before_pass(caches, last - first)
+        for number, cache in enumerate(caches):
+            keys, values = (mx.roll(x, number, axis=-1)[:, :, first:last] for x in (KEYS, VALUES))
+            cache.append(keys, values)
+
+
+def assert_same_rows(caches, others):
+    for cache, other in zip(caches, others, strict=True):
+        assert cache.positions.tolist() == other.positions.tolist()
+        rows, _, known = cache.body()
+        wanted, _, expected = other.body()
+        count = other.body_tokens
+        assert cache.body_tokens == count
+        assert np.array_equal(np.array(rows[:, :, :count]), np.array(wanted[:, :, :count]))
+        if expected is not None:
+            assert np.array_equal(np.array(known.of_rows(count)), np.array(expected.of_rows(count)))
+
+
+def through_file(caches, damage=lambda data: data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kept.safetensors"
+        save_prompt_cache(path, caches, model=MODEL, config=KVConfig())
+        path.write_bytes(damage(path.read_bytes()))
+        return load_prompt_cache(path, model=MODEL).caches
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    key=st.sampled_from(formats(128, keys=True)),
+    value=st.sampled_from(formats(64, keys=False)),
+    condition=st.booleans(),
+    prefix=st.sampled_from([0, 5, 32]),
+    granularity=st.sampled_from([1, 16, 32]),
+    step=st.sampled_from([1, 7, 100]),
+    way=st.sampled_from(["as it is", "fork", "part by part", "file"]),
+)
+def test_all_that_left_comes_back_to_the_bit(key, value, condition, prefix, granularity, step, way):
+    """After any rounds, in every format: rows, means and positions are those of a cache that lost nothing."""
+    spec = make_spec(key, value, prefix=prefix, window=20, condition=condition)
+    plain, caches = layers(spec), layers(spec, prefix + 60, f"random:trigger=8:granularity={granularity}")
+    for first, last in ((0, 300), (300, 333)):
+        for each in (plain, caches):
+            append(each, first, last, max(step, 20) if last == 300 else step)
+        sequence = sequence_in(caches)
+        if way == "fork":
+            caches = [cache.fork() for cache in caches]
+            sequence = sequence_in(caches)
+        if way == "file":
+            caches = through_file(caches)
+            sequence = sequence_in(caches)
+        assert sequence.stats.tokens
+        gone = set(range(caches[0].offset)) - set(caches[0].positions.tolist())
+        assert sorted(p for extent in sequence.archived for p in extent.positions.tolist()) == sorted(gone)
+        parts = [[extent] for extent in reversed(sequence.archived)] if way == "part by part" else [sequence.archived]
+        assert sum(sequence.recall(caches, part) for part in parts) == len(gone)
+        assert_same_rows(caches, plain)
+        evicted = sequence.stats.tokens
+        sequence.release(caches)
+        assert set(range(caches[0].offset)) - set(caches[0].positions.tolist()) == gone
+        assert (sequence.stats.tokens, len(sequence.recalled)) == (evicted, 0)
+
+
+def test_recalled_rows_stay_through_a_round_and_are_not_counted():
+    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    append(caches, 0, 300, 20)
+    sequence = sequence_in(caches)
+    live = caches[0].size()
+    chosen = sequence.archived[1:3]
+    count = sequence.recall(caches, chosen)
+    back = [p for extent in chosen for p in extent.positions.tolist()]
+    written = len(sequence.archived)
+    append(caches, 300, 400, 20)
+    assert set(back) <= set(caches[0].positions.tolist())
+    assert caches[0].size() <= live + count + 40
+    assert len(sequence.archived) > written
+    assert len(sequence.take_departed()) == len(set(range(400)) - set(caches[0].positions.tolist()) | set(back))
+
+
+def block(count=5):
+    rng = np.random.default_rng(0)
+    shapes = [LayerShape(2, 9, 4, 16), LayerShape(1, 3, 8, 0)]
+    rows = [
+        LayerRows(
+            *(rng.integers(0, 2**16, (s.heads, count, words), np.uint16) for words in (s.key_words, s.value_words)),
+            rng.standard_normal((s.heads, s.mean)).astype(np.float16) if s.mean else None,
+        )
+        for s in shapes
+    ]
+    return Block(np.arange(count) * 3, rows), shapes
+
+
+def same(a, b):
+    assert a.positions.tolist() == b.positions.tolist()
+    for one, other in zip(a.layers, b.layers, strict=True):
+        assert np.array_equal(one.keys, other.keys)
+        assert np.array_equal(one.values, other.values)
+        assert (one.mean is None) == (other.mean is None)
+        assert one.mean is None or np.array_equal(one.mean, other.mean)
+
+
+def test_every_bit_of_a_block_is_checked():
+    """A flipped bit anywhere, or a missing end, is damage."""
+    stored, shapes = block()
+    data = to_bytes(stored)
+    same(from_bytes(data, shapes), stored)
+    for at in range(0, len(data), 7):
+        with pytest.raises(CacheFormatError):
+            from_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :], shapes)
+        with pytest.raises(CacheFormatError):
+            from_bytes(data[:at], shapes)
+    with pytest.raises(CacheFormatError, match="other layers"):
+        from_bytes(data, shapes[:1])
+
+
+def test_an_archive_has_no_name_and_places_are_used_again(tmp_path):
+    stored, shapes = block()
+    archive = ArchiveFile(shapes, tmp_path / "new" / "folder")
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    extents = [archive.put(stored) for _ in range(3)]
+    archive.settle()
+    size = archive.nbytes
+    same(archive.read(extents[1]), stored)
+    keys, means = archive.keys(extents[:2], 0)
+    assert np.array_equal(keys, np.concatenate([stored.layers[0].keys] * 2, axis=1))
+    assert np.array_equal(means, np.stack([stored.layers[0].mean] * 2))
+    del extents[0]
+    assert archive.nbytes == size * 2 // 3
+    again = archive.put(stored)
+    archive.settle()
+    assert (archive.nbytes, again.start) == (size, 0)
+
+
+def test_a_damaged_block_is_left_out(tmp_path):
+    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    append(caches, 0, 300, 20)
+    sequence = sequence_in(caches)
+    archive, first = sequence.archive, sequence.archived[0]
+    archive.settle()
+    os.pwrite(archive._file, b"\x00\x01", first.start + first.size - 2)
+    others = sum(len(extent.positions) for extent in sequence.archived[1:])
+    assert sequence.recall(caches, sequence.archived) == others
+    assert first not in sequence.archived
+    assert not set(first.positions.tolist()) & set(caches[0].positions.tolist())
+
+
+def test_of_a_damaged_file_the_other_blocks_come_back():
+    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    append(caches, 0, 300, 20)
+    blocks = len(sequence_in(caches).archived)
+    loaded = sequence_in(through_file(caches, lambda data: data[:-9] + b"?" + data[-8:]))
+    assert len(loaded.archived) == blocks - 1
+    assert loaded.archive.take_warning() == (
+        "of the archive 1 block is damaged: what it held cannot be recalled. The conversation goes on."
+    )
+
+
+def test_what_does_not_fit_is_lost_and_said_once(tmp_path):
+    stored, shapes = block()
+    archive = ArchiveFile(shapes, tmp_path, limit=2 * len(to_bytes(stored)))
+    kept = [archive.put(stored) for _ in range(3)]
+    assert [extent is None for extent in kept] == [False, False, True]
+    assert "the archive has reached its limit of" in archive.take_warning()
+    assert archive.put(stored) is None
+    assert (archive.lost, archive.take_warning()) == (2, None)
+
+
+def test_without_a_file_the_conversation_goes_on(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    append(caches, 0, 300, 20)
+    sequence = sequence_in(caches)
+    assert "no file can be made in /dev/null/mlx_tq: Not a directory" in sequence.archive.take_warning()
+    assert (sequence.archived, sequence.archive.take_warning()) == ((), None)
+    assert caches[0].size() < 300

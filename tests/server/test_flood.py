@@ -1,0 +1,42 @@
+"""More at once than anyone needs: the server goes on, its health is answered before all else, its log stays small."""
+
+import pytest
+from http_harness import connections, open_files
+
+from .conftest import PACKED
+from .harness import running
+
+MEGABYTE = 10**6
+HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+
+
+@pytest.fixture(scope="module", params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])
+def flooded(folder, tmp_path_factory, request):
+    """A server that few files are allowed to, and the share of the full counts."""
+    limits = ("--decode-concurrency", "1", "--max-queue", str(100 // request.param))
+    with (
+        open_files(1280 // request.param),
+        running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, *limits) as made,
+    ):
+        yield made, request.param
+
+
+def test_half_sent_heads(flooded):
+    server, share = flooded
+    with connections(server.url, 2000 // share, HALF):
+        for _ in range(10):
+            assert server.http.get("/health").status_code == 200
+        assert server.chat("hi", max_tokens=1).usage.completion_tokens == 1
+    assert len(server.log()) < MEGABYTE
+
+
+def test_slow_bodies(flooded):
+    """As many as may wait or run may send at once; the next one is told to come back."""
+    server, share = flooded
+    with connections(server.url, 200 // share, SLOW):
+        assert server.http.get("/health").status_code == 200
+        refused = server.post(messages=[{"role": "user", "content": "hi"}], max_tokens=1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+    assert len(server.log()) < MEGABYTE
