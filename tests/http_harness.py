@@ -2,6 +2,7 @@
 
 import re
 import resource
+import selectors
 import signal
 import socket
 import subprocess
@@ -107,3 +108,11 @@ def connections(url: str, count: int, sent: bytes) -> Iterator[list[socket.socke
             made.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=120)))
             made[-1].sendall(sent)
         yield made
+
+
+def answered(made: list[socket.socket]) -> int:
+    """How many of these connections have been answered or closed."""
+    with selectors.DefaultSelector() as selector:
+        for connection in made:
+            selector.register(connection, selectors.EVENT_READ)
+        return len(selector.select(0))

@@ -1,7 +1,7 @@
 """More at once than anyone needs: the server goes on, its health is answered before all else, its log stays small."""
 
 import pytest
-from http_harness import connections, open_files
+from http_harness import answered, connections, open_files, wait_for
 
 from .conftest import PACKED
 from .harness import running
@@ -34,7 +34,8 @@ def test_half_sent_heads(flooded):
 def test_slow_bodies(flooded):
     """As many as may wait or run may send at once; the next one is told to come back."""
     server, share = flooded
-    with connections(server.url, 200 // share, SLOW):
+    with connections(server.url, 200 // share, SLOW) as made:
+        wait_for(lambda: answered(made) == len(made) - 1 - 100 // share)  # the rest is arriving
         assert server.http.get("/health").status_code == 200
         refused = server.post(messages=[{"role": "user", "content": "hi"}], max_tokens=1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")

@@ -2,7 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from http_harness import connections, open_files
+from http_harness import answered, connections, open_files, wait_for
 
 from ..harness import TOKEN
 
@@ -26,7 +26,8 @@ def test_half_sent_heads(serve, times):
 
 def test_slow_bodies(serve, times):
     server = serve(token=TOKEN, max_in_flight=times(64))
-    with connections(server.url, times(200), SLOW):
+    with connections(server.url, times(200), SLOW) as made:
+        wait_for(lambda: answered(made) == times(200) - times(64))  # the rest is arriving
         refused = server.write("s", ("text", 0, 1))
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert server.http.get("/healthz").status_code == 200
