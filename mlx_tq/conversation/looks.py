@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import choose
+from mlx_tq.sequence.sequence import Sequence
 
 # Tokens between two looks, whose queries the next one asks with.
 RECALL_EVERY = 64
@@ -22,21 +23,24 @@ class Looks:
     """
 
     def __init__(self, caches: list[Any], every: int = RECALL_EVERY) -> None:
-        """Begin; rounds go on meanwhile.
+        """None yet, before `begin`.
 
         Args:
-            caches: of the conversation, which is about to read the question.
+            caches: of the conversation, in whose list the store may put others until then.
             every: tokens between looks.
         """
         self._caches, self._every, self._next = caches, every, every
         self._since, self._began = 0, time.perf_counter()
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
-        self._sequence = sequence_in(caches)
-        if self._sequence is not None and not self._sequence.plan.config.recalls:
-            self._sequence = None
-        if self._sequence is not None:
-            self._sequence.listen(sequence_layers(caches), rounds=True)
+        self._sequence: Sequence | None = None
+
+    def begin(self) -> None:
+        """Listen to the caches, which are about to read the question; rounds go on meanwhile."""
+        sequence = sequence_in(self._caches)
+        if sequence is not None and sequence.plan.config.recalls:
+            self._sequence = sequence
+            sequence.listen(sequence_layers(self._caches), rounds=True)
 
     def token(self) -> None:
         """The answer has one token more."""

@@ -188,7 +188,7 @@ class Session:
         )
         looks = Looks(self.cache)
         try:
-            with closing(self._generate(ids, most, progress)) as replies:
+            with closing(self._generate(ids, most, progress, looks)) as replies:
                 for reply in replies:
                     if not turn.generation_tokens:
                         ttft = time.perf_counter() - began
@@ -257,7 +257,7 @@ class Session:
             self._transcript.note(sequence.take_departed())
             self._transcript.write()
 
-    def _generate(self, ids: list[int], most: int, progress: Progress | None) -> Generator[Any]:
+    def _generate(self, ids: list[int], most: int, progress: Progress | None, looks: Looks) -> Generator[Any]:
         def read(processed: int, total: int) -> None:
             stored.note(stored.restored + processed)
             if self._stopping and processed < total:
@@ -267,6 +267,7 @@ class Session:
 
         with compressed(self.model), self._reading(ids) as stored:
             self._restored = stored.restored
+            looks.begin()  # on the caches that the store may have given
             yield from stream_generate(
                 self.model,
                 self.tokenizer,

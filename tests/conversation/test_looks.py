@@ -30,6 +30,7 @@ def test_the_latest_queries_decide_what_is_back(embedded):
         sequence, layers = sequence_in(caches), sequence_layers(caches)
         asked = tokenizer.encode(question)
         looks = Looks(caches, every=EVERY)
+        looks.begin()
         steps = generate_step(mx.array(asked), model, prompt_cache=caches, max_tokens=36)
         for _ in steps:
             if looks._since + 1 >= looks._next:  # the look comes with this token

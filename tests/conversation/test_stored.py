@@ -1,7 +1,10 @@
 """A session with a store says what one without says, and its first prompt is not read twice."""
 
-from mlx_tq import KVConfig, Session
+import mlx.core as mx
+
+from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.conversation.looks import RECALL_EVERY
 from mlx_tq.prefixes.folder import Folder
 
 SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
@@ -25,3 +28,26 @@ def test_the_first_prompt_of_a_second_session_is_there(exact, tmp_path):
     assert (stored, found) == ([0, 0], [prompt - 1, 0])
     assert told[0] == (prompt - 1, prompt)
     assert told[-1] == (prompt, prompt)
+
+
+def test_an_answer_looks_into_the_archive_of_a_prompt_that_was_stored(exact, tmp_path):
+    """The restored caches are others than those that the session began with."""
+    evict = EvictConfig("recency:granularity=32:trigger=32", 128, recall=64)
+    config = KVConfig(key="q8", value="q8", prefix=16, window=32, evict=evict)
+    word = exact[1].encode("the")[-1]
+    found = []
+    for _ in range(2):
+        with Session(
+            *exact,
+            config,
+            max_tokens=RECALL_EVERY + 1,
+            prefill_step_size=64,
+            store=str(tmp_path),
+            sampler=lambda _: mx.array([word]),
+        ) as session:
+            assert len(list(session.respond(load_text()[:800]))) >= RECALL_EVERY
+            found.append(session.turns[0])
+    assert not found[0].cached_tokens
+    assert found[1].cached_tokens >= 64
+    assert found[0].looks == found[1].looks == 1
+    assert found[0].recalled == found[1].recalled != ()

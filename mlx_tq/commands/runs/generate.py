@@ -250,6 +250,7 @@ def _generate(
                 read(model, caches, document[stored.restored :], step, progress)
                 recalled = recall(model, caches, rest, step)
                 looks = Looks(caches)
+                looks.begin()
                 ids = rest
             cached = stored.restored
             for response in stream_generate(
