@@ -180,7 +180,6 @@ class Session:
         self._hold(rehydration, start + len(before))
         turn = TurnStats(
             len(ids),
-            recalled=tuple(recalled.positions),
             archived=recalled.archived,
             recall_seconds=recalled.seconds,
             rehydration=rehydration,
@@ -198,9 +197,6 @@ class Session:
                     looks.token()
                     turn = replace(
                         turn,
-                        recalled=tuple(sorted({*recalled.positions, *looks.positions})),
-                        looks=looks.count,
-                        looks_seconds=looks.seconds,
                         generation_tokens=reply.generation_tokens,
                         generation_tps=reply.generation_tps,
                         finish_reason=reply.finish_reason or "interrupted",
@@ -221,7 +217,14 @@ class Session:
             if settled:
                 stop = start + len(ids) - len(self._around.closing())
                 self._asked = (start + len(before) + len(rehydration.ids), stop)
-                self.turns.append(replace(turn, seconds=time.perf_counter() - began))
+                turn = replace(
+                    turn,
+                    recalled=tuple(sorted({*recalled.positions, *looks.positions})),
+                    looks=looks.count,
+                    looks_seconds=looks.seconds,
+                    seconds=time.perf_counter() - began,
+                )
+                self.turns.append(turn)
 
     def _recall(self, text: str) -> Recalled:
         """Bring back rows that the question asks for, before it is read and before text is quoted for it."""
