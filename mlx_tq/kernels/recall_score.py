@@ -48,7 +48,7 @@ def recall_score(
     keys: Encoded,
     layout: RowLayout,
     conditioning: Conditioning | None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int],
 ) -> Found:
     """Score keys.
 
@@ -57,10 +57,8 @@ def recall_score(
         keys: side by side, [1, H, S, ...].
         layout: of the rows that they are of.
         conditioning: of these keys, or None.
-        sizes: tokens of each block, at least 1 each, S in all. None is a block a key, by mlx's own operations.
+        sizes: tokens of each block, at least 1 each, S in all.
     """
-    if sizes is None:
-        return recall_score_ref(queries, keys, layout, conditioning)
     check = partial(check_can_run, layout)
     return impl.call(_recall_score_gpu, recall_score_ref, queries, keys, layout, conditioning, sizes, check=check)
 
@@ -70,20 +68,17 @@ def recall_score_ref(
     keys: Encoded,
     layout: RowLayout,
     conditioning: Conditioning | None,
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int],
 ) -> Found:
     """`recall_score` in mlx's own operations."""
     asked = grouped(queries, keys.codes.shape[1], layout, conditioning)
     scores = layout.key.scores(asked, keys)
     if conditioning is not None:
         scores = scores + mean_scores(asked, conditioning, keys.codes.shape[2])
-    each = scores[0]
-    total = mx.logsumexp(each, axis=-1)
-    if sizes is not None:
-        block = mx.array([number for number, size in enumerate(sizes) for _ in range(size)])
-        least = mx.full((len(sizes), *each.shape[:2]), -mx.inf)
-        each = least.at[block].maximum(mx.contiguous(each.transpose(2, 0, 1))).transpose(1, 2, 0)
-    return Found(each, total)
+    block = mx.array([number for number, size in enumerate(sizes) for _ in range(size)])
+    least = mx.full((len(sizes), *scores.shape[1:3]), -mx.inf)
+    each = least.at[block].maximum(mx.contiguous(scores[0].transpose(2, 0, 1))).transpose(1, 2, 0)
+    return Found(each, mx.logsumexp(scores[0], axis=-1))
 
 
 def _recall_score_gpu(
