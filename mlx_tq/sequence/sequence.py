@@ -158,16 +158,20 @@ class Sequence:
 
     def _keep(self, layers: list[CompressedKVCache], gone: np.ndarray) -> None:
         """Archive the rows of the body with these indices."""
-        if self.archive is None:
-            self.archive = ArchiveFile([row_shape(layer) for layer in layers], cache_folder())
-        positions = layers[0].body_positions[gone]
+        archive, positions = self._opened(layers), layers[0].body_positions[gone]
         parts = [departing(layer, gone) for layer in layers]
         found = []
         for i, (start, rows) in enumerate(parts[0]):
             at = positions[start : start + rows.keys.shape[1]]
-            found.append(self.archive.put(Block(at, [part[i][1] for part in parts])))
+            found.append(archive.put(Block(at, [part[i][1] for part in parts])))
         kept = [*self.archived, *(extent for extent in found if extent is not None)]
         self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
+
+    def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
+        """The archive, made where there is none yet."""
+        if self.archive is None:
+            self.archive = ArchiveFile([row_shape(layer) for layer in layers], cache_folder())
+        return self.archive
 
     def listen(self, layers: list[CompressedKVCache], *, rounds: bool) -> None:
         """Keep the queries of the passes that follow, for `rank`; of no layers: no more. Rounds are held or wait."""
@@ -257,15 +261,14 @@ class Sequence:
         """
         damaged, found = 0, []
         for data in blocks:
-            if self.archive is None:
-                self.archive = ArchiveFile([row_shape(layer) for layer in layers], cache_folder())
+            archive = self._opened(layers)
             try:
-                block = from_bytes(data, self.archive.shapes)
+                block = from_bytes(data, archive.shapes)
             except CacheFormatError:
                 damaged += 1
                 continue
-            self.archive.make_room()
-            found.append(self.archive.put(block))
+            archive.make_room()
+            found.append(archive.put(block))
         self.archived = tuple(extent for extent in found if extent is not None)
         self._say_damaged(damaged)
 
