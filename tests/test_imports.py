@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 # modules that share a line do not import each other.
 LAYERS = {
     "mlx_tq": [
-        *({"errors"}, {"atomic_files"}, {"codec"}, {"kernels"}, {"policies"}, {"config"}, {"models"}, {"cache"}),
-        *({"seam"}, {"sequence"}, {"prefixes"}, {"rescue"}, {"conversation"}, {"commands"}),
+        *({"errors"}, {"atomic_files", "user_folders"}, {"codec"}, {"kernels"}, {"policies"}, {"config"}, {"models"}),
+        *({"cache"}, {"seam"}, {"sequence"}, {"prefixes"}, {"rescue"}, {"conversation"}, {"commands"}),
         {"chat", "server", "evaluate", "bench", "generate", "cache_prompt", "calibrate", "doctor", "store"},
         *({"demo"}, {"cli"}, {"__main__"}),
     ],
@@ -33,6 +33,7 @@ RANK = {(package, name): rank for package, rows in LAYERS.items() for rank, row 
 ONLY = {
     "errors": set(),
     "atomic_files": set(),
+    "user_folders": set(),
     "codec": {"mlx", "numpy"},
     "kernels": {"mlx"},
     "policies": {"mlx", "numpy"},

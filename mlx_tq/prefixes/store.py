@@ -9,10 +9,10 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefixes.folder import BLOCKS, LIMIT, POINTS, Folder
 from mlx_tq.prefixes.keys import Step, computing, root, steps
 from mlx_tq.prefixes.points import block_name, from_record, new_blocks, to_bytes_without
-from mlx_tq.sequence.archive import cache_folder
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import tokens_seen
+from mlx_tq.user_folders import cache_folder
 
 AUTO, OFF = "auto", "off"
 

@@ -33,11 +33,6 @@ def default_limit(folder: Path) -> int:
     return min(LIMIT, shutil.disk_usage(folder).free // _SHARE)
 
 
-def cache_folder() -> Path:
-    """The user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_tq"
-
-
 class Extent:
     """A block's place in the file; the place is free again when nobody holds the extent any more.
 

@@ -25,9 +25,10 @@ from mlx_tq.policies.config import Budget, EvictConfig
 from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.sequence.archive import ArchiveFile, Extent, cache_folder
+from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
 from mlx_tq.sequence.recall import Listener, Scored, rank
+from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
 
