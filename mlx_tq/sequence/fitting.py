@@ -59,5 +59,5 @@ def _held(slot: SlotFacts, caches: List[Any]) -> str:
     part = cache.caches[slot.part] if isinstance(cache, CacheList) and slot.part is not None else cache
     if not isinstance(part, CompressedKVCache) or part.empty():
         return ""
-    keys, values, *_ = part.state
+    keys, values = part.keys_and_values()
     return _sizes(keys.shape[1], keys.shape[3], values.shape[3])
