@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_tq.commands.needles.questions import scenes
 from mlx_tq.config import KVConfig
+from mlx_tq.conversation.recall import read
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import fingerprint
 from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
@@ -79,7 +80,8 @@ def queries_of_text(model: Any, ids: list[int], *, covariance: bool = False) -> 
             "--tokens or --text."
         )
     caches = _caches(model, covariance)()
-    _read(model, ids, caches)
+    with compressed(model):
+        read(model, caches, ids, STEP)
     found = _Mean()
     found.add(caches)
     return Queries(_ropes(caches), found.stats, found.tokens)
@@ -113,20 +115,21 @@ def queries_of_questions(
     length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
     count = max(1, tokens // length)
     make = _caches(model, covariance)
-    asked, read, ropes = _Mean(), _Mean(), []
+    asked, heard, ropes = _Mean(), _Mean(), []
     for number, scene in enumerate(scenes(tokenizer, text, count, length), 1):
         caches = make()
-        _read(model, scene.text, caches)
-        read.add(caches)
-        ropes = _ropes(caches)
-        for calibrator in _calibrators(caches):
-            calibrator.begin_at(len(scene.text))
-        for turn in scene.turns:
-            twins = copy.deepcopy(caches)
-            _read(model, turn, twins)
-            asked.add(twins)
+        with compressed(model):
+            read(model, caches, scene.text, STEP)
+            heard.add(caches)
+            ropes = _ropes(caches)
+            for calibrator in _calibrators(caches):
+                calibrator.begin_at(len(scene.text))
+            for turn in scene.turns:
+                twins = copy.deepcopy(caches)
+                read(model, twins, turn, STEP)
+                asked.add(twins)
         progress(number * length, count * length)
-    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, read.stats, strict=True)]
+    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
     return Queries(ropes, mixed, asked.tokens)
 
 
@@ -149,9 +152,3 @@ def _calibrators(caches: list[Any]) -> list[Calibrator]:
 
 def _ropes(caches: list[Any]) -> list[Rope]:
     return [calibrator.rope for calibrator in _calibrators(caches) if calibrator.rope]
-
-
-def _read(model: Any, ids: list[int], caches: list[Any]) -> None:
-    with compressed(model):
-        for start in range(0, len(ids), STEP):
-            mx.eval(model(mx.array(ids[start : start + STEP])[None], cache=caches))
