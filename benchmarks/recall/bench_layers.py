@@ -9,20 +9,17 @@ python -m benchmarks.recall.bench_layers --model smollm2 --tokens 1000 --budgets
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_recall import BLOCK, COLOURS, RESULTS, STEP, Given, read, scene
-from mlx_tq import compressed, load, make_prompt_cache
+from benchmarks.recall.bench_recall import BLOCK, COLOURS, STEP, Given, read, scene, survey
+from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
-from mlx_tq.commands.environment import environment
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import recall, release
 from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
@@ -142,40 +139,21 @@ def by_layers(found: Sequence[Look]) -> dict[str, list[int]]:
     return ranks
 
 
-def main() -> None:
-    """Measure what the flags name, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--key", default="tq4")
-    parser.add_argument("--value", default="tq4")
-    parser.add_argument("--tokens", default="1000")
-    parser.add_argument("--budgets", default="300")
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--json", default=str(RESULTS / "recall_layers.json"))
-    args = parser.parse_args()
-    model, tokenizer = load(args.model, dtype="float32", dequantize=True)
-    numbers = {name: [int(part) for part in getattr(args, name).split(",")] for name in ("tokens", "budgets", "seeds")}
-    found = [
-        look
-        for tokens in numbers["tokens"]
-        for budget in numbers["budgets"]
-        for seed in numbers["seeds"]
-        for look in looks(model, tokenizer, args, tokens, seed, budget)
-    ]
+def summed_up(found: Sequence[Look]) -> dict[str, Any]:
+    """Ranks of the evidence, which are shown too."""
     ranks = by_layers(found)
     for name, places in ranks.items():
         first = sum(place == 0 for place in places)
         print(f"{name}: first in {first} of {len(places)}, worst {max(places)} of {found[0].evidence.size}")
-    command = f"python -m benchmarks.recall.bench_layers --model {args.model} --key {args.key} --value {args.value}"
-    about = {
-        "model": args.model,
-        "key": args.key,
-        "value": args.value,
-        "blocks": [look.evidence.size for look in found],
-    }
-    report = {"command": command, **about, "settings": numbers, "environment": environment(), "ranks": ranks}
-    Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return {"blocks": [look.evidence.size for look in found], "ranks": ranks}
 
 
 if __name__ == "__main__":
-    main()
+    survey(
+        "python -m benchmarks.recall.bench_layers",
+        __doc__.partition("\n")[0],
+        "300",
+        "recall_layers.json",
+        looks,
+        summed_up,
+    )

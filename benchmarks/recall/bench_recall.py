@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,31 +148,54 @@ def measure(
     return rows
 
 
-def main() -> None:
-    """Measure what the flags name, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def survey(
+    program: str,
+    about: str,
+    budgets: str,
+    file: str,
+    measure: Callable[..., list[Any]],
+    summed_up: Callable[[list[Any]], dict[str, Any]],
+) -> None:
+    """Measure each scene that the flags name, and write it.
+
+    Args:
+        program: how this is called.
+        about: what it does.
+        budgets: where --budgets names none.
+        file: likewise, of the results.
+        measure: as `measure`, what is found in one scene.
+        summed_up: what the report says of all that was found.
+    """
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--model", required=True)
     parser.add_argument("--key", default="tq4")
     parser.add_argument("--value", default="tq4")
     parser.add_argument("--tokens", default="1000")
-    parser.add_argument("--budgets", default="500,300,100")
+    parser.add_argument("--budgets", default=budgets)
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--json", default=str(RESULTS / "recall.json"))
+    parser.add_argument("--json", default=str(RESULTS / file))
     args = parser.parse_args()
     model, tokenizer = load(args.model, dtype="float32", dequantize=True)
     numbers = {name: [int(part) for part in getattr(args, name).split(",")] for name in ("tokens", "budgets", "seeds")}
-    rows = [
-        row
+    found = [
+        each
         for tokens in numbers["tokens"]
         for budget in numbers["budgets"]
         for seed in numbers["seeds"]
-        for row in measure(model, tokenizer, args, tokens, seed, budget)
+        for each in measure(model, tokenizer, args, tokens, seed, budget)
     ]
-    command = f"python benchmarks/recall/bench_recall.py --model {args.model} --key {args.key} --value {args.value}"
-    about = {"model": args.model, "key": args.key, "value": args.value}
-    report = {"command": command, **about, "settings": numbers, "environment": environment(), "rows": rows}
+    command = f"{program} --model {args.model} --key {args.key} --value {args.value}"
+    asked = {"command": command, "model": args.model, "key": args.key, "value": args.value, "settings": numbers}
+    report = {**asked, "environment": environment(), **summed_up(found)}
     Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    survey(
+        "python benchmarks/recall/bench_recall.py",
+        __doc__.partition("\n")[0],
+        "500,300,100",
+        "recall.json",
+        measure,
+        lambda rows: {"rows": rows},
+    )
