@@ -12,7 +12,7 @@ import uvicorn
 
 from rescue_svc import launchd, logs
 from rescue_svc.app import create_app
-from rescue_svc.connections import BACKLOG, connections
+from rescue_svc.connections import BACKLOG, connections, listening_socket
 from rescue_svc.doctor import examine
 from rescue_svc.ending import Ending
 from rescue_svc.ephemeral import keep, own_folder
@@ -85,23 +85,11 @@ def _answer(settings: Settings, ending: Ending, listener: socket.socket) -> None
 
 def _listen(settings: Settings) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[
-            0
-        ]
-        # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms.
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+        return listening_socket(settings.host, settings.port)
     except OSError as error:
         raise SettingsError(
             f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); set --port or free it"
         ) from error
-    return listener
 
 
 def doctor(settings: Settings, as_json: bool = False) -> None:

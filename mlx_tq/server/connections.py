@@ -1,10 +1,11 @@
-"""How many connections there may be, and how long one may take to say what it wants.
+"""Where connections come in, how many there may be, and how long one may take to say what it wants.
 
 `mlx_tq/server` and `rescue_svc` share no code, and have this file alike.
 """
 
 import asyncio
 import resource
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -107,3 +108,22 @@ def connections(wanted: int) -> type[Connection]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     room = wanted if soft == resource.RLIM_INFINITY else max(2, min(wanted, soft - _RESERVED))
     return type("Connection", (Connection,), {"most": room})
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket on which clients are already waited for.
+
+    Raises:
+        OSError: the address is unknown or taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms.
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

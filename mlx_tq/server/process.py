@@ -21,7 +21,7 @@ from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.server.app import Web, create_app
-from mlx_tq.server.connections import BACKLOG, connections
+from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine, EngineLimits
 from mlx_tq.server.guard import Guard
@@ -42,19 +42,9 @@ def listen(host: str, port: int) -> socket.socket:
         ConfigError: the address is unknown or taken.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # asyncio turns Nagle's algorithm off only where the protocol is named; with it each token waits 40 ms.
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
+        return listening_socket(host, port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
-    return listener
 
 
 def serve(args: argparse.Namespace, key: str | None, listener: socket.socket) -> None:
