@@ -34,31 +34,38 @@ def block_name(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def new_blocks(caches: list[Any], known: int) -> list[bytes]:
-    """The full blocks of caches from which nothing has left, but for the first `known` ones."""
-    parts = take_apart(caches)
-    layers = [_Layer(parts, path) for path in _paths(caches)]
-    return [_block(layers, number) for number in range(known, _count(layers))]
+class Point:
+    """Caches from which nothing has left, taken apart.
 
+    Args:
+        caches: which may go on; the point stays.
+    """
 
-def to_bytes_without(caches: list[Any], names: list[str]) -> bytes:
-    """The record of a resume point: all of its caches but the rows in blocks, the names of which it has."""
-    parts, paths = take_apart(caches), _paths(caches)
-    count = len(names)
-    for layer in (_Layer(parts, path) for path in paths if count):
-        parts.arrays[layer.body] = layer.rows[:, :, count * ROWS :]
-        if layer.means is not None:
-            parts.arrays[layer.mean] = layer.means[:, :, count * _MEANS :]
-    about = {
-        "classes": parts.classes,
-        "scalars": parts.scalars,
-        "paths": paths,
-        "blocks": names,
-        "tokens": tokens_seen(caches),
-    }
-    file = io.BytesIO()
-    mx.save_safetensors(file, parts.arrays, {"point": json.dumps(about)})
-    return file.getvalue()
+    def __init__(self, caches: list[Any]) -> None:
+        self._parts, self._paths, self._tokens = take_apart(caches), _paths(caches), tokens_seen(caches)
+        self._layers = [_Layer(self._parts, path) for path in self._paths]
+
+    def new_blocks(self, known: int) -> list[bytes]:
+        """The full blocks, but for the first `known` ones."""
+        return [_block(self._layers, number) for number in range(known, _count(self._layers))]
+
+    def to_bytes_without(self, names: list[str]) -> bytes:
+        """The record of the point: all of its caches but the rows in blocks, the names of which it has."""
+        arrays, count = dict(self._parts.arrays), len(names)
+        for layer in self._layers if names else []:
+            arrays[layer.body] = layer.rows[:, :, count * ROWS :]
+            if layer.means is not None:
+                arrays[layer.mean] = layer.means[:, :, count * _MEANS :]
+        about = {
+            "classes": self._parts.classes,
+            "scalars": self._parts.scalars,
+            "paths": self._paths,
+            "blocks": names,
+            "tokens": self._tokens,
+        }
+        file = io.BytesIO()
+        mx.save_safetensors(file, arrays, {"point": json.dumps(about)})
+        return file.getvalue()
 
 
 def summary(data: bytes) -> dict[str, int]:
@@ -72,7 +79,7 @@ def from_record(data: bytes, read_block: Callable[[str], bytes | None]) -> list[
     """The caches of a resume point; None where a block is missing.
 
     Args:
-        data: of `to_bytes_without`.
+        data: of `Point.to_bytes_without`.
         read_block: gives a block by its name, or None.
 
     Raises:

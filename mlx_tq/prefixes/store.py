@@ -8,7 +8,7 @@ from typing import Any
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefixes.folder import BLOCKS, LIMIT, POINTS, Folder
 from mlx_tq.prefixes.keys import Step, computing, root, steps
-from mlx_tq.prefixes.points import block_name, from_record, new_blocks, to_bytes_without
+from mlx_tq.prefixes.points import Point, block_name, from_record
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import tokens_seen
@@ -147,11 +147,12 @@ class StoredReading(Reading):
             self._store.refused(error)
 
     def _write(self, key: str) -> None:
-        for data in new_blocks(self._caches, len(self._blocks)):
+        point = Point(self._caches)
+        for data in point.new_blocks(len(self._blocks)):
             name = block_name(data)
             self._folder.write(BLOCKS, name, data)
             self._blocks.append(name)
-        self._folder.write(POINTS, key, to_bytes_without(self._caches, self._blocks))
+        self._folder.write(POINTS, key, point.to_bytes_without(self._blocks))
         self._points.append(key)
 
     def _is_pure(self, stop: int) -> bool:

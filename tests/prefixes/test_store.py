@@ -18,7 +18,7 @@ from mlx_tq.kernels import thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefixes.folder import BLOCKS, POINTS, Folder
 from mlx_tq.prefixes.keys import root, steps
-from mlx_tq.prefixes.points import block_name, from_record, new_blocks, to_bytes_without
+from mlx_tq.prefixes.points import Point, block_name, from_record
 from mlx_tq.prefixes.store import PrefixStore
 from mlx_tq.sequence.compressed import compressed, make_prompt_cache, plan_caches
 from prefixes.reading import CASES, LENGTH, SMALL, answer, model_of, tokens
@@ -66,9 +66,10 @@ def test_every_format(key):
     with compressed(LLAMA):
         caches = make_prompt_cache(LLAMA, config)
         LLAMA(mx.array([tokens(330)]), cache=caches)
-    blocks = {block_name(data): data for data in new_blocks(caches, 0)}
+    point = Point(caches)
+    blocks = {block_name(data): data for data in point.new_blocks(0)}
     assert len(blocks) == (0 if "~" in key else 1)
-    record = to_bytes_without(caches, list(blocks))
+    record = point.to_bytes_without(list(blocks))
     again = from_record(record, blocks.get)
     assert same_bits([cache.state for cache in caches], [cache.state for cache in again])
     assert len(record) < 2 * sum(cache.nbytes for cache in caches)
