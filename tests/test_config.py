@@ -157,5 +157,11 @@ def test_keys_of_two_formats():
 
 
 def test_plain_data_and_back():
-    for config in (KVConfig(), KVConfig(key="tq4", evict=EvictConfig("knorm:trigger=8", budget=1000))):
+    evicts = KVConfig(key="tq4", evict=EvictConfig("knorm:trigger=8", budget=1000, recall=96, archive_limit=10**9))
+    for config in (KVConfig(), evicts):
         assert KVConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    before = json.loads(json.dumps(evicts.to_dict()))
+    del before["evict"]["archive_limit"]  # as in files of before there was one
+    assert KVConfig.from_dict(before).evict.archive_limit is None
+    with pytest.raises(ConfigError, match=r"archive_limit is 0; write bytes above 0 \(10\*\*9\), or None for 20 GB"):
+        EvictConfig(archive_limit=0)

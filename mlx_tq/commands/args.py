@@ -108,6 +108,13 @@ RECALL = Option(
     "with --kv-evict: archive what leaves, in a file without a name, and bring back what the question asks for, up to "
     "so many tokens; auto is a tenth of the budget, at least 128 (default: off)",
 )
+ARCHIVE_LIMIT = Option(
+    "--kv-archive-limit",
+    "size",
+    lambda text: parse_size(text),
+    "with --kv-recall: bytes of a conversation's archive (default: 20GB, or a tenth of the free disk where that is "
+    "less)",
+)
 STORE = Option(
     "--kv-store",
     "dir|auto|off",
@@ -142,7 +149,7 @@ _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 def add_cache_arguments(parser: argparse.ArgumentParser, *, recall: bool = False, store: bool = False) -> None:
     """Add the flags of the compressed cache, and those of recall and of the store where a command has them."""
     group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
-    more = [*([RECALL] if recall else []), *([STORE, STORE_LIMIT] if store else [])]
+    more = [*([RECALL, ARCHIVE_LIMIT] if recall else []), *([STORE, STORE_LIMIT] if store else [])]
     for option in (*CACHE_OPTIONS, *more):
         group.add_argument(option.flag, type=option.kind, default=None, metavar=option.metavar, help=option.help)
     add_impl_argument(group)
@@ -175,7 +182,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     known = [
         *(
             _environment_name(option.flag)
-            for option in (*CACHE_OPTIONS, RECALL, STORE, STORE_LIMIT, IMPL, *RESCUE_OPTIONS)
+            for option in (*CACHE_OPTIONS, RECALL, ARCHIVE_LIMIT, STORE, STORE_LIMIT, IMPL, *RESCUE_OPTIONS)
         ),
         KEY_VARIABLE,
     ]
@@ -246,7 +253,7 @@ def evict_from_args(
     text = option_value(args, EVICT, environ) or (_NO_POLICY if given is None else str(given.policy))
     has_recall = hasattr(args, "kv_recall")
     if text == _NO_POLICY:
-        options = (BUDGET, STATS, *([RECALL] if has_recall else []))
+        options = (BUDGET, STATS, *([RECALL, ARCHIVE_LIMIT] if has_recall else []))
         idle = [option.flag for option in options if option_value(args, option, {}) is not None]
         if idle:
             raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
@@ -254,8 +261,12 @@ def evict_from_args(
     recall = _parse_recall(option_value(args, RECALL, environ)) if has_recall else "off"
     if recall is None:
         recall = "off" if given is None else given.recall
+    limit = None
     if recall != "off":
         defaults = {"granularity": _RECALL_BLOCKS, **defaults}
+        limit = option_value(args, ARCHIVE_LIMIT, environ) or (None if given is None else given.archive_limit)
+    elif has_recall and option_value(args, ARCHIVE_LIMIT, {}) is not None:
+        raise ConfigError("--kv-archive-limit is given, but nothing is archived: add --kv-recall auto, or drop it.")
     stats = option_value(args, STATS, environ)
     policy = parse_policy(text, **defaults, **({} if stats is None else {"stats": stats}))
     named = option_value(args, STATS, {})
@@ -263,7 +274,8 @@ def evict_from_args(
         why = "names another file" if isinstance(policy, CalibratedPolicy) else "asks no queries"
         raise ConfigError(f"--kv-stats {named} is given, but the policy {policy} {why}; drop one of the two.")
     budget = option_value(args, BUDGET, environ) or (None if given is None else given.budget)
-    return EvictConfig(policy, recall=recall) if budget is None else EvictConfig(policy, budget, recall)
+    more = {} if budget is None else {"budget": budget}
+    return EvictConfig(policy, recall=recall, archive_limit=limit, **more)
 
 
 def _parse_recall(text: str | None) -> int | str | None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from mlx_tq.cache.spec import LEARNED
 from mlx_tq.commands.foreign_text import readable
 from mlx_tq.kernels import impl, thresholds
+from mlx_tq.sequence.archive import LIMIT
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.plan import LayerPlan, Plan
 from mlx_tq.sequence.statistics import CacheStats, GenerationStats
@@ -97,7 +98,11 @@ def describe_eviction(plan: EvictionPlan) -> str:
     budget = f"{tokens:,} tokens" if tokens is not None else f"{config.budget} of the tokens"
     line = f"eviction: {config.policy} keeps {budget}"
     line = f"{line}, calibrated on {plan.source}" if plan.source else line
-    return f"{line}; what leaves is archived on disk until the run ends" if config.recalls else line
+    if not config.recalls:
+        return line
+    limit = config.archive_limit
+    most = f"{human_bytes(LIMIT)} or a tenth of the free disk" if limit is None else human_bytes(limit)
+    return f"{line}; what leaves is archived on disk until the run ends, up to {most}"
 
 
 def warn(message: str) -> None:
@@ -183,6 +188,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             "budget_share": plan.eviction.budget.share,
             "calibration": plan.eviction.source,
             "recall": plan.eviction.config.recall,
+            "archive_limit": plan.eviction.config.archive_limit,
         },
         "attention": impl.describe(),
         "thresholds": thresholds.table().origin,

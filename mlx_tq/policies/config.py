@@ -56,6 +56,8 @@ class EvictConfig:
         budget: what may stay: tokens (4096), a share of those seen ("90%"), or bytes of all layers ("2GB").
         recall: whether what leaves is archived and comes back when a question asks for it: tokens that may be back at
             once, "auto" for a tenth of the budget and at least 128, or "off".
+        archive_limit: bytes of a conversation's archive, beyond which nothing more is archived; None for 20 GB, or a
+            tenth of the free disk where that is less.
 
     Raises:
         ConfigError: a value that cannot be met, with those that can.
@@ -64,17 +66,28 @@ class EvictConfig:
     policy: Policy
     budget: int | str
     recall: int | str
+    archive_limit: int | None
 
     def __init__(
-        self, policy: Policy | str = "triattention", budget: int | str = "90%", recall: int | str = "off"
+        self,
+        policy: Policy | str = "triattention",
+        budget: int | str = "90%",
+        recall: int | str = "off",
+        archive_limit: int | None = None,
     ) -> None:
         object.__setattr__(self, "policy", parse_policy(policy) if isinstance(policy, str) else policy)
         object.__setattr__(self, "budget", budget)
         object.__setattr__(self, "recall", recall)
+        object.__setattr__(self, "archive_limit", archive_limit)
         check_types(self)
         parse_budget(budget)
         if recall not in ("auto", "off") and (not isinstance(recall, int) or recall < 1):
             raise ConfigError(f"recall is {recall!r}; write tokens that may be back at once (256), auto, or off.")
+        if archive_limit is not None and archive_limit < 1:
+            raise ConfigError(
+                f"archive_limit is {archive_limit}; write bytes above 0 (10**9), or None for 20 GB or a tenth of the "
+                "free disk."
+            )
 
     @property
     def recalls(self) -> bool:
@@ -83,4 +96,4 @@ class EvictConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, which as keyword arguments make an equal configuration; the policy is its text."""
-        return {"policy": str(self.policy), "budget": self.budget, "recall": self.recall}
+        return vars(self) | {"policy": str(self.policy)}

@@ -89,7 +89,7 @@ class ArchiveFile:
         with self._lock:
             is_behind = self._waiting + len(data) > _WAITING
             if is_behind or self.nbytes + len(data) > self.limit:
-                full = f"the archive has reached its limit of {self.limit:,} bytes"
+                full = f"the archive has reached its limit of {self.limit:,} bytes; --kv-archive-limit allows more"
                 self._refuse("the disk is slower than tokens leave" if is_behind else full)
                 self.lost += 1
                 return None

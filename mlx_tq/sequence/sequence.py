@@ -171,7 +171,8 @@ class Sequence:
     def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
         """The archive, made where there is none yet."""
         if self.archive is None:
-            self.archive = ArchiveFile([row_shape(layer) for layer in layers], cache_folder())
+            shapes, limit = [row_shape(layer) for layer in layers], self.plan.config.archive_limit
+            self.archive = ArchiveFile(shapes, cache_folder(), limit)
         return self.archive
 
     def listen(self, layers: list[CompressedKVCache], *, rounds: bool) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_tq.commands.args import (
+    ARCHIVE_LIMIT,
     BUDGET,
     EVICT,
     OPTIONS,
@@ -69,6 +70,10 @@ def test_a_profile_that_evicts_gives_what_flags_do_not_say():
     policy = TriAttention(granularity=32, stats="text")
     changed = read(*words, RECALL.flag, "off", BUDGET.flag, "90%", STATS.flag, "text")
     assert changed.evict == EvictConfig(policy, "90%")
+    limited = read(*words, ARCHIVE_LIMIT.flag, "2GB", **{name_of(ARCHIVE_LIMIT): "1GB"})
+    assert limited.evict == replace(PROFILES["long"].evict, archive_limit=2 * 10**9)
+    assert read(*words, **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit == 10**9
+    assert read(*words, RECALL.flag, "off", **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit is None
     assert read(*words, EVICT.flag, "none").evict is None
     assert read(*words, EVICT.flag, "knorm").evict == EvictConfig("knorm:granularity=32", "50%", "auto")
     add_cache_arguments(parser := argparse.ArgumentParser())

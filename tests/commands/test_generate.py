@@ -171,6 +171,7 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     shown = cli(*words, "--kv-recall", "auto")
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
+    assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
     refused(cli(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
     refused(cli(*words, "--kv-recall", "auto", "--draft-model", EMBEDDED), "cannot be combined with --draft-model")
 

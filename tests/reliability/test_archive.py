@@ -41,6 +41,10 @@ def files_of_at_most(nbytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def limited(nbytes):
+    return replace(CONFIG, evict=replace(EVICT, archive_limit=nbytes))
+
+
 def damage(session):
     """Change a byte of every block."""
     sequence = sequence_in(session.cache)
@@ -71,19 +75,37 @@ def test_without_a_fault_rows_come_back(embedded, folder, lost):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", ["full disk", "damaged blocks", "no folder"])
+@pytest.mark.parametrize("fault", ["full disk", "damaged blocks", "no folder", "limit"])
 def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(embedded, folder, lost, fault, monkeypatch):
     if fault == "full disk":
         with files_of_at_most(1):
             ids, turn, warned = converse(embedded, CONFIG)
     elif fault == "damaged blocks":
         ids, turn, warned = converse(embedded, CONFIG, damage)
+    elif fault == "limit":
+        ids, turn, warned = converse(embedded, limited(1000))
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
         ids, turn, warned = converse(embedded, CONFIG)
     assert (ids, turn.recalled) == (lost, ())
     assert len(warned) == 1
     assert "The conversation goes on." in warned[0]
+
+
+def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(embedded, folder, tmp_path):
+    path, most = tmp_path / "chat.safetensors", 100_000
+    ids, turn, warned = converse(embedded, limited(most), lambda session: session.save(path))
+    assert len(warned) == 1
+    assert "the archive has reached its limit of 100,000 bytes; --kv-archive-limit allows more" in warned[0]
+    assert turn.recalled
+    with Session(*embedded, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
+        session.load(path)
+        sequence = sequence_in(session.cache)
+        assert sequence.archive.limit == most == session.config.evict.archive_limit
+        assert most / 2 < sequence.archive.nbytes <= most
+        list(session.respond(QUESTION))
+        assert session.ids == ids
+        assert session.turns[-1].recalled == turn.recalled
 
 
 def archives(pid):
