@@ -31,5 +31,11 @@ class Gaps:
         later = np.arange(start // MEAN_TOKENS, -(-(packed - prefix) // MEAN_TOKENS))
         return np.union1d((self.kept - prefix) // MEAN_TOKENS, later)
 
+    def before(self, length: int, prefix: int) -> "Gaps":
+        """Those before position `length`, as if nothing had ever been behind it."""
+        floor, kept = min(self.floor, length), self.kept[self.kept < length]
+        evicted = floor - prefix - len(kept)
+        return Gaps(evicted, floor, kept) if evicted > 0 else NO_GAPS
+
 
 NO_GAPS = Gaps()

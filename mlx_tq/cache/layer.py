@@ -144,6 +144,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             self._lay_out(self._full, self._originals(self._full, start, packed, length), start)
         return n
 
+    def rewind(self, length: int) -> None:
+        """Trim to `length` tokens, also past an eviction: no block that the window then reaches may miss a token."""
+        self._gaps = self._gaps.before(length, self.spec.prefix)
+        self.trim(self.offset - length)
+        self._mean_of_row = self._row_index()
+
     @classmethod
     def merge(cls, caches: list["CompressedKVCache"]) -> Any:
         """A batch of copies of `caches`."""

@@ -34,7 +34,7 @@ from mlx_tq.rescue.wire import Range
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import cache_parts, compressed_caches, sequence_in
+from mlx_tq.sequence.passes import cache_parts, compressed_caches, sequence_in, sequence_layers
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import cache_stats
 
@@ -211,8 +211,8 @@ class Session:
         finally:
             looks.end()
             self._hold(NOTHING)
-            self._note_departed()
             settled = self._settle(start, answered=turn.generation_tokens > 0)
+            self._note_departed()  # of what was undone nothing is told to the service
             release(self.cache)
             if settled:
                 stop = start + len(ids) - len(self._around.closing())
@@ -331,6 +331,9 @@ class Session:
         """Take the caches back to `length` tokens, if all can."""
         parts = [part for part in cache_parts(self.cache) if hasattr(part, "offset")]
         with suppress(CacheFormatError):
+            sequence = sequence_in(self.cache)
+            if sequence is not None:
+                sequence.rewind(sequence_layers(self.cache), length)
             for part in parts:
                 part.trim(part.offset - length)
         return all(part.offset == length for part in parts)
@@ -386,12 +389,12 @@ class Session:
     def stats(self) -> SessionStats:
         """What the conversation takes."""
         cache = self._worker.do(lambda: cache_stats(self.cache, self.plan))
-        tokens = len(self._transcript.ids)
+        tokens, live = len(self._transcript.ids), len(self._live())
         return SessionStats(
             turns=len(self.turns),
             tokens=tokens,
-            live=len(self._live()),
-            evicted=self._transcript.evicted,
+            live=live,
+            evicted=tokens - live,
             rescued=sum(stop - start for start, stop in self._transcript.copies),
             positions=self.positions,
             nbytes=cache.nbytes,

@@ -8,7 +8,7 @@ together again.
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from mlx_tq.cache.departures import departing, returning, row_shape
 from mlx_tq.cache.files import Blocks
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear, Observer, SavedPart, went_around
+from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies.calibrator import Calibrator
 from mlx_tq.policies.config import Budget, EvictConfig
@@ -245,6 +246,36 @@ class Sequence:
         if len(self.recalled):
             _drop(layers, np.flatnonzero(np.isin(layers[0].body_positions, self.recalled)))
             self.recalled = _NONE
+
+    def rewind(self, layers: list[CompressedKVCache], length: int) -> None:
+        """Trim to `length` tokens, also past an eviction: what the window then needs comes back, for good.
+
+        Rows behind the new end leave the archive; what left before the window stays in it.
+
+        Args:
+            layers: all of the sequence, by number.
+            length: tokens that stay, at most those of the shortest layer.
+
+        Raises:
+            CacheFormatError: the archive has not all of what the window needs.
+        """
+        prefix, window = layers[0].spec.prefix, layers[0].spec.window
+        since = prefix + max(0, length - window - prefix) // BLOCK * BLOCK  # blocks come back whole
+        needed = np.setdiff1d(np.arange(since, length), layers[0].positions)
+        if len(needed):
+            behind = [e for e in self.archived if not e.lost and e.positions[0] in needed]
+            held = np.concatenate([_NONE, *(extent.positions for extent in behind)])
+            if len(np.setdiff1d(needed, held)) or self.recall(layers, behind) < len(held):
+                raise CacheFormatError(
+                    f"a trim to {length} tokens leads back past an eviction: some positions before it are gone, and "
+                    "not in the archive. Trim less, or read the text anew."
+                )
+        for layer in layers:
+            layer.rewind(length)
+        self.archived = tuple(extent for extent in self.archived if extent.positions[0] < since)
+        self.recalled = self.recalled[self.recalled < since]
+        self._departed = [positions[positions < since] for positions in self._departed]
+        self.stats = replace(self.stats, tokens=length - layers[0].size() + len(self.recalled))
 
     def archived_blocks(self) -> Blocks:
         """What the archive holds, for a file."""

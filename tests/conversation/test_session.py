@@ -15,6 +15,7 @@ from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.conversation.quote import MARK, OPENING
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.sequence.passes import sequence_in
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
 SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
@@ -171,6 +172,21 @@ def test_stopping_before_the_answer_undoes_the_turn(chat):
     assert session.stats.turns == 1
     assert all(cache.offset == len(before) for cache in session.cache)
     assert "417295" in say(session, QUESTION)
+
+
+def test_a_turn_is_undone_past_an_eviction_where_rows_are_archived(chat):
+    """What it had driven out of the window is back, and what left before it can be recalled."""
+    session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)), prefill_step_size=32)
+    say(session, page())
+    before, rounds = session.ids, sequence_in(session.cache).stats.rounds
+    assert not list(session.respond(page(), progress=lambda read, _: session.stop() if read > 200 else None))
+    assert sequence_in(session.cache).stats.rounds > rounds
+    assert session.ids == before
+    assert session.stats.turns == 1
+    assert all(cache.offset == len(before) for cache in session.cache)
+    assert session._live()[-1 - EVICTS.window] == len(before) - 1 - EVICTS.window
+    assert "417295" in say(session, QUESTION)
+    assert session.turns[-1].recalled
 
 
 @pytest.mark.parametrize("calls_before", [8, 26], ids=["in the prompt", "in the answer"])

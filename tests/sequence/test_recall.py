@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -226,3 +227,70 @@ def test_without_a_file_the_conversation_goes_on(monkeypatch):
     assert "no file can be made in /dev/null/mlx_tq: Not a directory" in sequence.archive.take_warning()
     assert (sequence.archived, sequence.archive.take_warning()) == ((), None)
     assert caches[0].size() < 300
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    key=st.sampled_from(formats(128, keys=True)),
+    condition=st.booleans(),
+    prefix=st.sampled_from([0, 5, 32]),
+    window=st.sampled_from([20, 70]),
+    granularity=st.sampled_from([1, 16, 32]),
+    share=st.floats(0, 1, exclude_max=True),
+    back=st.booleans(),
+)
+def test_a_trim_past_evictions(key, condition, prefix, window, granularity, share, back):
+    """Rows, means and positions are those of a cache that lost nothing, trimmed likewise; what is gone is archived."""
+    spec = make_spec(key, "tq4", prefix=prefix, window=window, condition=condition)
+    plain = layers(spec)
+    caches = layers(spec, prefix + window + 40, f"random:trigger=8:granularity={granularity}")
+    for each in (plain, caches):
+        append(each, 0, 333, 37)
+    sequence = sequence_in(caches)
+    if back:
+        sequence.recall(caches, sequence.archived[::2])
+    length = int(share * sequence.archived[-1].positions[-1])
+    sequence.rewind(caches, length)
+    for cache in plain:
+        cache.replace_body(cache.body()[0], cache.body_positions)  # a round takes originals of packed tokens too
+        cache.rewind(length)
+    live, archived = caches[0].positions.tolist(), [p for each in sequence.archived for p in each.positions.tolist()]
+    assert set(range(max(0, length - window), length)) <= set(live)
+    assert sorted({*live, *archived}) == list(range(length)) == list(range(caches[0].offset))
+    assert set(live) & set(archived) == set(sequence.recalled.tolist())
+    assert sequence.stats.tokens == len(archived) == len(sequence.take_departed())
+    sequence.release(caches)
+    assert sorted([*caches[0].positions.tolist(), *archived]) == list(range(length))
+    for more in (0, 90):
+        for each in (plain, caches):
+            append(each, length, length + more, 45)
+        sequence.recall(caches, sequence.archived)
+        assert_same_stored(caches, plain)
+        sequence.release(caches)
+
+
+def assert_same_stored(caches, others):
+    """Rows as they are packed, and what is beside them in the model's type."""
+    if others[0].body_tokens:
+        assert_same_rows(caches, others)
+    for cache, other in zip(caches, others, strict=True):
+        count = other.size() - other.body_tokens
+        for one, two in zip(cache._full or (), other._full or (), strict=True):
+            assert np.array_equal(np.array(one[:, :, :count]), np.array(two[:, :, :count]))
+
+
+def test_a_trim_past_evictions_without_the_rows_is_refused():
+    """Where nothing was archived, and where a block is damaged; nothing is trimmed then."""
+    spec = make_spec("tq4", "tq4", prefix=4, window=60)
+    lossy, damaged = layers(spec, 90, "recency:trigger=8"), layers(spec, 90, "recency:trigger=8")
+    sequence_in(lossy).plan = replace(sequence_in(lossy).plan, config=EvictConfig("recency:trigger=8"))
+    for caches in (lossy, damaged):
+        append(caches, 0, 300, 20)
+    sequence = sequence_in(damaged)
+    sequence.archive.settle()
+    for extent in sequence.archived:
+        os.pwrite(sequence.archive._file, b"\xff\x00\xff\x00", extent.start + extent.size - 4)
+    for caches in (lossy, damaged):
+        with pytest.raises(CacheFormatError, match=r"a trim to 150 tokens .* not in the archive\. Trim less"):
+            sequence_in(caches).rewind(caches, 150)
+        assert [cache.offset for cache in caches] == [300, 300]
