@@ -4,9 +4,10 @@ import json
 
 from mlx_tq import cli
 from mlx_tq.kernels import thresholds
+from mlx_tq.models import embedded_path
 
 SMALL = ["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"]
-MODEL = ["--tokens", "320", "5000", "--dtypes", "float32", "--rounds", "1", "--batches", "1", "2", "-m", "3"]
+MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
 ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
 
 
@@ -32,7 +33,7 @@ def test_a_model_in_a_report_to_attach(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
     path = tmp_path / "report.md"
     flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
-    assert cli.main(["bench", "--report", str(path), *MODEL, *flags]) == 0
+    assert cli.main(["bench", "--report", str(path), *MODEL, "--batches", "1", "2", *flags]) == 0
     text = path.read_text()
     report = json.loads(text.rpartition("```json\n")[2].removesuffix("\n```\n"))
     figures = {(f["arm"], f["batch"]): f for f in report["figures"]}
@@ -43,11 +44,20 @@ def test_a_model_in_a_report_to_attach(tmp_path, monkeypatch, capsys):
         if batch == 1:  # rows of a batch share what none of them has written to
             assert figure["kv_nbytes"] <= figure["active_nbytes"] < figure["peak_nbytes"]
     # 6 layers, 2 KV heads of 128, keys and values in float32; mlx-lm's buffers grow by 256 tokens.
-    assert figures["off", 1]["kv_nbytes"] == 512 * 6 * 2 * 128 * 2 * 4
-    assert list(report["left_out"]) == ["5,000 tokens"]
+    assert figures["off", 1]["kv_nbytes"] == 256 * 6 * 2 * 128 * 2 * 4
     assert "blas" in report["environment"]
     assert "## Self-tests" in text
     assert "| small, random 60% |" in text
+
+
+def test_contexts_beyond_the_model_are_left_out_and_said(capsys):
+    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "random", "--json", "-"]
+    assert cli.main(["bench", "--model", str(embedded_path()), *MODEL, *flags, "--tokens", "5", "5000"]) == 0
+    said = capsys.readouterr()
+    report = json.loads(said.out)
+    assert {figure["tokens"] for figure in report["figures"]} == {5}
+    assert list(report["left_out"]) == ["5,000 tokens"]
+    assert "left out: 5,000 tokens: the model has 4,096 positions" in said.err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
