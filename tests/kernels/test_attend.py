@@ -26,7 +26,7 @@ from mlx_tq.kernels.prefill import prefill
 ALL = PARAMETERS | {"mask": (None, "causal", "bool", "additive")}
 LENGTHS = ALL | {"length": (1, 8, 9, 17, 32, 33, 64, 100)}
 FEWER = {"length": (1, 9, 32, 33, 100), "body": (0, 1, 33, 97, 257), "groups": (1, 4, 7)}
-PEAKS = {attend: 2.0, prefill: 4.0}
+PEAKS = {attend: 3.0, prefill: 4.0}  # of hundreds of cases each, whichever BLAS computes the reference
 CASES = [(attend, case) for case in covering(ALL)] + [(prefill, case) for case in covering(ALL | FEWER)]
 # B, Q, L, S stand for a size of the problem; 1 for a broadcast axis.
 SHAPES = ("S", "1S", "L1", "LS", "QLS", "1LS", "11LS", "B1LS", "1QLS", "BQLS", "B11S", "BQ1S")
@@ -48,7 +48,7 @@ def test_error_is_at_most_twice_the_reference(number):
 @pytest.mark.parametrize("part", range(20))
 def test_error_in_random_cases(kernel, parameters, part):
     for number, case in enumerate(random_cases(parameters, 50, seed=part)):
-        check(kernel, case, seed=1000 * part + number, peak=max(3.0, PEAKS[kernel]))
+        check(kernel, case, seed=1000 * part + number, peak=PEAKS[kernel])
 
 
 @both
