@@ -112,8 +112,12 @@ class Chat:
         if line.strip() != BLOCK:
             return line
         lines = []
-        while (line := self._line("| ")).strip() != BLOCK:
-            lines.append(line)
+        try:
+            while (line := self._line("| ")).strip() != BLOCK:
+                lines.append(line)
+        except EOFError:
+            warn(f"the input ended before the {BLOCK} that ends a message: its {len(lines)} lines were not sent.")
+            raise
         return "\n".join(lines)
 
     def _line(self, prompt: str) -> str:

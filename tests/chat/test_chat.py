@@ -78,6 +78,12 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "thesis"
 
 
+def test_a_message_without_its_end_is_not_lost_without_a_word(talk):
+    out, err = talk('"""', "Two lines,", "and no end.")
+    assert out == ""
+    assert "its 2 lines were not sent" in err
+
+
 def test_paths_and_what_a_loaded_conversation_said_last(talk, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     question = "/etc/hosts is a file. The access code is 417295. What is the access code?"
