@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
 from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, choose
 
 # Tokens at the end of a prompt that are its question, at least.
@@ -63,6 +63,19 @@ def read(
         progress(min(start + step, len(ids)), len(ids))
 
 
+def ready_to_recall(caches: list[Any], count: int) -> bool:
+    """Hold the round that is due before a question of `count` tokens; returns whether anything is archived.
+
+    The question's own pass would hold it, too late for what leaves then to come back.
+    """
+    sequence = sequence_in(caches)
+    if sequence is None:
+        return False
+    if sequence.plan.config.recalls:
+        before_pass(caches, count)
+    return bool(sequence.archived)
+
+
 def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int | None = None) -> Recalled:
     """Bring back what a question needs; `release` lets it leave again.
 
@@ -75,7 +88,7 @@ def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int |
     """
     began = time.perf_counter()
     sequence = sequence_in(caches)
-    if sequence is None or not sequence.archived:
+    if sequence is None or not ready_to_recall(caches, len(ids)):
         return Recalled([], [], 0.0)
     most = sequence.plan.recall_tokens(len(ids) + sequence_layers(caches)[0].offset) if most is None else most
     fork = copy.deepcopy(caches)

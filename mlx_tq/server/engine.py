@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.recall import question_of, recall, release
+from mlx_tq.conversation.recall import question_of, ready_to_recall, recall, release
 from mlx_tq.errors import CacheFormatError, MlxTqError
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.sequence.compressed import compressed
@@ -275,8 +275,8 @@ class Engine:
 
     def _ask(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
         """The question alone is left of a prompt: if rows have left its caches, read it over those that it needs."""
-        running, sequence = self._running[uid], sequence_in(caches)
-        if sequence is None or not sequence.archived:
+        running = self._running[uid]
+        if not ready_to_recall(caches, len(running.question)):
             running.question = []
             return
         self._batch.remove([uid])

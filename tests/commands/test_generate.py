@@ -168,6 +168,8 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     assert lost["recalled"] is None
     assert 0 < len(found["recalled"]["positions"]) <= 96 < found["recalled"]["archived"]
     assert found["stats"]["prompt_tokens"] == lost["stats"]["prompt_tokens"]
+    at_once = cli(*words[:-2], "--json", "--kv-recall", 96).json  # the round of the document's only step is held before
+    assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
     shown = cli(*words, "--kv-recall", "auto")
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)

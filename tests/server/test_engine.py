@@ -258,13 +258,16 @@ def test_with_eviction(loaded, monkeypatch):
     assert max(length for length, _, _ in kept) > 300 > 250 > max(stored for _, _, stored in kept)
 
 
-def test_rows_come_back_for_the_question_of_a_request(loaded):
-    """Of prompts side by side, each its own; before the next one asks they have left again."""
+@pytest.mark.parametrize("step", [LIMITS["prefill_step_size"], 2048])
+def test_rows_come_back_for_the_question_of_a_request(loaded, step):
+    """Of prompts side by side, each its own; before the next one asks they have left again. Also where the whole
+    document is read in one step, whose round is held before the question.
+    """
     tokenizer = loaded[1]
     config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160))
 
     def answers(config):
-        engine, jobs = make_engine(loaded, config), []
+        engine, jobs = make_engine(loaded, config, prefill_step_size=step), []
         for code in (417295, 860312):
             text, question = facts(40, code)
             said = tokenizer.apply_chat_template(
