@@ -54,6 +54,7 @@ def _layer_range(layers: list[LayerPlan]) -> str:
 def show_plan(plan: Plan, tokens: int) -> None:
     """Print how each group of layers is stored and the bytes at a context of `tokens`."""
     shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
+    shown.columns[-1].no_wrap, shown.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
         layers = list(group)
         size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)

@@ -13,7 +13,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm, parse_arm
 from mlx_tq.evaluate.divergence import summarize_divergence
 from mlx_tq.evaluate.needle import VOID, measure_needles
-from mlx_tq.evaluate.passes import Advance, read_side_by_side
+from mlx_tq.evaluate.passes import Advance, read_side_by_side, why_unpacked
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.recording import Attended, record
 from mlx_tq.sequence.build import make_cache
@@ -174,7 +174,7 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> _Storage
         if not cache.body_tokens:
             raise ConfigError(
                 f"{past} tokens with prefix {planned.spec.prefix} and window {planned.spec.window} pack none. Take a "
-                "longer --length, or a smaller --kv-prefix or --kv-window."
+                f"longer --length, or a smaller --kv-prefix or --kv-window.{why_unpacked(planned.spec, past)}"
             )
         nbytes += cache.body_nbytes / (layer.keys.shape[0] * cache.body_tokens)
         body = slice(planned.spec.prefix, planned.spec.prefix + cache.body_tokens)

@@ -1,13 +1,13 @@
 """Read text through several caches side by side and compare every prediction with that of the fp16 cache."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.spec import READY, CacheSpec
 from mlx_tq.config import SCHEDULE
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
@@ -116,7 +116,15 @@ def check_reading(model: Any, length: int, step: int, arms: Sequence[Arm]) -> No
             raise ConfigError(
                 f"{length} tokens in steps of {step} never read a packed one with prefix {config.prefix} and window "
                 f"{config.window}. Take a longer --length, or a smaller --step, --kv-prefix or --kv-window."
+                f"{why_unpacked(spec, last)}"
             )
+
+
+def why_unpacked(spec: CacheSpec, tokens: int) -> str:
+    """A sentence on conditioned keys, if it is for them that nothing is packed of so many tokens; else nothing."""
+    if replace(spec, condition=False).packed_until(tokens) == spec.prefix:
+        return ""
+    return f" Or add --kv-condition off: conditioned keys pack none before {READY} tokens were read."
 
 
 def log_probabilities(model: Any, ids: list[int], caches: list[Any]) -> mx.array:

@@ -1,5 +1,7 @@
 """Perplexity and divergence, which share their reading."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -106,3 +108,7 @@ def test_what_would_measure_nothing_is_refused(embedded):
         with pytest.raises(ConfigError, match=words):
             measure_divergence(model, [[1] * length], [balanced], step)
     check_reading(model, 300, 128, [OFF])
+    short = parse_arm("balanced", prefix=8, window=16)
+    with pytest.raises(ConfigError, match="--kv-condition off: conditioned keys pack none before 136 tokens"):
+        check_reading(model, 200, 128, [short])
+    check_reading(model, 200, 128, [replace(short, config=replace(short.config, condition=False))])

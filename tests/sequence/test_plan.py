@@ -12,7 +12,7 @@ from mlx_lm.models import cache as native
 from zoo import build
 
 from mlx_tq.commands.calibrating import queries_of_text, save_queries
-from mlx_tq.commands.screen import show_plan
+from mlx_tq.commands.screen import console, show_plan
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.models import fingerprint
@@ -127,6 +127,19 @@ def test_a_schedule_gives_each_layer_its_format(key, tmp_path, capsys):
         logits = [FOUR_LAYERS(mx.array([TOKENS[190:]]), cache=each) for each in (caches, loaded)]
     assert mx.array_equal(*logits)
     assert mx.isfinite(logits[0]).all()
+
+
+def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
+    """A terminal of 80 columns holds the table; the note of a layer takes further lines."""
+    plan = plan_caches(build("deepseek_v2"), SMALL)
+    monkeypatch.setattr(console, "width", 80)
+    show_plan(plan, 1000)
+    shown = capsys.readouterr().err
+    head, row = shown.splitlines()[1:3]
+    assert head.split() == ["layers", "keys", "values", "bytes", "fp16"]
+    assert row.split()[:3] == ["0-1", "tq4", "tq4"]
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines()[:5])) <= 80 < len(plan.layers[0].note)
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4", "gpt_neox"])
