@@ -1,6 +1,7 @@
 """Everything of mlx_tq that golden runs call by name: the one file to change where a name does.
 
-Options of eviction are called there as they were when golden.json was recorded.
+Options of eviction are called there as they were when before.json was recorded. `then` stands for the defaults of that
+day: plain keys, statistics of the text that is read, and the dims that RoPE leaves alone counted.
 """
 
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from cases import Options
 
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.commands import screen
@@ -21,10 +23,10 @@ from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
 
-# Of `evaluate sweep`: TriAttention with options, and policies without.
-SWEPT = "triattention,triattention:mode=v1:evict=highest:score_unrotated_dims=off,triattention:aggregation=v3,knorm"
-# What options were called when golden.json was recorded.
+# What options were called when before.json was recorded.
 _RENAMED = {"nope": "score_unrotated_dims", "wide_scale": "fp32_scales"}
+_CONDITIONS = ("generate", "chat", "server", "cache_prompt", "evaluate")  # commands with the flag
+_CALIBRATES = ("triattention", "expected_attention")
 
 
 def text() -> str:
@@ -50,35 +52,52 @@ def formats() -> dict[str, bool]:
     return {name: not get_format(name).keys_only for name in format_names()}
 
 
-def _policy(options: dict[str, Any]) -> str:
+def _policy(options: Options, then: bool) -> str:
     """The policy and its options as --kv-evict takes them."""
     own = {_RENAMED.get(name, name): value for name, value in options.items() if name not in ("policy", "budget")}
     name = options["policy"]
-    if name not in ("triattention", "expected_attention"):
+    if name not in _CALIBRATES:
         own.pop("warmup", None)  # which such a policy had, and did not read
     if own.get("aggregation") == "expected_attention":
         name = own.pop("aggregation")
-    if name == "triattention":  # what was so by default
+    if name == "triattention" and then:
         own = {"score_unrotated_dims": True, **own}
     texts = [f"{key}={ {True: 'on', False: 'off'}.get(value, value) }".replace(" ", "") for key, value in own.items()]
     return ":".join([name, *texts])
 
 
-def evict_flags(options: dict[str, Any]) -> list[str]:
+def evict_flags(options: Options, then: bool) -> list[str]:
     """The flags that say what `config` takes as `evict`."""
-    budget = ["--kv-budget", str(options["budget"])] if "budget" in options else []
-    calibrates = options.get("policy") in ("triattention", "expected_attention")
-    stats = ["--kv-stats", str(options.get("stats", "text"))] if calibrates else []
+    if not options:
+        return []
     rest = {name: value for name, value in options.items() if name != "stats"}
-    return ["--kv-evict", _policy(rest), *budget, *stats] if options else []
+    budget = ["--kv-budget", str(options["budget"])] if "budget" in options else []
+    stats = options.get("stats", "text" if then and options.get("policy") in _CALIBRATES else None)
+    return ["--kv-evict", _policy(rest, then), *budget, *(["--kv-stats", stats] if stats else [])]
 
 
-def config(evict: dict[str, Any] | None = None, **changes: Any) -> KVConfig:
+def swept(then: bool) -> str:
+    """The policies of `evaluate sweep`: TriAttention with options, and one without."""
+    options = [{}, {"mode": "v1", "evict": "highest", "nope": False}, {"aggregation": "v3"}, {"policy": "knorm"}]
+    stats = ":stats=text" if then else ""
+    texts = (_policy({"policy": "triattention", **each}, then) for each in options)
+    return ",".join(text + (stats if text.startswith("tri") else "") for text in texts)
+
+
+def flags_then(words: list[str]) -> list[str]:
+    """What a command line needs for the other defaults of that day; a file's own configuration is not named again."""
+    goes_on = words[0] == "generate" and "--prompt-cache-file" in words
+    return ["--kv-condition", "off"] if words[0] in _CONDITIONS and not goes_on else []
+
+
+def config(then: bool, evict: Options | None = None, **changes: Any) -> KVConfig:
     """A configuration; `evict` has the options of eviction, among them its policy and budget."""
     changes = {_RENAMED.get(name, name): value for name, value in changes.items()}
+    if then:
+        changes["condition"] = False
     if evict is None:
         return KVConfig(**changes)
-    policy = parse_policy(_policy(evict), stats="text")
+    policy = parse_policy(_policy(evict, then), **({"stats": "text"} if then else {}))
     return KVConfig(**changes, evict=EvictConfig(policy, evict.get("budget", "90%")))
 
 

@@ -1,6 +1,6 @@
 """The golden runs that call the library, on tiny random models in float32; prints each as a line of JSON.
 
-python benchmarks/golden/library.py [START OF A NAME]
+python benchmarks/golden/library.py START_OF_A_NAME today|then
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 import adapter
 import mlx.core as mx
-from cases import ARCHITECTURES, CONFIGS, DRAFTED, EVICTIONS, REGIONS, STORAGES
+from cases import ARCHITECTURES, CONFIGS, DRAFTED, EVICTIONS, REGIONS, STORAGES, Options
 from mlx_lm import batch_generate
 from mlx_lm.generate import generate_step, speculative_generate_step
 
@@ -87,17 +87,16 @@ def _speculative(model: Any, draft: Any, config: Any) -> Found:
     }
 
 
-def _config(options: dict[str, Any]) -> Any:
-    return adapter.config(**{**REGIONS, **options})
+def _cases(then: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def config(options: Options) -> Any:
+        return adapter.config(then, **{**REGIONS, **options})
 
-
-def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     for name in ARCHITECTURES:
         for kind, options in CONFIGS.items():
             about = f"library {name} {kind}"
 
-            def run(way: Callable[..., Any], *seeds: int, name: str = name, options: dict[str, Any] = options) -> Any:
-                return way(*(_model(name, seed=seed) for seed in (0, *seeds)), _config(options))
+            def run(way: Callable[..., Any], *seeds: int, name: str = name, options: Options = options) -> Any:
+                return way(*(_model(name, seed=seed) for seed in (0, *seeds)), config(options))
 
             yield f"{about} single", partial(run, _single)
             yield f"{about} batch", partial(run, _batch)
@@ -105,20 +104,20 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield f"{about} speculative", partial(run, _speculative, 1)
     tri = CONFIGS["triattention"]
     for kind, options in STORAGES.items():
-        yield f"library llama {kind}", lambda options=options: _single(_model("llama"), _config(options))
+        yield f"library llama {kind}", lambda options=options: _single(_model("llama"), config(options))
     for kind, changes in EVICTIONS.items():
         options = {**tri, "evict": {**tri["evict"], **changes}}
         if changes.get("mode") in ("v1", "v2"):
             options["prefix"] = 0
-        yield f"library glm4 {kind}", lambda options=options: _single(_model("glm4"), _config(options))
+        yield f"library glm4 {kind}", lambda options=options: _single(_model("glm4"), config(options))
     for name, of_values in adapter.formats().items():
         options = {"key": name, "value": name if of_values else "tq4"}
-        yield f"library qwen3 {name}", lambda options=options: _single(_model("qwen3"), _config(options))
+        yield f"library qwen3 {name}", lambda options=options: _single(_model("qwen3"), config(options))
 
 
-def main(start: str = "") -> None:
+def main(start: str, defaults: str) -> None:
     """Run the cases whose names begin with `start`. A case that raises is recorded as what it says."""
-    for name, run in _cases():
+    for name, run in _cases(then=defaults == "then"):
         if name.startswith(start):
             try:
                 found = run()

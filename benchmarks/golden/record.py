@@ -1,9 +1,12 @@
-"""Golden runs: what every command and the library answer, kept before a refactoring and compared after it.
+"""Golden runs: what every command and the library answer, kept before a change and compared after it.
 
-python benchmarks/golden/record.py                       # run all, write golden.json
+python benchmarks/golden/record.py                       # run all, write today.json
+python benchmarks/golden/record.py --then                # the same under the defaults of before.json: then.json
 python benchmarks/golden/record.py --check               # run all, print what differs; exit code 1 where anything does
 python benchmarks/golden/record.py --check --only chat   # only cases whose names begin so
 
+before.json was recorded at commit f34aaad; docs/measurements/golden.md says what differs from it
+now, and why that is right.
 The cases are in cases.py; every name of mlx_tq that they need is in adapter.py. Times, rates, paths, versions and the
 echo of the configuration are left out. The figures are of mlx's CPU backend: compare on the machine that recorded them.
 """
@@ -28,10 +31,9 @@ import adapter
 import mlx.core as mx
 import numpy as np
 from cases import COMMANDS, FACT, QUESTION, SERVED, Command, Options
+from compare import HERE, NOTHING, differences
 
-HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-GOLDEN = HERE / "golden.json"
 LIMIT_S = 900
 _LEFT_OUT = {
     *("environment", "config", "arms", "ttft", "prompt_tps", "generation_tps", "peak_memory", "evict_seconds"),
@@ -47,13 +49,14 @@ _MASKS = (
     (r"(spans at the service) .*", r"\1 #"),
     (r" +", " "),
 )
+_FIRST_RUN = "statistics of questions and text are kept in"  # only the first of several runs says so
 
 
 class Runs:
-    """Runs commands in a folder of its own, whose name is left out of what they say."""
+    """Runs commands in a folder of its own, whose name is left out of what they say; `then` with earlier defaults."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._tmp = folder, folder / "tmp"
+    def __init__(self, folder: Path, *, then: bool) -> None:
+        self._folder, self._tmp, self._then = folder, folder / "tmp", then
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_TQ_", "RESCUE_"))}
         self._environment = {
             **kept,
@@ -61,11 +64,12 @@ class Runs:
             "OPENBLAS_NUM_THREADS": "1",  # sums do not depend on the number of cores
             "HF_HUB_OFFLINE": "1",
             "XDG_CONFIG_HOME": str(folder / "config"),  # no thresholds that were tuned here
+            "XDG_CACHE_HOME": str(folder / "cache"),  # no statistics of questions that were asked before
             "RESCUE_EMBEDDER": "hashing",  # needs no weights
         }
         page = " ".join(adapter.text().split())
         self.page, long = f"{page[:900]} {page[:60]}", page[2000:3600]  # a page whose start comes again, to go on from
-        self._words = {"tmp": self._tmp, "wide": folder / "wide", "long": long, "swept": adapter.SWEPT}
+        self._words = {"tmp": self._tmp, "wide": folder / "wide", "long": long, "swept": adapter.swept(then)}
         self._words |= {name: folder / f"{name}.txt" for name in ("text", "fact")}
         self._words["text"].write_text(self.page)
         self._words["fact"].write_text(f"{self.page[:300]} {FACT} {self.page[300:1200]} {QUESTION}")
@@ -73,7 +77,7 @@ class Runs:
 
     def library(self, start: str) -> Iterator[tuple[str, Any]]:
         """The cases of library.py, one by one."""
-        words = [sys.executable, str(HERE / "library.py"), start]
+        words = [sys.executable, str(HERE / "library.py"), start, "then" if self._then else "today"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, env=self._environment, text=True) as process:
             for line in process.stdout or ():
                 name, value = json.loads(line)
@@ -120,8 +124,9 @@ class Runs:
                 server.terminate()
 
     def _command_line(self, line: str, evict: Options | None) -> list[str]:
-        flags = shlex.join(adapter.evict_flags(evict or {}))
+        flags = shlex.join(adapter.evict_flags(evict or {}, self._then))
         words = shlex.split(line.replace("{evict}", flags).format(**self._words))
+        words += adapter.flags_then(words) if self._then else []
         return [sys.executable, "-m", "mlx_tq", *words]
 
     def _parsed(self, text: str) -> Any:
@@ -134,7 +139,7 @@ class Runs:
         text = text.replace(str(self._tmp), "{tmp}").replace(str(self._folder), "{folder}")
         for pattern, mask in _MASKS:
             text = re.sub(pattern, mask, text)
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_FIRST_RUN)]
 
     def _clean(self, value: Any) -> Any:
         """Without times; figures with four digits; equal rows of a list counted."""
@@ -160,10 +165,10 @@ def _sketch(path: Path) -> dict[str, str]:
     return found
 
 
-def run(start: str) -> Iterator[tuple[str, Any]]:
+def run(start: str, *, then: bool) -> Iterator[tuple[str, Any]]:
     """Name and result of all cases whose names begin with `start`, one by one."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder).resolve())
+        runs = Runs(Path(folder).resolve(), then=then)
         for name, case in COMMANDS.items():
             if name.startswith(start):
                 yield name, runs.command(case)
@@ -174,33 +179,21 @@ def run(start: str) -> Iterator[tuple[str, Any]]:
             yield from runs.library(start)
 
 
-def differences(name: str, old: Any, new: Any) -> list[str]:
-    """Each place below `name` at which two results differ, with both."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [*old, *(key for key in new if key not in old)]
-        pairs = [(f"{name} / {key}", old.get(key, "(nothing)"), new.get(key, "(nothing)")) for key in keys]
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(f"{name} / {place}", *pair) for place, pair in enumerate(zip(old, new, strict=True))]
-    else:
-        before, after = (json.dumps(each, ensure_ascii=False) for each in (old, new))
-        return [] if before == after else [f"{name}\n  - {before}\n  + {after}"]
-    return [found for pair in pairs for found in differences(*pair)]
-
-
 def main() -> int:
     """Record or compare; returns the exit code."""
     parser = argparse.ArgumentParser(description="Golden runs: record them, or compare with those recorded.")
     parser.add_argument("--check", action="store_true", help="compare with the recorded runs instead of recording")
     parser.add_argument("--only", default="", metavar="START", help="cases whose names begin so")
-    parser.add_argument("--file", type=Path, default=GOLDEN, help="of the recorded runs (default: golden.json)")
+    parser.add_argument("--then", action="store_true", help="under the defaults of before.json")
     args = parser.parse_args()
-    known = json.loads(args.file.read_text(encoding="utf-8")) if args.file.exists() else {}
+    file = HERE / ("then.json" if args.then else "today.json")
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     missing = {name for name in known if name.startswith(args.only)}
     runs, changed = 0, 0
-    for name, found in run(args.only):
+    for name, found in run(args.only, then=args.then):
         runs += 1
         missing.discard(name)
-        different = differences(name, known.get(name, "(nothing)"), found)
+        different = differences(known.get(name, NOTHING), found, name)
         changed += len(different)
         sys.stderr.write(f"{name}: {len(different)} differences\n")
         sys.stdout.write("".join(f"{each}\n" for each in different) if args.check else "")
@@ -213,7 +206,7 @@ def main() -> int:
             sort_keys=True,
             ensure_ascii=False,
         )
-        args.file.write_text(f"{text}\n", encoding="utf-8")
+        file.write_text(f"{text}\n", encoding="utf-8")
         return 0
     sys.stdout.write("".join(f"{name} is recorded, and was not run\n" for name in sorted(missing)))
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)

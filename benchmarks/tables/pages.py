@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import conditioned, eviction, formats, quality, real_models, recall, rescue, rooms, speed
+from benchmarks.tables import conditioned, eviction, formats, golden, quality, real_models, recall, rescue, rooms, speed
 from benchmarks.tables.markdown import Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +19,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **recall.TABLES,
     **rescue.TABLES,
     **speed.TABLES,
+    **golden.TABLES,
 }
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
