@@ -157,11 +157,21 @@ def read_caches(path: str | Path, *, model: Any, config: KVConfig | None = None)
         metadata = json.loads(header["metadata"])
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
-    if config is not None and config != stored:
+    if config is not None:
+        check_config(path, stored, config)
+    return LoadedCache(caches, stored, metadata)
+
+
+def check_config(path: str | Path, stored: KVConfig, config: KVConfig) -> None:
+    """Raise where a file's configuration is not the one that is wanted.
+
+    Raises:
+        CacheFormatError: it is not, with what differs.
+    """
+    if config != stored:
         wanted = config.to_dict()
         differs = [f"{k} is {v!r}, not {wanted[k]!r}" for k, v in stored.to_dict().items() if v != wanted[k]]
         raise CacheFormatError(f"{path} was made with another configuration: {'; '.join(differs)}. Drop those options.")
-    return LoadedCache(caches, stored, metadata)
 
 
 def read_header(path: str | Path) -> Header:

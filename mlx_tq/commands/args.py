@@ -216,8 +216,15 @@ def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str,
         raise ConfigError(f"{name} is {environ[name]!r}; it must be of type {option.kind.__name__}.") from error
 
 
-def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> "KVConfig":
+def config_from_args(
+    args: argparse.Namespace, environ: Mapping[str, str] = os.environ, *, base: "KVConfig | None" = None
+) -> "KVConfig":
     """The configuration that flags and environment describe.
+
+    Args:
+        args: of the command.
+        environ: of the process.
+        base: what they change where they name no profile; by default the default profile.
 
     Raises:
         ConfigError: a value that cannot be met.
@@ -226,7 +233,11 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
 
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
-    config = profile(option_value(args, PROFILE, environ) or DEFAULT_PROFILE, **changes)
+    named = option_value(args, PROFILE, environ)
+    if named is None and base is not None:
+        config = replace(base, **changes)
+    else:
+        config = profile(named or DEFAULT_PROFILE, **changes)
     return replace(config, evict=evict_from_args(args, environ, given=config.evict))
 
 

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
-from mlx_tq.cache.files import read_header
+from mlx_tq.cache.files import check_config, read_header
 from mlx_tq.commands.args import config_from_args, names_cache
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -94,8 +94,9 @@ def open_prompt_cache(model: Any, args: argparse.Namespace) -> PromptCache:
 
 
 def _open_ours(model: Any, path: str, args: argparse.Namespace) -> PromptCache:
-    wanted = config_from_args(args) if names_cache(args) else None
-    loaded = load_prompt_cache(path, model=model, config=wanted)
+    loaded = load_prompt_cache(path, model=model)
+    if names_cache(args):
+        check_config(path, loaded.config, config_from_args(args, {}, base=loaded.config))
     if loaded.config.is_off:
         return PromptCache(loaded.caches, None, loaded.config)
     if native := _native_flags(args):

@@ -119,6 +119,8 @@ def test_another_configuration(cli, saved):
     refused(cli(*words, "--kv-profile", "small"), "made with another configuration", "prefix is 16, not 128", code=1)
     refused(cli(*words, *PACKED, "--kv-key", "q8"), "key is 'tq4', not 'q8'", code=1)
     assert cli(*words, *PACKED).code == 0
+    assert cli(*words, "--kv-prefix", 16).code == 0, "what a flag does not say is the file's"
+    refused(cli(*words, "--kv-prefix", 8), "prefix is 16, not 8. Drop those options", code=1)
     for flag in ("--kv-bits", "--max-kv-size"):
         refused(cli(*words, flag, 8), f"{flag} cannot change")
 
