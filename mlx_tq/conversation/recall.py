@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, choose
 
 # Tokens at the end of a prompt that are its question, at least.
@@ -64,15 +64,15 @@ def read(
 
 
 def ready_to_recall(caches: list[Any], count: int) -> bool:
-    """Hold the round that is due before a question of `count` tokens; returns whether anything is archived.
+    """Hold the round that a question of `count` tokens makes due; returns whether anything is archived.
 
-    The question's own pass would hold it, too late for what leaves then to come back.
+    The passes of question and answer would hold it, too late for what leaves then to come back.
     """
     sequence = sequence_in(caches)
     if sequence is None:
         return False
     if sequence.plan.config.recalls:
-        before_pass(caches, count)
+        sequence.make_room(sequence_layers(caches), count)
     return bool(sequence.archived)
 
 

@@ -113,13 +113,18 @@ class Sequence:
             raise CacheFormatError(
                 f"the layers of a sequence hold {lengths} tokens: a pass was interrupted. Trim all to the least."
             )
-        allowed = max(self.plan.allowed(first.offset), first.spec.window + 1)
-        size = first.size() - self._held_before(first.offset - first.spec.window) - len(self.recalled)
+        self.make_room(layers, 0)
+        self._admitted = first.offset + count
+        return any(calibrator.listens for calibrator in self.calibrators.values())
+
+    def make_room(self, layers: list[CompressedKVCache], count: int) -> None:
+        """Hold the round that would be due once `count` more tokens were read, if it is time."""
+        first = layers[0]
+        allowed = max(self.plan.allowed(first.offset + count), first.spec.window + 1)
+        size = first.size() + count - self._held_before(first.offset - first.spec.window) - len(self.recalled)
         due = size > allowed + self.plan.config.policy.trigger and not self._asking
         if due and all(c.ready for c in self.calibrators.values()):
             self._evict(layers, size - allowed)
-        self._admitted = first.offset + count
-        return any(calibrator.listens for calibrator in self.calibrators.values())
 
     def take_departed(self) -> np.ndarray:
         """Positions that left since this was last asked, ascending, int64 [N]. Files do not keep them."""

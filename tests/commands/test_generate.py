@@ -170,6 +170,9 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     assert found["stats"]["prompt_tokens"] == lost["stats"]["prompt_tokens"]
     at_once = cli(*words[:-2], "--json", "--kv-recall", 96).json  # the round of the document's only step is held before
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
+    tokens = lost["stats"]["prompt_tokens"]
+    just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
+    assert cli(*just, "--json", "--kv-recall", 96).json["recalled"]["archived"], "it is the question that makes it due"
     shown = cli(*words, "--kv-recall", "auto")
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
