@@ -66,13 +66,13 @@ def read(
 def ready_to_recall(caches: list[Any], count: int) -> bool:
     """Hold the round that a question of `count` tokens makes due; returns whether anything is archived.
 
-    The passes of question and answer would hold it, too late for what leaves then to come back.
+    The passes of question and answer would hold it, too late for what leaves then to come back. It is held with and
+    without an archive, so that one that fails changes no token.
     """
     sequence = sequence_in(caches)
     if sequence is None:
         return False
-    if sequence.plan.config.recalls:
-        sequence.make_room(sequence_layers(caches), count)
+    sequence.make_room(sequence_layers(caches), count)
     return bool(sequence.archived)
 
 
