@@ -27,6 +27,10 @@ ALL = PARAMETERS | {"mask": (None, "causal", "bool", "additive")}
 LENGTHS = ALL | {"length": (1, 8, 9, 17, 32, 33, 64, 100)}
 FEWER = {"length": (1, 9, 32, 33, 100), "body": (0, 1, 33, 97, 257), "groups": (1, 4, 7)}
 PEAKS = {attend: 3.0, prefill: 4.0}  # of hundreds of cases each, whichever BLAS computes the reference
+SMALL = {"dims": ((48, 48), (128, 128), (192, 128)), "body": (0, 1, 33, 97), "groups": (1, 4, 7), "prefix": (0, 5)}
+# Every value once, and pairs of those that make small problems; `make test-full` has all pairs.
+FAST = [(attend, case) for case in covering(ALL, 1) + covering(ALL | SMALL | {"length": (1, 2, 8)})]
+FAST += [(prefill, case) for case in covering(ALL | FEWER, 1) + covering(ALL | SMALL | {"length": (9, 33)})]
 CASES = [(attend, case) for case in covering(ALL)] + [(prefill, case) for case in covering(ALL | FEWER)]
 # B, Q, L, S stand for a size of the problem; 1 for a broadcast axis.
 SHAPES = ("S", "1S", "L1", "LS", "QLS", "1LS", "11LS", "B1LS", "1QLS", "BQLS", "B11S", "BQ1S")
@@ -38,9 +42,20 @@ def check(kernel, case, seed=0, peak=None):
     check_attention(problem, problem.solve(kernel), peak=peak or PEAKS[kernel])
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{k.__name__}-{case_id(case)}" for k, case in CASES])
-def test_error_is_at_most_twice_the_reference(number):
-    check(*CASES[number], seed=number)
+def numbered(cases):
+    names = [f"{kernel.__name__}-{case_id(case)}" for kernel, case in cases]
+    return pytest.mark.parametrize(("seed", "kernel", "case"), [(i, *each) for i, each in enumerate(cases)], ids=names)
+
+
+@numbered(FAST)
+def test_error_is_at_most_twice_the_reference(kernel, case, seed):
+    check(kernel, case, seed)
+
+
+@pytest.mark.full
+@numbered(CASES)
+def test_error_where_any_two_values_meet(kernel, case, seed):
+    check(kernel, case, seed)
 
 
 @pytest.mark.full
