@@ -13,6 +13,7 @@ from zoo import ARCHITECTURES, build
 
 from contract import test_eviction
 from contract.spies import rounds_of
+from contract.test_batch_generate import PACKS
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
 from mlx_tq.sequence.compressed import compressed, make_prompt_cache
@@ -23,7 +24,7 @@ CONFIGS = [KVConfig(key=k, value="tq4", prefix=16, window=32) for k in ("q8", "t
 
 
 def generate(model, tokenizer, prompt, **options):
-    return list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, **options))
+    return list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS // 2, **options))
 
 
 def tokens(parts):
@@ -46,10 +47,11 @@ def guesser(exact):
 def test_drafts_change_nothing(exact, prompts, guesser, config, guesses, own):
     model, tokenizer = exact
     with compressed(model, config):
-        plain = generate(model, tokenizer, prompts[1])
+        plain = generate(model, tokenizer, prompts[3])  # a block is packed while it generates
+        assert len(prompts[3]) < PACKS < len(prompts[3]) + len(plain)
         assert type(mlx_lm_cache(model)[0]) is CompressedKVCache
         draft = model if own else guesser
-        drafted = generate(model, tokenizer, prompts[1], draft_model=draft, num_draft_tokens=guesses)
+        drafted = generate(model, tokenizer, prompts[3], draft_model=draft, num_draft_tokens=guesses)
     assert tokens(drafted) == tokens(plain)
     accepted = sum(part.from_draft for part in drafted) / len(drafted)
     assert accepted > 1 / 3 if own else accepted < 1 / 2
