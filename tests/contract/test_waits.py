@@ -26,7 +26,7 @@ from mlx_tq.policies import parse_policy
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in
 
-READ, SKIPPED, COUNTED = 200, 2, 70  # tokens; those counted fill two blocks
+READ, SKIPPED, COUNTED = 168, 2, 40  # tokens; those counted fill a block
 PACKED = KVConfig(key="q8", value="tq4", prefix=8, window=8)
 METHODS = ("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__dlpack__")
 METHODS += ("__repr__", "__format__")
@@ -166,7 +166,7 @@ def conversed(embedded, config, rescue="off"):
             packed = 0 if config.is_off else cache.spec.packed_until(cache.offset) // BLOCK
             return packed, sequence.stats.rounds if sequence else 0
 
-        list(session.respond(load_text()[:800], max_tokens=2))
+        list(session.respond(load_text()[:600], max_tokens=2))
         pieces = session.respond("And what did it say at its beginning?", max_tokens=SKIPPED + COUNTED)
         for _ in range(SKIPPED):
             next(pieces)
