@@ -38,7 +38,8 @@ CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
 )
-PROMPTS = ("The capital of France is", "Once upon a time", "def fibonacci(n):", "1, 2, 3, 4,", CHAT)
+MORE = ("Once upon a time", "def fibonacci(n):", "1, 2, 3, 4,", CHAT)
+PROMPTS = ("The capital of France is", *(pytest.param(prompt, marks=pytest.mark.full) for prompt in MORE))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +65,14 @@ def reference():
 
 
 @needs_smollm2
-def test_greedy_text_is_that_of_dequantised_weights(packed, reference):
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_is_that_of_dequantised_weights(packed, reference, prompt):
     model, tokenizer = packed
-    for prompt in PROMPTS:
-        before, ids = tokenizer.encode(prompt), []
-        for reply in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8):
-            ids.append(reply.token)
-        theirs = mx.argmax(reference(mx.array([before + ids[:-1]]))[0, len(before) - 1 :], axis=-1)
-        assert tokenizer.decode(ids) == tokenizer.decode(theirs.tolist())
+    before, ids = tokenizer.encode(prompt), []
+    for reply in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8):
+        ids.append(reply.token)
+    theirs = mx.argmax(reference(mx.array([before + ids[:-1]]))[0, len(before) - 1 :], axis=-1)
+    assert tokenizer.decode(ids) == tokenizer.decode(theirs.tolist())
 
 
 @needs_smollm2
