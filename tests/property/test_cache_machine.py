@@ -281,11 +281,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert np.array_equal(np.array(handle.materialize())[0], wanted)
 
 
-CacheMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-TestCacheMachine = CacheMachine.TestCase
+def histories(count):
+    """The test of so many random histories, always the same."""
+    found = type("TestCase", (CacheMachine.TestCase,), {})
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    found.settings = settings(
+        max_examples=count, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=slow
+    )
+    return found
+
+
+TestCacheMachine = histories(15)
+TestCacheMachineAtLength = pytest.mark.full(histories(60))
