@@ -14,7 +14,7 @@ from mlx_tq.evaluate.divergence import measure_divergence, summarize_divergence
 from mlx_tq.evaluate.passes import TokenScores, check_reading, cut_chunks, kl_divergence, read_side_by_side
 from mlx_tq.evaluate.perplexity import measure_perplexity, summarize_perplexity
 
-LENGTH, STEP = 448, 160
+LENGTH, STEP = 352, 160
 REGIONS = {"prefix": 16, "window": 32}
 
 
