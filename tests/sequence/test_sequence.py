@@ -46,8 +46,18 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("length", [40, 125], ids=["before a round", "after rounds"])
+BEFORE, AFTER = 40, 125  # the first round
+
+
+@pytest.mark.parametrize(
+    ("policy", "length"),
+    [
+        (POLICIES[0], AFTER),
+        (POLICIES[1], BEFORE),
+        pytest.param(POLICIES[0], BEFORE, marks=pytest.mark.full),
+        pytest.param(POLICIES[1], AFTER, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_go_their_own_ways(name, length, policy, tmp_path):
     """Each evicts on as the original does, also where it calibrates; neither notices the other."""
