@@ -291,5 +291,5 @@ def histories(count):
     return found
 
 
-TestCacheMachine = histories(15)
+TestCacheMachine = histories(30)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
