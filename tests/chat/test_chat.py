@@ -148,16 +148,14 @@ def has_ended(process):
     return process.returncode is not None
 
 
-def test_a_long_message_moves_a_bar(popen):
+def test_a_long_message_moves_a_bar(talk, popen):
     """With its rate; without a terminal there is none."""
-    words = ("chat", "--prefill-step-size", "16", "--max-tokens", "4")
-    message = ("The history of the city. " * 60 + "\n").encode()
-    quiet = popen(command(*words), stdin=subprocess.PIPE, stdout=-1, stderr=subprocess.PIPE, env=environment())
-    assert b"reading" not in quiet.communicate(message)[1]
+    words, message = ("--prefill-step-size", "16", "--max-tokens", "4"), "The history of the city. " * 30
+    assert "reading" not in talk(message, words=words).err
     ours, theirs = os.openpty()
-    moving = popen(command(*words), stdin=subprocess.PIPE, stdout=-1, stderr=theirs, env=environment())
+    moving = popen(command("chat", *words), stdin=subprocess.PIPE, stdout=-1, stderr=theirs, env=environment())
     os.close(theirs)
-    moving.stdin.write(message)
+    moving.stdin.write(f"{message}\n".encode())
     moving.stdin.close()
     assert "reading the prompt" in read_until(ours, "tok/s", read_until(ours, "help shows"))
     read_until(ours, " rescued")
@@ -193,7 +191,7 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     read_until(ours, " rescued")
     os.write(ours, b"\xff\xfe\n")
     read_until(ours, "not UTF-8")
-    os.write(ours, ("The history of the city. " * 120 + "\n").encode())
+    os.write(ours, ("The history of the city. " * 60 + "\n").encode())
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     said = read_until(ours, "interrupted")

@@ -1,5 +1,6 @@
 """What a model says is shown on a terminal, and obeyed by none; in a file or a pipe it stays what it was."""
 
+import io
 import json
 import os
 
@@ -40,16 +41,16 @@ def escaping(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_model_does_not_steer_the_terminal(start, escaping, command):
+def test_a_model_does_not_steer_the_terminal(cli, start, escaping, command):
     flags = ("-p", QUESTION, "--verbose", "F") if command == "generate" else ()
-    piped = start(command, "--model", escaping, *flags, "--max-tokens", "12", stdin=-1)
-    out, _ = piped.communicate(None if flags else QUESTION.encode())
-    assert f"{ESCAPE}17295" in out.decode()
+    words = (command, "--model", escaping, *flags, "--max-tokens", "12")
+    said = b"" if flags else QUESTION.encode()
+    assert f"{ESCAPE}17295" in cli(*words, stdin=io.TextIOWrapper(io.BytesIO(said))).out
 
     ours, theirs = os.openpty()
-    shown = start(command, "--model", escaping, *flags, "--max-tokens", "12", stdin=-1, stdout=theirs)
+    shown = start(*words, stdin=-1, stdout=theirs)
     os.close(theirs)
-    shown.communicate(None if flags else QUESTION.encode())
+    shown.communicate(said)
     said = os.read(ours, 65536).decode()
     os.close(ours)
     assert "␛17295" in said

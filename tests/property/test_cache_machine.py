@@ -35,6 +35,9 @@ RECENT, ROOM, TRIGGER = 32, 20, 8  # packed tokens with recent keys; budget abov
 KEYS, VALUES = random_pair(1000, dims=DIMS)  # the tokens that ever arrive, in this order
 QUERIES = random(1000, heads=2 * HEADS, dim=DIMS[0], seed=9)  # theirs
 LAYERS = 2
+# A BLAS may round these formats' rotation otherwise for another number of rows, and a value between two levels then has
+# the other code: less than a quarter of a vector, where another token's vector is 1.4 of it away.
+MULTIPLIED, ANOTHER_CODE = {"tbq3_0", "tbq4_0"}, 0.25
 
 
 def formats_of(dim, *, keys):
@@ -168,6 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
         key = f"{key}~{kind}" if kind in format_names() and kind != key else key
         sizes = {"prefix": prefix, "window": window, "recent": RECENT, "condition": condition}
         self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
+        self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
         if kind == "evicts":
             config = EvictConfig(f"random:trigger={TRIGGER}")
@@ -278,7 +282,12 @@ class CacheMachine(RuleBasedStateMachine):
             for row, position in enumerate(live):
                 if prefix <= position < model.packed:
                     wanted[:, row] = model.stored[position - prefix][number or 2 * (position < model.cold)]
-            assert np.array_equal(np.array(handle.materialize())[0], wanted)
+            found = np.array(handle.materialize())[0]
+            if self.exact[number]:
+                assert np.array_equal(found, wanted)
+            else:
+                wrong = np.linalg.norm((found - wanted).astype(np.float32), axis=-1)
+                assert (wrong <= ANOTHER_CODE * np.linalg.norm(wanted.astype(np.float32), axis=-1)).all()
 
 
 def histories(count):
