@@ -30,10 +30,11 @@ def test_calibrate_and_use(cli, tmp_path):
     refused(cli(*asks, foreign), "was made with another model", code=1)
     path, text = tmp_path / "stats", tmp_path / "text.txt"  # the name as it is given
     text.write_text(TEXT, encoding="utf-8")
-    result = cli("calibrate", "--text-share", 1, "--text", text, "--tokens", 300, "-o", path)
+    wide = ("--dtype", "float32")
+    result = cli("calibrate", *wide, "--text-share", 1, "--text", text, "--tokens", 300, "-o", path)
     assert result == (0, "", f"statistics of 300 tokens are in {path}\n")
     words = (*TRI, *REGIONS, "--kv-budget", 300, "--prefill-step-size", 256, "--kv-stats", path)
-    answer = cli("generate", "-p", TEXT + QUESTION, "-m", 20, *words, "--json").json
+    answer = cli("generate", *wide, "-p", TEXT + QUESTION, "-m", 20, *words, "--json").json
     assert answer["plan"]["eviction"]["calibration"] == str(path)
     assert answer["stats"]["cache"]["rounds"] > 0
 
@@ -129,11 +130,11 @@ def test_calibration_shares_no_wording_with_any_needle():
 
 
 def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
-    reading = ("evaluate", "perplexity", "--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
+    reading = ("evaluate", "perplexity", "--dtype", "float32", "--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
     nothing = "balanced evicted nothing in 399 tokens, with a budget of 90%, a warm-up of 1,024"
     text = (*TRI, "--kv-stats", "text")
     refused(cli(*reading, *REGIONS, *text), nothing)
-    asking = ("evaluate", "needle", "--lengths", 500, "--depths", "start", "--seeds", 1, "--max-tokens", 24)
+    asking = ("evaluate", "needle", "--dtype", "float32", "--lengths", 500, "--depths", "start", "--seeds", 1)
     refused(cli(*asking, "--profiles", "balanced", *REGIONS, *text), "balanced evicted nothing in")
-    refused(cli("evaluate", "drift", "--profiles", "balanced", *TRI), "balanced evicts; drift compares")
+    refused(cli("evaluate", "drift", "--profiles", "balanced", *text), "balanced evicts; drift compares")
     assert cli(*reading, *REGIONS, "--kv-evict", "triattention:warmup=100:stats=text", "--kv-budget", 80).code == 0

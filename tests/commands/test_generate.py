@@ -160,7 +160,8 @@ def test_what_is_said_and_comes_out_of_eviction(cli):
 def test_a_document_and_its_question_in_one_prompt(cli):
     """Without recall the answer is wrong; with it the archive gives back what it needs, and the screen says so."""
     text, question = facts(40)
-    words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency", "--kv-budget", 300)
+    words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12)
+    words = (*words, "--kv-evict", "recency", "--kv-budget", 300)
     words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
     lost = cli(*words, "--json").json
     found = cli(*words, "--json", "--kv-recall", 96).json
