@@ -4,7 +4,7 @@ import pytest
 
 from mlx_tq.cli import main
 
-READ = ["--chunks", "1", "--length", "256", "--step", "144", "--kv-prefix", "16", "--kv-window", "16"]
+READ = ["--dtype", "float32", "--chunks", "1", "--length", "256", "--step", "144", "--kv-prefix", "16", "--kv-window", "16"]
 
 
 def test_json_on_stdout_and_nothing_else(capsys):
@@ -14,7 +14,7 @@ def test_json_on_stdout_and_nothing_else(capsys):
     found = json.loads(out)
     assert set(found) == {"command", "settings", "versions", "results"}
     assert found["command"] == "divergence"
-    assert {"model", "text", "chunks", "length", "step", "arms"} == set(found["settings"])
+    assert {"model", "dtype", "text", "chunks", "length", "step", "arms"} == set(found["settings"])
     assert found["settings"]["arms"]["tq2/tq2"]["prefix"] == 16
     assert set(found["versions"]) == {"mlx_tq", "mlx", "mlx_lm"}
     assert set(found["results"]) == {"off", "tq2/tq2"}

@@ -5,8 +5,8 @@ from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.drift import measure_drift
 
 
-def test_the_first_layer_does_not_depend_on_the_step_and_later_ones_drift(embedded):
-    model, tokenizer = embedded
+def test_the_first_layer_does_not_depend_on_the_step_and_later_ones_drift(exact):
+    model, tokenizer = exact
     ids = tokenizer.encode(load_text()[:4000], add_special_tokens=False)[:384]
     rows = measure_drift(model, ids, parse_arm("tq3/tq3", prefix=16, window=32), [32, 192, 384])
     assert [row.step for row in rows] == [32, 192, 384]
@@ -18,8 +18,8 @@ def test_the_first_layer_does_not_depend_on_the_step_and_later_ones_drift(embedd
     assert small.top1 < 100
 
 
-def test_the_control_drifts_by_rounding_alone(embedded):
-    model, tokenizer = embedded
+def test_the_control_drifts_by_rounding_alone(exact):
+    model, tokenizer = exact
     ids = tokenizer.encode(load_text()[:2000], add_special_tokens=False)[:96]
     (row,) = measure_drift(model, ids, OFF, [32])
     assert (row.first_layer, row.later_layers) == (None, None)

@@ -14,9 +14,9 @@ def found(cells):
     return [(cell.name, cell.depth, cell.verdict) for cell in cells]
 
 
-def test_the_embedded_model_finds_a_packed_needle(embedded):
+def test_the_embedded_model_finds_a_packed_needle(exact):
     cells = measure_needles(
-        *embedded,
+        *exact,
         load_text(),
         [parse_arm("balanced", **REGIONS)],
         lengths=[500],
@@ -34,9 +34,9 @@ def test_the_embedded_model_finds_a_packed_needle(embedded):
 
 
 @pytest.mark.full
-def test_the_embedded_model_finds_needles_everywhere(embedded):
+def test_the_embedded_model_finds_needles_everywhere(exact):
     arms = [parse_arm(name, **REGIONS) for name in ("balanced", "small")]
-    cells = measure_needles(*embedded, load_text(), arms, lengths=[500, 1000, 2000], seeds=range(2), max_tokens=32)
+    cells = measure_needles(*exact, load_text(), arms, lengths=[500, 1000, 2000], seeds=range(2), max_tokens=32)
     assert len(cells) == 3 * 3 * 2 * 3
     assert sum(cell.verdict == "VOID" for cell in cells) <= 4
     missed = [cell for cell in cells if cell.verdict not in ("PASS", "VOID") and cell.name != "off"]

@@ -128,11 +128,11 @@ def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_readin
         ask(tiny, embedded[1], grid(["triattention:ema=0.1"], [50], [1], [16], [16], once=True), Records())
 
 
-def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(embedded):
+def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(exact):
     """The older part of each segment goes. The sinks stay in both arms, so that the needle alone differs."""
     settings = [Setting("recency", 55, trigger=32, prefix=32)]
     records = Records()
-    ask(*embedded, settings, records, depths=[0, 1], max_tokens=24)
+    ask(*exact, settings, records, depths=[0, 1], max_tokens=24)
     cells = {(record["name"] == "off", record["depth"]): record for record in records.values()}
     verdicts = {key: cell["verdict"] for key, cell in cells.items()}
     live = {key: cell["live"] for key, cell in cells.items()}

@@ -24,13 +24,13 @@ def chunks(embedded):
 
 
 @pytest.fixture(scope="module")
-def scores(embedded, chunks):
+def scores(exact, chunks):
     arms = [OFF, *(parse_arm(name, **REGIONS) for name in ("q8/q8", "tq4/tq4", "tq2/tq2"))]
-    return read_side_by_side(embedded[0], chunks, arms, STEP)
+    return read_side_by_side(exact[0], chunks, arms, STEP)
 
 
-def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(embedded, chunks):
-    model, (ids,) = embedded[0], chunks
+def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(exact, chunks):
+    model, (ids,) = exact[0], chunks
     cache, logits = make_prompt_cache(model), []
     for start in range(0, LENGTH - 1, STEP):
         step = model(mx.array(ids[start : min(start + STEP, LENGTH - 1)])[None], cache=cache)[0]
