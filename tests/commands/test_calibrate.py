@@ -130,7 +130,20 @@ def test_calibration_shares_no_wording_with_any_needle():
 
 
 def test_an_evaluation_that_evicts_nothing_is_an_error(cli):
-    reading = ("evaluate", "perplexity", "--dtype", "float32", "--chunks", 1, "--length", 400, "--step", 128, "--profiles", "off,balanced")
+    reading = (
+        "evaluate",
+        "perplexity",
+        "--dtype",
+        "float32",
+        "--chunks",
+        1,
+        "--length",
+        400,
+        "--step",
+        128,
+        "--profiles",
+        "off,balanced",
+    )
     nothing = "balanced evicted nothing in 399 tokens, with a budget of 90%, a warm-up of 1,024"
     text = (*TRI, "--kv-stats", "text")
     refused(cli(*reading, *REGIONS, *text), nothing)

@@ -68,9 +68,9 @@ def evicting(budget, policy="triattention"):
     return KVConfig(key="q8", value="tq4", prefix=8, window=8, evict=evict)
 
 
-def generated(embedded, config):
+def generated(exact, config):
     """What a generation waits for after its first tokens, its rounds then, and the positions that left."""
-    model, tokenizer = embedded
+    model, tokenizer = exact
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
     cache = make_prompt_cache(model, config)
     sequence = sequence_in(cache)
@@ -86,9 +86,9 @@ def generated(embedded, config):
 
 
 @pytest.fixture(scope="module")
-def plain(embedded):
+def plain(exact):
     """Of mlx-lm's own cache."""
-    return generated(embedded, PROFILES["off"])[0]
+    return generated(exact, PROFILES["off"])[0]
 
 
 def test_a_wait_is_counted(monkeypatch):
@@ -109,31 +109,31 @@ def test_the_loop_of_mlx_lm_waits_once_a_token(plain):
     assert plain.total() <= COUNTED + 2
 
 
-def of_checks(embedded, checks=COUNTED // BLOCK):
+def of_checks(exact, checks=COUNTED // BLOCK):
     """When a block is packed each layer reads what the block before it found: computed 32 tokens ago."""
-    return Counter({"__int__": checks * len(embedded[0].layers)})
+    return Counter({"__int__": checks * len(exact[0].layers)})
 
 
-def test_a_compressed_cache_adds_none(embedded, plain):
-    assert generated(embedded, PACKED)[0] == plain + of_checks(embedded)
+def test_a_compressed_cache_adds_none(exact, plain):
+    assert generated(exact, PACKED)[0] == plain + of_checks(exact)
 
 
 @pytest.mark.parametrize("policy", ["triattention", "triattention:warmup=1024", "recency"])
-def test_eviction_adds_none_between_rounds(embedded, plain, policy):
+def test_eviction_adds_none_between_rounds(exact, plain, policy):
     """Under budget no round comes; also while it calibrates."""
-    found, rounds, _ = generated(embedded, evicting(10_000, policy))
+    found, rounds, _ = generated(exact, evicting(10_000, policy))
     assert rounds == 0
-    assert found == plain + of_checks(embedded)
+    assert found == plain + of_checks(exact)
 
 
 @pytest.mark.parametrize("policy", ["triattention", "recency"])
-def test_a_round_waits_a_fixed_number_of_times(embedded, plain, policy):
-    found, rounds, gone = generated(embedded, evicting(96, policy))
-    more = found - plain - of_checks(embedded)
+def test_a_round_waits_a_fixed_number_of_times(exact, plain, policy):
+    found, rounds, gone = generated(exact, evicting(96, policy))
+    more = found - plain - of_checks(exact)
     print(f"{rounds} rounds: {dict(more)}")
     assert len(gone)
     assert 0 < rounds < COUNTED / 10
-    assert more.total() <= 6 * rounds * len(embedded[0].layers)
+    assert more.total() <= 6 * rounds * len(exact[0].layers)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +153,8 @@ class Conversed(NamedTuple):
     stats: SessionStats
 
 
-def conversed(embedded, config, rescue="off"):
-    model, tokenizer = embedded
+def conversed(exact, config, rescue="off"):
+    model, tokenizer = exact
     ends = mx.zeros(model.args.vocab_size).at[mx.array(list(tokenizer.eos_token_ids))].add(mx.inf)
     mx.eval(ends)  # in this thread; the session computes in another
     with Session(
@@ -180,26 +180,26 @@ def conversed(embedded, config, rescue="off"):
         return Conversed(found, checks, rounds, session.stats)
 
 
-def test_to_listen_for_looks_waits_for_nothing(embedded):
+def test_to_listen_for_looks_waits_for_nothing(exact):
     """With recall on and nothing archived yet, the queries of every token are kept for a look."""
-    plain = conversed(embedded, PROFILES["off"]).waits
+    plain = conversed(exact, PROFILES["off"]).waits
     config = evicting(10_000)
-    found = conversed(embedded, replace(config, evict=replace(config.evict, recall="auto")))
-    assert found.waits == plain + of_checks(embedded, found.checks)
+    found = conversed(exact, replace(config, evict=replace(config.evict, recall="auto")))
+    assert found.waits == plain + of_checks(exact, found.checks)
 
 
-def test_a_session_with_rescue_waits_only_in_rounds(embedded, service):
+def test_a_session_with_rescue_waits_only_in_rounds(exact, service):
     """The service is asked before the answer; what leaves is written to it meanwhile, and that waits for no array."""
-    plain = conversed(embedded, PROFILES["off"]).waits  # of a session on mlx-lm's own cache
+    plain = conversed(exact, PROFILES["off"]).waits  # of a session on mlx-lm's own cache
     assert plain["item"] == COUNTED
     assert plain.total() <= COUNTED + 2
-    found = conversed(embedded, evicting(10_000), service.url)
+    found = conversed(exact, evicting(10_000), service.url)
     assert found.rounds == 0
-    assert found.waits == plain + of_checks(embedded, found.checks)
-    found = conversed(embedded, evicting(96, "recency"), service.url)
-    more = found.waits - plain - of_checks(embedded, found.checks)
+    assert found.waits == plain + of_checks(exact, found.checks)
+    found = conversed(exact, evicting(96, "recency"), service.url)
+    more = found.waits - plain - of_checks(exact, found.checks)
     print(f"{found.rounds} rounds: {dict(more)}")
     assert found.stats.evicted
     assert found.stats.rescue.written
     assert 0 < found.rounds < COUNTED / 10
-    assert more.total() <= 6 * found.rounds * len(embedded[0].layers)
+    assert more.total() <= 6 * found.rounds * len(exact[0].layers)

@@ -18,9 +18,9 @@ EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
 CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
 
 
-def test_the_latest_queries_decide_what_is_back(embedded):
+def test_the_latest_queries_decide_what_is_back(exact):
     """As a copy of the cache would choose; all of it leaves again, and is archived once."""
-    model, tokenizer = embedded
+    model, tokenizer = exact
     text, question = facts(40)
     caches = make_prompt_cache(model, CONFIG)
     looked = 0

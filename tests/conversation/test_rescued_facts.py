@@ -39,8 +39,8 @@ def found(session, answer):
 
 
 @pytest.mark.parametrize(("where", "seed"), CASES)
-def test_an_evicted_fact_is_answered(embedded, service, tmp_path, where, seed):
-    model, tokenizer = embedded
+def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
+    model, tokenizer = exact
     room = {"prefix": PREFIX, "window": KEPT + 64}
     case = build_case(tokenizer, load_text(), tokens=TOKENS, depth=DEPTHS[where], seed=seed, chat=False, **room)
     text = tokenizer.decode(case.ids[: case.question])

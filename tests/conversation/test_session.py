@@ -47,12 +47,12 @@ def at(service, **options):
 
 
 @pytest.fixture
-def chat(embedded):
+def chat(exact):
     """Make sessions; all are closed after the test. What they warn of is in `warned`."""
     made = []
 
     def make(config=SMALL, **options):
-        session = Session(*embedded, config, warn=make.warned.append, **{"max_tokens": 12, **options})
+        session = Session(*exact, config, warn=make.warned.append, **{"max_tokens": 12, **options})
         made.append(session)
         return session
 
@@ -62,9 +62,9 @@ def chat(embedded):
         session.close()
 
 
-def test_a_conversation_is_what_the_template_makes_of_it(embedded, chat):
+def test_a_conversation_is_what_the_template_makes_of_it(exact, chat):
     """Token by token, and with mlx-lm's cache the answers are mlx-lm's own to the whole conversation."""
-    model, tokenizer = embedded
+    model, tokenizer = exact
     session = chat(PROFILES["off"], system_prompt="Be short.")
     messages = [{"role": "system", "content": "Be short."}]
     for words in ("The access code is 417295.", QUESTION, "And what is the access code?"):
@@ -190,9 +190,9 @@ def test_a_turn_is_undone_past_an_eviction_where_rows_are_archived(chat):
 
 
 @pytest.mark.parametrize("calls_before", [8, 26], ids=["in the prompt", "in the answer"])
-def test_ctrl_c_in_a_forward_pass(embedded, chat, calls_before):
+def test_ctrl_c_in_a_forward_pass(exact, chat, calls_before):
     """The exception comes when half of the six layers have read the token."""
-    model, _ = embedded
+    model, _ = exact
     session = chat()
     say(session, FACT)
     layer = model.model.layers[3]
@@ -214,13 +214,13 @@ def test_ctrl_c_in_a_forward_pass(embedded, chat, calls_before):
     assert "417295" in say(session, QUESTION)
 
 
-def test_what_cannot_be_met(chat, embedded):
+def test_what_cannot_be_met(chat, exact):
     session = chat()
     for most in (0, -2, 1.5, True, "3"):
         with pytest.raises(ConfigError, match="1 or more, or -1"):
             say(session, QUESTION, max_tokens=most)
         with pytest.raises(ConfigError, match="1 or more, or -1"):
-            Session(*embedded, SMALL, max_tokens=most)
+            Session(*exact, SMALL, max_tokens=most)
     for text, says in (("a \udcff", "message is not UTF-8"), (None, "NoneType"), (b"a", "bytes")):
         with pytest.raises(ConfigError, match=says):
             say(session, text)
@@ -281,14 +281,14 @@ def test_a_conversation_goes_on_with_the_rescue_that_it_had(chat, service, tmp_p
         assert any(f"Give --rescue {service.url}" in words for words in chat.warned) == warns
 
 
-def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, embedded):
+def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, exact):
     """And a conversation is replaced by nothing else; the session stays as it was."""
     session = chat()
     with pytest.raises(ConfigError, match="nothing to save"):
         session.save(tmp_path / "x.safetensors")
     say(session, FACT)
     cache, tensors, saved = (tmp_path / f"{name}.safetensors" for name in ("cache", "tensors", "chat"))
-    about = {"model": embedded[0], "config": session.config}
+    about = {"model": exact[0], "config": session.config}
     save_prompt_cache(cache, session.cache, **about)
     mx.save_safetensors(str(tensors), {"x": mx.zeros(1)}, {"format": "mlx"})
     theirs = {cache: cache.read_bytes(), tensors: tensors.read_bytes()}

@@ -4,7 +4,20 @@ import pytest
 
 from mlx_tq.cli import main
 
-READ = ["--dtype", "float32", "--chunks", "1", "--length", "256", "--step", "144", "--kv-prefix", "16", "--kv-window", "16"]
+READ = [
+    "--dtype",
+    "float32",
+    "--chunks",
+    "1",
+    "--length",
+    "256",
+    "--step",
+    "144",
+    "--kv-prefix",
+    "16",
+    "--kv-window",
+    "16",
+]
 
 
 def test_json_on_stdout_and_nothing_else(capsys):

@@ -20,10 +20,10 @@ CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
 TEXT, QUESTION = facts(40)
 
 
-def converse(embedded, config, after_text=lambda session: None):
+def converse(exact, config, after_text=lambda session: None):
     """The tokens of a conversation that asks for what has left, its last turn, and its warnings."""
     warned = []
-    with Session(*embedded, config, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
+    with Session(*exact, config, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
         list(session.respond(TEXT))
         after_text(session)
         list(session.respond(QUESTION))
@@ -56,9 +56,9 @@ def damage(session):
 
 
 @pytest.fixture(scope="module")
-def lost(embedded):
+def lost(exact):
     """The tokens where nothing comes back."""
-    ids, _, warned = converse(embedded, replace(CONFIG, evict=replace(EVICT, recall="off")))
+    ids, _, warned = converse(exact, replace(CONFIG, evict=replace(EVICT, recall="off")))
     assert len(warned) == 1
     return ids
 
@@ -69,36 +69,36 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "mlx_tq"
 
 
-def test_without_a_fault_rows_come_back(embedded, folder, lost):
-    ids, turn, warned = converse(embedded, CONFIG)
+def test_without_a_fault_rows_come_back(exact, folder, lost):
+    ids, turn, warned = converse(exact, CONFIG)
     assert (warned, len(turn.recalled) > 0, ids == lost) == ([], True, False)
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["full disk", "damaged blocks", "no folder", "limit"])
-def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(embedded, folder, lost, fault, monkeypatch):
+def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(exact, folder, lost, fault, monkeypatch):
     if fault == "full disk":
         with files_of_at_most(1):
-            ids, turn, warned = converse(embedded, CONFIG)
+            ids, turn, warned = converse(exact, CONFIG)
     elif fault == "damaged blocks":
-        ids, turn, warned = converse(embedded, CONFIG, damage)
+        ids, turn, warned = converse(exact, CONFIG, damage)
     elif fault == "limit":
-        ids, turn, warned = converse(embedded, limited(1000))
+        ids, turn, warned = converse(exact, limited(1000))
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-        ids, turn, warned = converse(embedded, CONFIG)
+        ids, turn, warned = converse(exact, CONFIG)
     assert (ids, turn.recalled) == (lost, ())
     assert len(warned) == 1
     assert "The conversation goes on." in warned[0]
 
 
-def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(embedded, folder, tmp_path):
+def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(exact, folder, tmp_path):
     path, most = tmp_path / "chat.safetensors", 100_000
-    ids, turn, warned = converse(embedded, limited(most), lambda session: session.save(path))
+    ids, turn, warned = converse(exact, limited(most), lambda session: session.save(path))
     assert len(warned) == 1
     assert "the archive has reached its limit of 100,000 bytes; --kv-archive-limit allows more" in warned[0]
     assert turn.recalled
-    with Session(*embedded, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
+    with Session(*exact, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
         session.load(path)
         sequence = sequence_in(session.cache)
         assert sequence.archive.limit == most == session.config.evict.archive_limit
