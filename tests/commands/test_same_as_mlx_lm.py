@@ -5,8 +5,8 @@ import pytest
 from .tools import EMBEDDED, copy_model, facts
 
 PROSE = "The history of the city began in the year"
-TEXT, QUESTION = facts(8)
-FREE = ("--ignore-chat-template", "-p", PROSE, "-m", 24)
+TEXT, QUESTION = facts(3)
+FREE = ("--ignore-chat-template", "-p", PROSE, "-m", 16)
 SAMPLED = ("--temp", "1.0", "--seed", "7")
 HOT = ("--temp", "1.5", "--seed", "3")
 
