@@ -106,6 +106,15 @@ def test_what_was_evicted_comes_back(chat, service):
     assert [w for w in chat.warned if "or --rescue auto" in w] == chat.warned[:1]
 
 
+def test_what_a_text_made_leave_is_told_while_it_is_answered(chat, service):
+    session = chat(EVICTS, rescue=at(service))
+    answer = session.respond(page())
+    next(answer)
+    assert session.client.flush(60)
+    assert session.client.stats.written > 0
+    assert "".join(answer)
+
+
 def test_rows_come_back_for_a_question_and_leave_again(chat):
     """Nothing is quoted, the answer is right, the rows are gone after it, and the next question finds them too."""
     session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)))
@@ -133,6 +142,7 @@ def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, serv
     (start, stop) = session._transcript.copies[0]
     assert stop - start == len(turn.rehydration.ids) > 100
     assert all(set(range(start, stop)) <= now for now in live)
+    assert sequence_in(session.cache).held is None
     say(session, "Go on.", max_tokens=60)
     assert not set(range(start, stop)) <= set(map(int, session._live()))  # and then it goes as others do
     session.client.flush(30)
