@@ -257,8 +257,7 @@ class Session:
         """Send the text of what has left the cache to the service."""
         sequence = sequence_in(self.cache)
         if sequence is not None:
-            self._transcript.note(sequence.take_departed())
-            self._transcript.write()
+            self._transcript.tell(sequence.take_departed())
 
     def _generate(self, ids: list[int], most: int, progress: Progress | None, looks: Looks) -> Generator[Any]:
         def read(processed: int, total: int) -> None:
@@ -340,16 +339,17 @@ class Session:
 
     def _tell(self) -> None:
         """Warn once of each thing that is worth it."""
-        told = len(self._transcript.ids)
-        if self.positions is not None and told > _NEARLY * self.positions:
+        said = len(self._transcript.ids)
+        if self.positions is not None and said > _NEARLY * self.positions:
             self._warn_once(
-                f"the conversation has {told:,} of the model's {self.positions:,} positions; it ends there, evicted "
+                f"the conversation has {said:,} of the model's {self.positions:,} positions; it ends there, evicted "
                 "tokens included."
             )
         recalls = self.config.evict is not None and self.config.evict.recalls
-        if self._transcript.evicted and self._client is None and not recalls:
+        evicted = said - len(self._live())
+        if evicted and self._client is None and not recalls:
             self._warn_once(
-                f"{self._transcript.evicted:,} tokens were evicted and are lost to the model. Recall and rescue bring "
+                f"{evicted:,} tokens were evicted and are lost to the model. Recall and rescue bring "
                 "back what a turn needs: choose --kv-recall auto, or --rescue auto."
             )
         warnings = (archive_warning(self.cache), self._client.take_warning() if self._client else None)
@@ -446,8 +446,9 @@ class Session:
         self._begin(saved.session_id, saved.caches)
         self._transcript.ids, self._transcript.copies = saved.ids, saved.copies
         self._asked = saved.asked
-        self._transcript.rewrite(self._live())
-        if self._transcript.evicted and self._client is not None and not self._client.flush(_LOAD_S):
+        gone = np.setdiff1d(np.arange(len(saved.ids)), self._live())
+        self._transcript.tell(gone)  # to a service that may never have seen it
+        if self._transcript.told and self._client is not None and not self._client.flush(_LOAD_S):
             self._warn_once(
                 f"the rescue service has not taken all of the evicted text within {_LOAD_S:g} s; until it has, answers "
                 "may miss some of it."
@@ -479,7 +480,7 @@ class Session:
         self.close()
 
     def _forget(self) -> None:
-        if self._client is not None and self._transcript.evicted and not self._keep:
+        if self._client is not None and self._transcript.told and not self._keep:
             self._client.forget(self.session_id)
 
 

@@ -55,6 +55,9 @@ class Transcript:
         config: how to ask.
         session_id: under which the service keeps the spans.
         limit: most tokens of a quotation.
+
+    Attributes:
+        told: the service was sent something.
     """
 
     def __init__(
@@ -62,39 +65,24 @@ class Transcript:
     ) -> None:
         self.ids: list[int] = []
         self.copies: list[Range] = []  # of quotations: what they say is kept where it was first said
-        self.evicted = 0
+        self.told = False
         self._plain, self._client, self._config = plain, client, config
         self.session_id, self._limit = session_id, limit
-        self._left: list[np.ndarray] = []
 
-    def note(self, positions: np.ndarray) -> None:
-        """Tokens at these positions, int64 [N], have left the cache."""
-        if len(positions):
-            self._left.append(positions)
-            self.evicted += len(positions)
-
-    def write(self) -> None:
-        """Send the text of what has left to the service."""
-        if not self._left or self._client is None:
+    def tell(self, positions: np.ndarray) -> None:
+        """Tokens at these positions, int64 [N], have left the cache: send their text to the service."""
+        if not len(positions) or self._client is None:
             return
-        positions = np.concatenate(self._left)
-        self._left = []
         for start, stop in self.copies:
             positions = positions[(positions < start) | (positions >= stop)]
         self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode))
-
-    def rewrite(self, live: np.ndarray) -> None:
-        """Send the text of all that is not live, as to a service that never saw it."""
-        gone = np.setdiff1d(np.arange(len(self.ids)), live)
-        self._left = [gone]
-        self.evicted = len(gone)
-        self.write()
+        self.told = True
 
     def recall(self, query: str, live: np.ndarray) -> Rehydration:
         """What a question needs of that which left, within the limit; nothing where the service does not answer."""
-        if self._client is None or not self.evicted or not query.strip():
+        if self._client is None or not self.told or not query.strip():
             return NOTHING
-        limit = min(self._limit, max(LEAST_QUOTATION, int(_SHARE * self.evicted)))
+        limit = min(self._limit, max(LEAST_QUOTATION, int(_SHARE * (len(self.ids) - len(live)))))
         still = runs(live)
         found = self._client.retrieve(
             self.session_id,

@@ -201,8 +201,7 @@ class Sessions:
         transcript.read(new, turn.rehydration, turn.at)
         sequence = sequence_in(left.caches)
         if sequence is not None:
-            transcript.note(sequence.take_departed())
-        transcript.write()
+            transcript.tell(sequence.take_departed())
         kept.transcript, kept.caches, kept.options = transcript, left.caches, turn.options
         kept.heard = None if answer is None else [*turn.messages, answer]
         self._measure()
@@ -259,7 +258,7 @@ class Sessions:
         return Transcript(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation)
 
     def _discard(self, transcript: Transcript) -> None:
-        if self._client is not None and transcript.evicted:
+        if self._client is not None and transcript.told:
             self._forgotten.append(transcript.session_id)
 
     def _waiting(self) -> int:
