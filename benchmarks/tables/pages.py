@@ -4,7 +4,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.tables import conditioned, eviction, formats, golden, quality, real_models, recall, rescue, rooms, speed
+from benchmarks.tables import (
+    conditioned,
+    eviction,
+    formats,
+    golden,
+    published,
+    quality,
+    real_models,
+    recall,
+    rescue,
+    rooms,
+    speed,
+)
 from benchmarks.tables.markdown import Table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +32,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **rescue.TABLES,
     **speed.TABLES,
     **golden.TABLES,
+    **published.TABLES,
 }
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
