@@ -48,6 +48,8 @@ def test_spans_are_sentences():
         "that goes on here.",
         " No. Yes! And so on",
     ]
+    (alone,) = make_spans(range(34), text := "A sentence that is long enough. So", "".join)
+    assert alone.text == text
 
 
 def test_long_sentences_are_cut():
