@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PAGE = HERE / "README.md"
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "results")
-HUNG_S = 900  # a mutant that makes the tests wait for so long is caught too
+HUNG_S = 300  # a mutant that makes the tests wait for so long is caught too
 TITLE = "# Mutants\n\nEach row is a fault that was put into a copy of the tree, and the first test that failed of it.\n"
 RUN = "Made by `python benchmarks/mutants/run.py`; the faults stand in `tables/`.\n"
 
