@@ -34,9 +34,12 @@ def computing() -> list[str]:
     return [platform.machine(), str(mx.default_device()), str(mx.device_info().get("device_name")), impl.current(), cut]
 
 
-def root(model: Any, plan: Plan) -> bytes:
-    """What the keys of all prompts begin with that this model reads in caches of this plan. Reads all weights."""
-    digest = hashlib.sha256(exact_fingerprint(model).encode())
+def root(model: Any, plan: Plan, salt: str = "") -> bytes:
+    """What the keys of all prompts begin with that this model reads in caches of this plan. Reads all weights.
+
+    Who has another salt finds none of them.
+    """
+    digest = hashlib.sha256(exact_fingerprint(model).encode() + salt.encode())
     versions = (FORMAT, __version__, version("mlx"), version("mlx-lm"))
     stored = (plan.config.to_dict(), [layer.spec.to_dict() for layer in plan.layers], plan.classes)
     digest.update(json.dumps([computing(), versions, stored], sort_keys=True).encode())
@@ -46,17 +49,18 @@ def root(model: Any, plan: Plan) -> bytes:
     return digest.digest()
 
 
-def steps(begin: bytes, ids: list[int], size: int) -> list[Step]:
-    """The ends of the steps, of `size` tokens each but for the last, in which a prompt is read.
+def steps(begin: bytes, segments: list[list[int]], size: int) -> list[Step]:
+    """The ends of the steps in which a prompt is read: of `size` tokens each, but for the last of a segment.
 
     Args:
         begin: of `root`.
-        ids: tokens that are read in steps.
+        segments: tokens that are read in steps, cut where a step ends in any case.
         size: tokens of a step.
     """
-    found, digest = [], begin
-    for start in range(0, len(ids), size):
-        part = np.array(ids[start : start + size], "<i8")
-        digest = hashlib.sha256(digest + part.tobytes()).digest()
-        found.append(Step(start + len(part), digest.hex()))
+    found, digest, stop = [], begin, 0
+    for ids in segments:
+        for start in range(0, len(ids), size):
+            part = np.array(ids[start : start + size], "<i8")
+            digest, stop = hashlib.sha256(digest + part.tobytes()).digest(), stop + len(part)
+            found.append(Step(stop, digest.hex()))
     return found

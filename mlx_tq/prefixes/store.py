@@ -37,15 +37,25 @@ class PrefixStore:
         plan: of its caches.
         folder: of the records.
         warn: told, once, where nothing more can be stored.
+        salt: what is stored with another one is not found.
 
     Attributes:
         full: nothing more can be stored.
     """
 
-    def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None]) -> None:
+    def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
         self.plan, self.folder, self._warn = plan, folder, warn
-        self._root, self._computing = root(model, plan), computing()
+        self._root, self._computing = root(model, plan, salt), computing()
         self.full = False
+
+    def prompt(self, segments: list[list[int]], step: int) -> "StoredPrompt":
+        """A prompt, of which nothing was read yet.
+
+        Args:
+            segments: tokens that are read in steps, cut where a step ends in any case.
+            step: tokens of a step, counted from the beginning of its segment.
+        """
+        return StoredPrompt(self, steps(self._root, segments, step))
 
     @contextmanager
     def reading(self, caches: list[Any], ids: list[int], step: int) -> Iterator["Reading"]:
@@ -56,16 +66,17 @@ class PrefixStore:
             ids: tokens of the prompt that are read in steps; of mlx-lm all but the last.
             step: tokens of a step, counted from the prompt's first.
         """
-        reading = StoredReading(self, caches, steps(self._root, ids, step))
+        prompt = self.prompt([ids], step)
         try:
-            yield reading
+            caches[:] = prompt.restore() or caches
+            yield StoredReading(prompt, caches)
         finally:
-            reading.close()
+            prompt.close()
 
     @property
-    def serves(self) -> bool:
-        """More can be stored: there is room, and what computes is what it was."""
-        return not self.full and computing() == self._computing
+    def is_itself(self) -> bool:
+        """What computes is what it was: everything of the store fits."""
+        return computing() == self._computing
 
     def refused(self, error: OSError) -> None:
         """Store nothing more, and say so."""
@@ -97,22 +108,55 @@ class Reading:
 
 
 class StoredReading(Reading):
-    """A prompt that is read with a store."""
+    """A prompt that is read with a store, into these caches."""
 
-    def __init__(self, store: PrefixStore, caches: list[Any], ends: list[Step]) -> None:
-        self._store, self._folder, self._caches = store, store.folder, caches
-        self._ends = dict(ends)
+    def __init__(self, prompt: "StoredPrompt", caches: list[Any]) -> None:
+        self._prompt, self._caches = prompt, caches
+        self.restored = prompt.restored
+
+    def note(self, stop: int) -> None:
+        """Tokens before position `stop` have been read; they are stored if a step ended there."""
+        if self._prompt.wants(stop):
+            self._prompt.store(stop, self._caches)
+
+
+class StoredPrompt:
+    """The resume points of one prompt.
+
+    Args:
+        store: that has them.
+        ends: of the steps in which it is read.
+
+    Attributes:
+        restored: tokens that `restore` found.
+        reached: tokens before the last point that was restored or stored.
+    """
+
+    def __init__(self, store: PrefixStore, ends: list[Step]) -> None:
+        self._store, self._folder, self._ends = store, store.folder, dict(ends)
         self._blocks: list[str] = []  # names of those that are stored
         self._points: list[str] = []  # likewise, of this prompt
-        for end in reversed(ends):
-            if self._restore(end):
-                break
+        self.restored = self.reached = 0
 
-    def _restore(self, end: Step) -> bool:
-        """Take over a resume point, if it is there."""
-        data = self._folder.read(POINTS, end.key)
+    @property
+    def found(self) -> int:
+        """Tokens before the last point that the folder has, whole or damaged."""
+        return next((stop for stop in reversed(self._ends) if self._folder.holds(POINTS, self._ends[stop])), 0)
+
+    def restore(self) -> list[Any] | None:
+        """The caches of the last point that can be used; None where there is none."""
+        if self._store.is_itself:
+            for stop in reversed(self._ends):
+                caches = self._caches_of(self._ends[stop])
+                if caches is not None:
+                    self.restored = self.reached = stop
+                    return caches
+        return None
+
+    def _caches_of(self, key: str) -> list[Any] | None:
+        data = self._folder.read(POINTS, key)
         if data is None:
-            return False
+            return None
         names: list[str] = []
 
         def read(name: str) -> bytes | None:
@@ -124,30 +168,32 @@ class StoredReading(Reading):
         except CacheFormatError:
             found = None
         if found is None:
-            self._folder.remove(POINTS, end.key)
-            return False
+            self._folder.remove(POINTS, key)
+            return None
         sequence = sequence_in(found)
         for number, calibrator in (sequence.calibrators if sequence else {}).items():
             calibrator.rope = self._store.plan.layers[number].rope  # which no file has
-        self._caches[:] = found
-        self.restored, self._blocks = end.stop, names
-        self._points.append(end.key)
-        return True
+        self._blocks, self._points = names, [key]
+        return found
 
-    def note(self, stop: int) -> None:
-        """Tokens before position `stop` have been read; they are stored if a step ended there."""
-        key = self._ends.get(stop)
-        if key is None or stop <= self.restored or not self._store.serves or not self._is_pure(stop):
+    def wants(self, stop: int) -> bool:
+        """Whether caches of the tokens before position `stop` can be stored: a step ends there, not stored yet."""
+        return stop in self._ends and stop > self.reached and not self._store.full and self._store.is_itself
+
+    def store(self, stop: int, caches: list[Any]) -> None:
+        """Store caches of the tokens before position `stop`, unless they hold other rows or fewer."""
+        if not _is_pure(caches, stop):
             return
         try:
             with self._folder.writing() as may:
                 if may:
-                    self._write(key)
+                    self._write(self._ends[stop], caches)
+                    self.reached = stop
         except OSError as error:
             self._store.refused(error)
 
-    def _write(self, key: str) -> None:
-        point = Point(self._caches)
+    def _write(self, key: str, caches: list[Any]) -> None:
+        point = Point(caches)
         for data in point.new_blocks(len(self._blocks)):
             name = block_name(data)
             self._folder.write(BLOCKS, name, data)
@@ -155,14 +201,15 @@ class StoredReading(Reading):
         self._folder.write(POINTS, key, point.to_bytes_without(self._blocks))
         self._points.append(key)
 
-    def _is_pure(self, stop: int) -> bool:
-        """The caches hold these tokens, all of them and nothing else: none has left, and none came back."""
-        sequence = sequence_in(self._caches)
-        untouched = sequence is None or not (sequence.stats.rounds or sequence.archived or sequence.held)
-        return untouched and tokens_seen(self._caches) == stop
-
     def close(self) -> None:
-        """The answer is complete: wait for the disk, once. Blocks count as used after the points that name them."""
+        """The prompt is read: wait for the disk, once. Blocks count as used after the points that name them."""
         self._folder.use([*((POINTS, key) for key in self._points), *((BLOCKS, name) for name in self._blocks)])
         if self._points and not self._store.full:
             self._folder.settle(POINTS, self._points[-1])
+
+
+def _is_pure(caches: list[Any], stop: int) -> bool:
+    """The caches hold the tokens before `stop`, all and nothing else: none has left, and none came back."""
+    sequence = sequence_in(caches)
+    untouched = sequence is None or not (sequence.stats.rounds or sequence.archived or sequence.held)
+    return untouched and tokens_seen(caches) == stop

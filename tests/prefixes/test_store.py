@@ -81,7 +81,7 @@ def test_a_damaged_record_is_a_miss_and_goes(tmp_path):
     plain = answer(LLAMA, SMALL, tokens(LENGTH))
     for kind, restored in ((POINTS, 400), (BLOCKS, 0)):
         answer(LLAMA, SMALL, tokens(LENGTH), tmp_path)
-        names = steps(root(LLAMA, plan_caches(LLAMA, SMALL)), tokens(LENGTH)[:-1], 200)
+        names = steps(root(LLAMA, plan_caches(LLAMA, SMALL)), [tokens(LENGTH)[:-1]], 200)
         path = tmp_path / POINTS / names[-1].key if kind == POINTS else next((tmp_path / BLOCKS).iterdir())
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 4
@@ -126,15 +126,15 @@ def test_what_another_implementation_reads_is_not_stored(tmp_path):
 def test_another_model_configuration_or_step_finds_nothing():
     plan = plan_caches(LLAMA, SMALL)
     ids = tokens(300)
-    keys = {step.key for step in steps(root(LLAMA, plan), ids, 100)}
+    keys = {step.key for step in steps(root(LLAMA, plan), [ids], 100)}
     tuned, turned = build("llama"), build("llama")
     weight = tuned.model.layers[0].mlp.up_proj.weight
     weight[3, 5] += 1e-3
     turned.model.layers[1].self_attn.rope.base *= 2
     for model in (tuned, turned):
         assert exact_fingerprint(model) != exact_fingerprint(LLAMA)
-        assert not keys & {step.key for step in steps(root(model, plan), ids, 100)}
+        assert not keys & {step.key for step in steps(root(model, plan), [ids], 100)}
     for other in (replace(SMALL, seed=1), replace(SMALL, window=64)):
-        assert not keys & {step.key for step in steps(root(LLAMA, plan_caches(LLAMA, other)), ids, 100)}
-    assert not keys & {step.key for step in steps(root(LLAMA, plan), ids, 150)}
-    assert len(keys & {step.key for step in steps(root(LLAMA, plan), [*ids[:250], 7], 100)}) == 2
+        assert not keys & {step.key for step in steps(root(LLAMA, plan_caches(LLAMA, other)), [ids], 100)}
+    assert not keys & {step.key for step in steps(root(LLAMA, plan), [ids], 150)}
+    assert len(keys & {step.key for step in steps(root(LLAMA, plan), [[*ids[:250], 7]], 100)}) == 2
