@@ -8,6 +8,7 @@ import sys
 from mlx_tq.commands.args import KEY_VARIABLE, config_from_args
 from mlx_tq.commands.frame import DONE
 from mlx_tq.commands.preflight import check_arguments
+from mlx_tq.commands.stores import chosen_store
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.log_limit import LogLimit
 
@@ -35,11 +36,14 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if not key and not guard.is_loopback(args.host):
         raise ConfigError(f"others can reach {args.host}: set {KEY_VARIABLE} to a key that clients must send.")
+    folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [])
+    if folder is None and args.kv_store_share:
+        raise ConfigError("--kv-store-share is given, but nothing is stored: add --kv-store auto, or drop it.")
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])
     with process.listen(args.host, args.port) as listener:
-        process.serve(args, key, listener)
+        process.serve(args, key, folder, listener)
     return DONE
 
 

@@ -18,12 +18,14 @@ from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import question_of, ready_to_recall, recall, release
 from mlx_tq.errors import CacheFormatError, MlxTqError
 from mlx_tq.policies.selection import PositionRange
+from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.jobs import Event, Failed, Job, Left, Piece, Progress, Started
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.prefixes import close, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, choices_of, rest_of
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Engine:
         limits: see `EngineLimits`.
         metrics: counts what happens.
         kept: what else takes memory.
+        store: of prefixes, of the same plan.
     """
 
     def __init__(
@@ -89,9 +92,10 @@ class Engine:
         limits: EngineLimits,
         metrics: Metrics,
         kept: Kept | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
-        self._limits, self._metrics, self._kept = limits, metrics, kept
+        self._limits, self._metrics, self._kept, self._store = limits, metrics, kept, store
         self._waiting: deque[Job] = deque()
         self._changed = Condition()  # guards what is waiting and whether to stop
         self._stopping = False
@@ -229,13 +233,17 @@ class Engine:
         return sum(self._plan.nbytes(job.tokens) + job.kept_nbytes for job in jobs) if self._plan else 0
 
     def _admit(self, job: Job) -> None:
-        caches, cached = self._caches_for(job)
+        question: list[int] = []
+        if self._plan is not None and self._plan.recalls:
+            question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
+        caches, cached, stored = self._caches_for(job, max(1, len(question)))
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
-        running = Running(job, cached, kinds, self._tokenizer.detokenizer)
-        if self._plan is not None and self._plan.recalls:
-            document, running.question = question_of(self._tokenizer, segments[-1])
+        running = Running(job, cached, kinds, self._tokenizer.detokenizer, stored)
+        if question:
+            running.question = question[-len(segments[-1]) :]
+            document = segments[-1][: -len(running.question)]
             running.divided = bool(document)
             segments[-1:] = [part for part in (document, running.question) if part]
             if len(segments) == 1:
@@ -244,6 +252,7 @@ class Engine:
         self._outbox.append((job, Started(cached)))
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
+        self._metrics.restored_tokens.inc(0 if stored is None else cached)
         if self._limits.memory is not None:
             reserved = self._reserved([running.job for running in self._running.values()])
             room = self._limits.memory - reserved
@@ -284,12 +293,23 @@ class Engine:
         question = running.question
         self._insert(running, [question], self._recalled(running, caches), tokens)
 
-    def _caches_for(self, job: Job) -> tuple[list[Any] | None, int]:
-        """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them."""
-        if job.start is None or job.start.caches is None:
-            return self._fetch(job.prompt.ids)
-        _hold(job.start.caches, job.start.held)
-        return job.start.caches, job.start.cached
+    def _caches_for(self, job: Job, unstored: int) -> tuple[list[Any] | None, int, StoredPrompt | None]:
+        """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
+
+        With the prompt in the store, where it was restored or is to be stored, but for its last `unstored` tokens.
+        """
+        if job.start is not None and job.start.caches is not None:
+            _hold(job.start.caches, job.start.held)
+            return job.start.caches, job.start.cached, None
+        caches, cached = self._fetch(job.prompt.ids)
+        if self._store is None:
+            return caches, cached, None
+        step = self._limits.prefill_step_size
+        stored = stored_prompt(self._store, job.prompt.segments, unstored, step, cached)
+        if stored is None:
+            return caches, cached, None
+        caches = stored.restore()
+        return caches, stored.restored, stored
 
     def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
         """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
@@ -340,7 +360,8 @@ class Engine:
         for response in responses:
             running = self._running[response.uid]
             done, total = response.progress
-            running.prefilled = len(running.job.prompt.ids) - total + done
+            before, running.prefilled = running.prefilled, len(running.job.prompt.ids) - total + done
+            self._metrics.read_tokens.inc(running.prefilled - before)
             self._outbox.append((running.job, Progress(done, total)))
             asks = running.question and total - done == len(running.question)
             if asks:
@@ -352,16 +373,26 @@ class Engine:
                 and not (asks and running.divided)
             ):
                 ended.append(response.uid)
+        self._store_points([response.uid for response in responses])
         for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
             self._keep(tokens, caches, self._running[uid].kinds.pop())
         for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
             self._ask(uid, caches, tokens)
+
+    def _store_points(self, uids: list[int]) -> None:
+        """Store what jobs have read, where a step ended that is worth it."""
+        for uid in uids:
+            running = self._running[uid]
+            if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
+                caches, _ = self._batch.extract_cache([uid])[uid]
+                running.stored.store(running.prefilled, caches)
 
     def _after_generating(self, responses: list[Any]) -> None:
         stopped = []
         for response in responses:
             running = self._running[response.uid]
             running.generated += 1
+            _close(running)
             finish = response.finish_reason
             if running.generated == 1 and math.isnan(response.logprobs[response.token].item()):
                 raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
@@ -381,7 +412,9 @@ class Engine:
         if not uids:
             return
         for uid, (caches, tokens) in self._batch.remove(uids, return_prompt_caches=True).items():
-            job = self._running.pop(uid).job
+            running = self._running.pop(uid)
+            _close(running)
+            job = running.job
             if job.start is not None and job.cancelled:  # half an answer; the session stays as it was before
                 self._outbox.append((job, Left()))
             elif tokens:
@@ -411,6 +444,13 @@ def _deliver(events: list[tuple[Job, Event | Left]]) -> None:
             job.left.put_nowait(event)
         else:
             job.events.put_nowait(event)
+
+
+def _close(running: Running) -> None:
+    """No more of a job's prompt is stored."""
+    if running.stored is not None:
+        close(running.stored)
+        running.stored = None
 
 
 def _hold(caches: list[Any], span: PositionRange | None) -> None:

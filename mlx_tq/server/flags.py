@@ -69,7 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="bytes of all caches, such as 4GB (default: the free memory)",
     )
+    add(
+        "--kv-store-share",
+        action="store_true",
+        help="servers with another API key find what this one stores, and the other way round",
+    )
     add("--sessions", type=int, default=16, metavar="N", help="sessions that are kept for their next request")
-    add_cache_arguments(parser, recall=True)
+    add_cache_arguments(parser, recall=True, store=True)
     add_rescue_arguments(parser)
     return parser

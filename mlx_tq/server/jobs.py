@@ -12,7 +12,7 @@ from mlx_tq.server.sampling import Sampler
 
 @dataclass(frozen=True)
 class Started:
-    """The job left the queue; so many tokens of its prompt were in the prompt cache."""
+    """The job left the queue; so many tokens of its prompt were in memory or in the store of prefixes."""
 
     cached: int
 

@@ -1,6 +1,7 @@
 """The process around the application: its socket, its model, its end."""
 
 import argparse
+import logging
 import signal
 import socket
 import sys
@@ -17,6 +18,8 @@ from mlx_tq.commands.preflight import free_memory
 from mlx_tq.commands.screen import console, show_plan
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import EMBEDDED
+from mlx_tq.prefixes.folder import Folder
+from mlx_tq.prefixes.store import PrefixStore
 from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import plan_caches
@@ -26,9 +29,12 @@ from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine, EngineLimits
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.prefixes import salt_of
 from mlx_tq.server.sampling import Sampling
 from mlx_tq.server.service import Service
 from mlx_tq.server.sessions import Sessions
+
+log = logging.getLogger(__name__)
 
 _GRACE_S = 5
 _CONNECTIONS = 512  # or four for each request that may wait or run, where these are more
@@ -47,18 +53,19 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
 
 
-def serve(args: argparse.Namespace, key: str | None, listener: socket.socket) -> None:
+def serve(args: argparse.Namespace, key: str | None, folder: Folder | None, listener: socket.socket) -> None:
     """Load the model and serve it until a signal comes.
 
     Args:
         args: the flags.
         key: that clients must send, or None.
+        folder: of the store of prefixes, or None.
         listener: where they come in.
 
     Raises:
         MlxTqError: whatever stands in the way.
     """
-    service = _service(args)
+    service = _service(args, folder, salt_of(key, shared=args.kv_store_share))
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -88,7 +95,7 @@ def serve(args: argparse.Namespace, key: str | None, listener: socket.socket) ->
         service.sessions.close()
 
 
-def _service(args: argparse.Namespace) -> Service:
+def _service(args: argparse.Namespace, folder: Folder | None, salt: str) -> Service:
     config, rescue = config_from_args(args), rescue_from_args(args, default=OFF)
     if rescue.service != OFF:
         config = with_blocks(config, args)
@@ -103,6 +110,7 @@ def _service(args: argparse.Namespace) -> Service:
     metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
     client = None if rescue.service == OFF else RescueClient(open_service(rescue.service))
     sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
+    store = None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
     limits = EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
@@ -118,7 +126,7 @@ def _service(args: argparse.Namespace) -> Service:
         tokenizer=tokenizer,
         conversations=conversations,
         sessions=sessions,
-        engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions),
+        engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions, store),
         metrics=metrics,
         sampling=Sampling(args.temp, args.top_p, args.top_k, args.min_p),
         max_tokens=args.max_tokens,

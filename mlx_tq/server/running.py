@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
 
+from mlx_tq.prefixes.store import StoredPrompt
 from mlx_tq.server.jobs import Choice, Job
 
 
@@ -16,10 +17,13 @@ class Running:
         question: the last tokens of the prompt, if rows may come back before these are read.
         divided: the last segment was cut before the question.
         prefilled, generated: tokens that were read and said.
+        stored: the prompt in the store of prefixes, while it is read.
     """
 
-    def __init__(self, job: Job, cached: int, kinds: list[str], detokenizer: Any) -> None:
-        self.job = job
+    def __init__(
+        self, job: Job, cached: int, kinds: list[str], detokenizer: Any, stored: StoredPrompt | None = None
+    ) -> None:
+        self.job, self.stored = job, stored
         self.kinds = kinds[::-1]
         self.question: list[int] = []
         self.divided = False

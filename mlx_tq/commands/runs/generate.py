@@ -13,7 +13,6 @@ import mlx.core as mx
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.commands.args import STORE, option_value
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
@@ -31,7 +30,7 @@ from mlx_tq.models import load_with_config
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO
 from mlx_tq.prefixes.folder import Folder
-from mlx_tq.prefixes.store import OFF, PrefixStore, reading
+from mlx_tq.prefixes.store import PrefixStore, reading
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import compressed_caches
@@ -132,11 +131,7 @@ def _store_folder(args: argparse.Namespace) -> Folder | None:
     others = [flag for flag in _UNSTORED if getattr(args, flag.removeprefix("--").replace("-", "_"))]
     if chosen_config(args).is_off:
         others.append("mlx-lm's own caches")
-    if not others:
-        return chosen_store(args)
-    if option_value(args, STORE, {}) not in (None, OFF):
-        raise ConfigError(f"--kv-store cannot be combined with {others[0]}. Drop one of the two.")
-    return None
+    return chosen_store(args, others)
 
 
 def _add_eos_tokens(tokenizer: Any, tokens: list[str]) -> None:

@@ -1,0 +1,51 @@
+"""Which prompts the engine restores from the store of prefixes and stores there, and which it leaves to its memory."""
+
+import hashlib
+from threading import Thread
+
+from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
+
+# Seconds of restoring a token, in those of reading it, at most: a measured bound, see docs/measurements/speed.md.
+_RESTORING = 0.05
+# So much longer may a prompt take to its first token where that lets it be stored.
+_LONGER = 1 / 8
+# Tokens behind a point that are sooner read than stored.
+_FEW = 32
+
+
+def salt_of(key: str | None, *, shared: bool) -> str:
+    """What the store's keys depend on besides the prompt: who has another API key finds nothing, unless it is shared.
+
+    Prompts of batches are apart from those that are read alone: another batch sums in another order.
+    """
+    own = "" if shared or not key else hashlib.sha256(key.encode()).hexdigest()
+    return f"server {own}"
+
+
+def stored_prompt(
+    store: PrefixStore, segments: list[list[int]], unstored: int, step: int, kept: int
+) -> StoredPrompt | None:
+    """A prompt to restore and store; None where it should rather go on from the caches that memory has.
+
+    From memory a prompt goes on anywhere, so its steps are no longer those of others, and nothing of it is stored.
+
+    Args:
+        store: of prefixes.
+        segments: of the prompt; each begins a step.
+        unstored: tokens at the prompt's end that are not read in steps.
+        step: tokens of a step, at most.
+        kept: tokens that memory has.
+    """
+    prompt = store.prompt([*segments[:-1], segments[-1][:-unstored]], step)
+    length, found = sum(map(len, segments)), prompt.found
+    return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
+
+
+def is_worth_storing(prompt: StoredPrompt, stop: int) -> bool:
+    """The tokens before position `stop` have been read, and there is a point to store."""
+    return stop - prompt.reached >= _FEW and prompt.wants(stop)
+
+
+def close(prompt: StoredPrompt) -> None:
+    """The prompt is read. The disk may take its time: no answer waits for it."""
+    Thread(target=prompt.close, name="store").start()
