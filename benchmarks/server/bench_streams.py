@@ -57,11 +57,10 @@ class Figure:
 
 
 @contextmanager
-def serving(profile, concurrency):
+def serving(*flags):
     """The URL of a server of its own."""
-    flags = ["--port", "0", "--kv-profile", profile, "--decode-concurrency", str(concurrency)]
     with tempfile.NamedTemporaryFile("r+") as log:
-        command = [sys.executable, "-m", "mlx_tq", "server", *flags, "--log-level", "WARNING"]
+        command = [sys.executable, "-m", "mlx_tq", "server", "--port", "0", "--log-level", "WARNING", *map(str, flags)]
         process = subprocess.Popen(command, stderr=log)
         try:
             while not (found := re.search(r"listening on (\S+)", Path(log.name).read_text())):
@@ -158,7 +157,7 @@ def main():
     figures = []
     hot = args.prefix == "hot"
     own = texts(1 if hot else sum(args.streams), args.prompt_tokens)
-    with serving(args.profile, max(args.streams)) as url:
+    with serving("--kv-profile", args.profile, "--decode-concurrency", max(args.streams)) as url:
         for count in args.streams:
             if hot:
                 prompts = [[*own[0][:-4], 50 + place, 51, 52, 53] for place in range(count)]

@@ -44,6 +44,30 @@ def streams() -> Table:
     return Table("server_streams.json", about["command"], machine(about), [*columns, "KV, GB", "fp16, GB"], rows)
 
 
+def store() -> Table:
+    """The server's store of prefixes: the first token of a request whose beginning was read before."""
+    about = report("server_store.json")
+    names = {
+        "read": "no store: all is read",
+        "stored": "all is read and stored",
+        "restored": "restored after a restart",
+        "restored cold": "restored after a restart, page cache dropped",
+    }
+    read = next(f["median"] for f in about["figures"] if f["arm"] == "read")
+    rows = [
+        [
+            names[f["arm"]],
+            f"{f['cached_tokens']:,} of {f['prompt_tokens']:,}",
+            f"{f['median']:.2f} ({min(f['seconds']):.2f} to {max(f['seconds']):.2f})",
+            f"{100 * f['median'] / read:.1f} %",
+        ]
+        for f in about["figures"]
+    ]
+    columns = ["request", "tokens restored", "first token, s", "of reading"]
+    model = f"{about['model']}, float32, {about['environment']['blas']}"
+    return Table("server_store.json", about["command"], machine(about), columns, rows, model=model)
+
+
 def counted() -> Table:
     """What each kernel does for a packed token."""
     about = report("kernels_counted.json")
@@ -139,6 +163,7 @@ def batch() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode,
     "streams": streams,
+    "store": store,
     "kernels_counted": counted,
     "kernels_short": short,
     "kernels_archived": archived,

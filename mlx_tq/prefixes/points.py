@@ -29,9 +29,14 @@ _MEANS = ROWS // MEAN_TOKENS  # of keys, in a block
 _KEYS, _VALUES, _BODY, _ABOUT, _MEAN = "0", "1", "2", "8", "11.2"
 
 
-def block_name(data: bytes) -> str:
-    """What a block is called: 64 hex digits of its content."""
-    return hashlib.sha256(data).hexdigest()
+def block_name(data: bytes, begin: bytes = b"") -> str:
+    """What a block is called: 64 hex digits of its content, and of what the keys of its points begin with.
+
+    So it takes no longer to store what another API key's clients have not sent.
+    """
+    digest = hashlib.sha256(begin)
+    digest.update(data)
+    return digest.hexdigest()
 
 
 class Point:

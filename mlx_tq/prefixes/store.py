@@ -40,12 +40,13 @@ class PrefixStore:
         salt: what is stored with another one is not found.
 
     Attributes:
+        root: what all keys of its prompts begin with.
         full: nothing more can be stored.
     """
 
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
         self.plan, self.folder, self._warn = plan, folder, warn
-        self._root, self._computing = root(model, plan, salt), computing()
+        self.root, self._computing = root(model, plan, salt), computing()
         self.full = False
 
     def prompt(self, segments: list[list[int]], step: int) -> "StoredPrompt":
@@ -55,7 +56,7 @@ class PrefixStore:
             segments: tokens that are read in steps, cut where a step ends in any case.
             step: tokens of a step, counted from the beginning of its segment.
         """
-        return StoredPrompt(self, steps(self._root, segments, step))
+        return StoredPrompt(self, steps(self.root, segments, step))
 
     @contextmanager
     def reading(self, caches: list[Any], ids: list[int], step: int) -> Iterator["Reading"]:
@@ -195,7 +196,7 @@ class StoredPrompt:
     def _write(self, key: str, caches: list[Any]) -> None:
         point = Point(caches)
         for data in point.new_blocks(len(self._blocks)):
-            name = block_name(data)
+            name = block_name(data, self._store.root)
             self._folder.write(BLOCKS, name, data)
             self._blocks.append(name)
         self._folder.write(POINTS, key, point.to_bytes_without(self._blocks))

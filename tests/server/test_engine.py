@@ -8,62 +8,18 @@ import mlx.core as mx
 import pytest
 from commands.tools import facts
 from contract.spies import watch
-from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.config import PROFILES, KVConfig, profile
+from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.server.conversation import Prompt
-from mlx_tq.server.engine import Engine, EngineLimits
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.jobs import Failed, Job, Left, Piece, Started
-from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.jobs import Job, Left, Piece, Started
 
-CONFIG = profile("small", prefix=16, window=32)
-LIMITS = {
-    "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_size": 4,
-    "prompt_cache_bytes": 2**40, "memory": None,
-}  # fmt: skip
-GREEDY = make_sampler(0.0)
-
-
-def make_engine(loaded, config=CONFIG, **limits):
-    model, tokenizer = loaded
-    plan = None if config.is_off else plan_caches(model, config)
-    return Engine(model, tokenizer, config, plan, EngineLimits(**{**LIMITS, **limits}), Metrics())
-
-
-def make_job(length, max_tokens=4, seed=1, sampler=GREEDY):
-    ids = [(7 * i * i + seed * i) % 4000 + 50 for i in range(length)]
-    return Job(Prompt(ids, [ids], ["assistant"]), max_tokens, sampler, [])
-
-
-async def outcome(job):
-    """All events up to the last."""
-    events = []
-    while not events or not (isinstance(events[-1], Failed) or getattr(events[-1], "finish", None)):
-        events.append(await asyncio.wait_for(job.events.get(), 300))
-    return events
-
-
-def serve(engine, jobs, then=None):
-    """The events of jobs that were all there before the engine began, and of what `then` does."""
-
-    async def main():
-        with engine._changed:  # the thread waits until all are in the queue
-            engine.start(asyncio.get_running_loop())
-            for job in jobs:
-                engine.submit(job)
-        events = await asyncio.gather(*map(outcome, jobs))
-        return events if then is None else (events, await then())
-
-    try:
-        return asyncio.run(main())
-    finally:
-        engine.join(30)
+from .engines import CONFIG, GREEDY, make_engine, make_job, outcome, serve
 
 
 def gauge(engine, name):
