@@ -19,7 +19,7 @@ from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.jobs import Job, Left, Piece, Started
 
-from .engines import CONFIG, GREEDY, make_engine, make_job, outcome, serve
+from .engines import CONFIG, GREEDY, LIMITS, make_engine, make_job, outcome, serve
 
 
 def gauge(engine, name):

@@ -78,7 +78,7 @@ def test_batches_go_on_where_other_batches_have_read(model, loaded, store, tmp_p
 
 def test_the_question_is_read_over_what_is_restored(loaded, store):
     """With recall the document is stored, and not the question behind it."""
-    tokenizer, said = loaded[1], [{"role": "user", "content": question(18, 593_847)}]
+    tokenizer, said = loaded[1], [{"role": "user", "content": question(20, 593_847)}]
     ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
     document, _ = question_of(tokenizer, ids)
     evict = EvictConfig("recency:granularity=16:trigger=32", 2000, recall=96)
