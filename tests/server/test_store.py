@@ -213,6 +213,16 @@ def test_another_server_on_the_folder(first, second, server):
     assert metrics["mlx_tq_read_tokens_total"] == asked - restored
 
 
+def test_two_servers_write_at_once(first, second, server):
+    """Who finds the folder in use stores later, or not; nobody waits for it."""
+    texts = [f"Page {number}.\n{question(number, 500_000 + number)}" for number in (11, 13)]
+    asked = [(each, text) for each in (first, second) for text in texts]
+    said = together([lambda each=each, text=text: each.chat(text) for each, text in asked])
+    plain = [server.chat(text).choices[0].message.content for text in texts]
+    assert [answer.choices[0].message.content for answer in said] == 2 * plain
+    assert not {word for each in (first, second) for word in ("Traceback", "WARNING") if word in each.log()}
+
+
 def test_a_session_begins_where_another_servers_did(first, second):
     options = {"extra_headers": {"X-Session-Id": "a"}, "max_tokens": 12}
     said = "Weights and coins.\n" + question(13, 274_650)
