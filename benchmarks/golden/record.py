@@ -136,7 +136,8 @@ class Runs:
             return self._lines(text)
 
     def _lines(self, text: str) -> list[str]:
-        text = text.replace(str(self._tmp), "{tmp}").replace(str(self._folder), "{folder}")
+        for folder, name in ((self._tmp, "{tmp}"), (self._folder, "{folder}"), (ROOT, "{root}")):
+            text = text.replace(str(folder), name)
         for pattern, mask in _MASKS:
             text = re.sub(pattern, mask, text)
         return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_FIRST_RUN)]
