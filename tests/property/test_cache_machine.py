@@ -308,7 +308,7 @@ TestCacheMachineAtLength = pytest.mark.full(histories(60))
 def test_a_trim_past_a_round_is_refused_and_changes_nothing(condition):
     """Histories by chance seldom trim so deep after a round."""
     state = CacheMachine()
-    state.start(key="q8", kind="evicts", value="tq4", prefix=1, window=1, condition=condition)
+    state.start(key="q8", kind="evicts", value="tq4", prefix=1, window=31, condition=condition)
     state.append_many(count=70, times=3)
     state.append_many(count=1, times=1)  # a pass begins with the round
     assert state.model.gone
