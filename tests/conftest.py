@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from mlx_tq.models import load
 
@@ -15,7 +15,8 @@ from mlx_tq.models import load
 def pytest_configure():
     """Ctrl-C works also in the background of a shell that ignores it; and no property fails of a busy machine."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("tests", deadline=None)
+    phases = [phase for phase in Phase if phase is not Phase.shrink or "NO_SHRINKING" not in os.environ]
+    settings.register_profile("tests", deadline=None, phases=phases)
     settings.load_profile("tests")
 
 

@@ -69,7 +69,7 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Outcome:
     began = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not full", *tests]
     # Plugins that the tests do not need take most of a start, and a start is most of a mutant.
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "NO_SHRINKING": "1"}
     try:
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=HUNG_S)
     except subprocess.TimeoutExpired:
