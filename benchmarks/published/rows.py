@@ -6,7 +6,7 @@ the formats of the package, so a row changes when they do.
 
 from typing import NamedTuple
 
-from benchmarks.tables.eviction import HYBRID, ONCE, SWEEP, TEXT, find
+from benchmarks.tables.eviction import HYBRID, ONCE, SMOLLM2, SWEEP, TEXT, find
 from benchmarks.tables.markdown import Record, report
 from mlx_tq.codec.conditioning import MEAN_TOKENS
 from mlx_tq.codec.formats import get_format
@@ -86,6 +86,17 @@ def text(variant: str, share: float, **fields: object) -> str:
 def answers(variant: str, share: float, **fields: object) -> str:
     """Needle tokens alive, and answers found, after one round."""
     return _needles(find(SWEEP, {**ONCE, "variant": variant, "retention": share, **fields}))
+
+
+def smollm2(variant: str, share: float) -> str:
+    """The same on SmolLM2."""
+    return _needles(find(SMOLLM2, {"variant": variant, "retention": share, "kind": "multi", "length": 1000}))
+
+
+def smollm2_text(variant: str, share: float) -> str:
+    """Change of perplexity on SmolLM2."""
+    (found,) = find(SMOLLM2, {"text": "2 x 1000", "variant": variant, "retention": share})
+    return f"{found['delta']:+.1f} ± {found['delta_error']:.1f} %"
 
 
 def hybrid(variant: str, share: float) -> str:

@@ -16,6 +16,8 @@ from benchmarks.published.rows import (
     nbytes,
     pair,
     ratio,
+    smollm2,
+    smollm2_text,
     text,
 )
 from benchmarks.rescue.ramp_cells import outcome
@@ -29,7 +31,7 @@ _OPTIONS = at("eviction", "options", "quality_sweep.json")
 _COST = at("eviction", "cost", "evict_cost.json")
 _HYBRID = at("scores", "the-dims-that-rope-leaves-alone", "quality_sweep_hybrid.json")
 _KEYS = at("scores", "packed-keys", "evict_formats.json")
-_REAL = at("README", "three-models", "real_models.json")
+_REAL = at("README", "three-models", "quality_sweep_smollm2.json")
 _RAMP = at("rescue", "the-ramp", "rescue_ramp.json")
 _MINILM = at("rescue", "the-ramp", "rescue_ramp_minilm.json")
 _ROUNDS = "[Rounds](../how/rounds.md)"
@@ -41,8 +43,6 @@ def eviction() -> list[Row]:
     """What stays, what it costs, on which models."""
     cost = [row["percent"] for row in report("evict_cost.json")["rows"]]
     keys = {row["key"]: row for row in report("evict_formats.json")["rows"]}
-    policies = {row["policy"]: row for row in report("real_models.json")["eviction"]["rows"]}
-    itself, chance = policies["triattention, calibrated on the text itself"], policies["random"]
     unrotated = f"{POLICY}:score_unrotated_dims=on"
     stack = 512 / nbytes("q8", "tq4", conditioned=True) / 0.9
     often, seldom = (text(POLICY, 25, text="1 x 3000", trigger=trigger) for trigger in (32, 2048))
@@ -67,8 +67,8 @@ def eviction() -> list[Row]:
             "V3 at 90 %: perplexity",
             "+0.006 % (+0.31 % in another table), Qwen2.5-7B, 32K; -0.002 % at 64K",
             NOT_REACHED,
-            f"{text(POLICY, 90)}, with q8/tq4 keys and values, 1,000 tokens, the embedded model; a prototype on "
-            f"SmolLM2-135M {itself['perplexity']:+.1f} %",
+            f"{text(POLICY, 90)}, with q8/tq4 keys and values, 1,000 tokens, the embedded model; "
+            f"{smollm2_text(POLICY, 90)} on SmolLM2-135M",
             f"{_TEXT}; {_REAL}",
         ),
         Row("V1 at 90 %: perplexity", "+1.20 %", NOT_REACHED, text(_V1, 90), _TEXT),
@@ -111,8 +111,9 @@ def eviction() -> list[Row]:
         Row(
             "V3 beside chance on a real model, needle tokens alive at 90 %",
             "a control was run; no figure",
-            NOT_REACHED,
-            f"{itself['alive']['90']} %, at random {chance['alive']['90']} %: a prototype, SmolLM2-135M",
+            BUILT,
+            f"on SmolLM2-135M {smollm2('triattention', 90)}, learned from text alone {smollm2(POLICY, 90)}, at random "
+            f"{smollm2('random', 90)}",
             _REAL,
         ),
         Row(

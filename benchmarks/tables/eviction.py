@@ -9,10 +9,11 @@ from functools import cache, partial
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables.markdown import Record, Table, in_order, machine, report
+from benchmarks.tables.markdown import Record, Table, in_order, lines, machine, report
 
 SWEEP, HYBRID = "quality_sweep.json", "quality_sweep_hybrid.json"
 HYBRID_MODEL = "a hybrid of 3.65 million weights"
+SMOLLM2 = "quality_sweep_smollm2.json"
 # Policies as the records name them. *v1*, *v2* and *v3* are the modes in which TriAttention chooses the lowest.
 POLICY, STATS = "triattention:stats=text", "stats=questions.safetensors"
 QUESTIONS = f"triattention:{STATS}"
@@ -42,6 +43,15 @@ HYBRID_LABELS = {
     "triattention:stats=hybrid_questions.safetensors": "v3, questions, rotated dims alone",
     "random": "random",
 }
+SMOLLM2_LABELS = {
+    "triattention": "v3, questions and text (the default)",
+    POLICY: "v3, text",
+    "random": "random",
+}
+SMOLLM2_COMMAND = """python -m mlx_tq evaluate sweep --model smollm2 --dequantize --dtype float32 --kv-window 64 \\
+    --prefixes 32 --triggers 32 --warmup 256 --policies triattention,triattention:stats=text,random \\
+    --retentions 90,75,50 --max-tokens 24 --once --chunks 0 --kinds multi --depths middle --seeds 4 --lengths 1000
+# and in place of the last line's, for the text: --seeds 0 --chunks 2 --length 1000"""
 RETENTIONS = (95, 90, 85, 80, 75, 65, 50, 25, 10)
 FEW = (90, 75, 50)
 BLOCKS = (1, 8, 16, 32, 64)
@@ -167,6 +177,24 @@ def hybrid() -> Table:
     return _table("policy", rows, columns, source=HYBRID, command=command, model=HYBRID_MODEL)
 
 
+def smollm2() -> Table:
+    """Needles after one round, and text with rounds while it is read."""
+    once = {"kind": "multi", "length": 1000, "once": True}
+    columns = _columns(FEW, once, needles) | _columns(FEW, {"text": "2 x 1000"}, text, "text, ")
+    rows = {label: {"variant": name} for name, label in SMOLLM2_LABELS.items()}
+    return _table("policy", rows, columns, source=SMOLLM2, command=SMOLLM2_COMMAND, model="SmolLM2-135M-Instruct")
+
+
+def smollm2_in_short() -> str:
+    """The same without its command, for a guide."""
+    table = smollm2()
+    file = f"[{SMOLLM2}](../../benchmarks/results/{SMOLLM2})"
+    return (
+        f"*Tokens alive, answers found; then perplexity. {table.model}, 1,000 tokens, four codes; {file}.*\n\n"
+        + lines(table.columns, table.rows)
+    )
+
+
 def _rows(source: str, columns: dict[str, Callable[[Record], str]], keep: Callable[[Record], bool]) -> Table:
     about = report(source)
     rows = [[show(row) for show in columns.values()] for row in about["rows"] if keep(row)]
@@ -220,7 +248,7 @@ def oracle() -> Table:
     )
 
 
-TABLES: dict[str, Callable[[], Table]] = {
+TABLES: dict[str, Callable[[], Table | str]] = {
     "evict_needles": partial(by_retention, ONCE, RETENTIONS, needles, "needles sinks"),
     "evict_rounds": partial(by_retention, ROUNDS, FEW, needles, "rounds"),
     "evict_kinds": kinds,
@@ -233,6 +261,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "evict_prefixes": prefixes,
     "evict_triggers": triggers,
     "evict_hybrid": hybrid,
+    "evict_smollm2": smollm2,
+    "evict_smollm2_in_short": smollm2_in_short,
     "evict_cost": cost,
     "evict_formats": key_formats,
     "evict_oracle": oracle,

@@ -11,7 +11,6 @@ from benchmarks.tables import (
     golden,
     published,
     quality,
-    real_models,
     recall,
     rescue,
     rooms,
@@ -23,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLES: dict[str, Callable[[], Table | str]] = {
     **rooms.TABLES,
-    **real_models.TABLES,
     **quality.TABLES,
     **conditioned.TABLES,
     **formats.TABLES,
