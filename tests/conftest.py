@@ -34,6 +34,15 @@ def exact():
     return model, tokenizer
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """`mx.compile`, without which `make test` runs: mlx's CPU calls a C++ compiler for every graph, for minutes."""
+    mx.enable_compile()
+    yield
+    if "MLX_DISABLE_COMPILE" in os.environ:
+        mx.disable_compile()
+
+
 @pytest.fixture
 def popen():
     """`subprocess.Popen`, whose processes end with the test, also with one that failed."""

@@ -18,10 +18,18 @@ from cache.tools import (
     same_bits,
     uneven,
 )
+from mlx_tq.cache.gaps import Gaps
 
 KEYS, VALUES = uneven(260)
 WRONG = random_pair(100, seed=9)  # tokens that are trimmed again
 SPEC = make_spec("tq4", condition=True)
+
+
+def test_the_block_that_is_being_packed_keeps_its_mean():
+    """Although all of its tokens left: the next ones are packed less the same."""
+    gaps = Gaps(evicted=140, floor=160, kept=np.arange(20))
+    assert gaps.blocks(0, 160).tolist() == [0, 1]
+    assert gaps.blocks(0, 300).tolist() == [0, 1, 2]
 
 
 def test_weights_are_those_of_the_formula():

@@ -319,3 +319,15 @@ def test_a_trim_past_a_round_is_refused_and_changes_nothing(condition):
     state.append_a_few(count=9)
     state.equals_the_list()
     state.teardown()
+
+
+def test_means_leave_with_the_tokens_of_their_blocks():
+    """In a trim of whole blocks, and in rounds: the next tokens have means of their own."""
+    state = CacheMachine()
+    state.start(key="tq4", kind="plain", value="q8", prefix=0, window=0, condition=True)
+    state.append_many(count=100, times=3)
+    state.trim(count=200)
+    state.equals_the_list()
+    state.append_many(count=100, times=2)
+    state.equals_the_list()
+    state.teardown()
