@@ -14,7 +14,7 @@ workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-r
 # mlx's Linux wheel brings the reference BLAS, FAISS's brings OpenBLAS: float32 takes a quarter of the time with it.
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
 fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas) OMP_NUM_THREADS=1)
-pytest = $(fast_blas) $(BIN)/python -m pytest
+pytest = $(BIN)/python -m pytest $(workers)
 
 .PHONY: demo rescue smollm2 test test-kernels test-full check format bench browser minilm clean
 
@@ -32,14 +32,16 @@ rescue: $(VENV)/rescue
 
 # Without mx.compile but where it is tested: mlx's CPU calls a C++ compiler for every graph.
 test: $(VENV)/dev
-	MLX_DISABLE_COMPILE=1 $(pytest) $(workers) -m "not full" tests --ignore $(simulated)
+	MLX_DISABLE_COMPILE=1 $(fast_blas) $(pytest) -m "not full" tests --ignore $(simulated)
 
-# The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose.
+# The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose. Their errors are
+# measured against mlx's own BLAS.
 test-kernels: $(VENV)/dev
-	$(pytest) $(workers) -m "not full" metal_sim $(simulated)
+	$(pytest) -m "not full" metal_sim $(simulated)
 
 test-full: $(VENV)/dev
-	$(pytest) $(workers)
+	$(fast_blas) $(pytest) tests --ignore $(simulated)
+	$(pytest) metal_sim $(simulated)
 
 check: $(VENV)/dev
 	$(BIN)/ruff check .

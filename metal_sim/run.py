@@ -119,6 +119,7 @@ def _run_sanitized(program: Path, dispatch: _Dispatch) -> None:
         used = dispatch.buffers[: dispatch.count]
         file.write_bytes(bytes(dispatch) + b"".join(ctypes.string_at(b.data, b.bytes) for b in used))
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+        environment.pop("LD_PRELOAD", None)  # the sanitizers want no library before theirs
         done = subprocess.run([program, file], capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
             found = re.search(r"ERROR: AddressSanitizer: .*|runtime error: .*", done.stderr)
