@@ -115,6 +115,7 @@ def test_a_command_shows_the_warning_without_its_place(broken, capsys):
     assert len(set(lines)) == len(lines), "each kernel's own, once"
 
 
+@pytest.mark.usefixtures("compiled")
 def test_inside_mx_compile_a_kernel_is_traced(metal, monkeypatch):
     """Where nothing can be waited for, nothing is; the text is proven by the first call outside."""
     monkeypatch.setattr(
