@@ -8,6 +8,8 @@ from published_reference import BLOCKS
 
 from mlx_tq.codec import Encoded
 
+pytestmark = pytest.mark.usefixtures("compiled")  # as codecs run
+
 ALL = (*FORMATS, "tq1")
 SEED = 1042
 
