@@ -162,14 +162,17 @@ class Session:
 
     def _answer(self, text: str, max_tokens: int, progress: Progress | None) -> Generator[str]:
         began = time.perf_counter()
-        recalled = self._recall(text)
-        asked = time.perf_counter()
-        rehydration = self.rehydrate(text)
-        rescue_seconds = time.perf_counter() - asked
         transcript = self._transcript
         before = self._around.between(transcript.ids[-1]) if transcript.ids else self._around.opening()
         after = [*self._plain.encode(text), *self._around.closing()]
         room = self._room(len(before) + len(after))
+        # Rows come back before the question is read, and before text is quoted for it.
+        recalled = Recalled([], [], 0.0)
+        if transcript.ids:
+            recalled = recall(self.model, self.cache, [*before, *after], self.prefill_step_size)
+        asked = time.perf_counter()
+        rehydration = self.rehydrate(text)
+        rescue_seconds = time.perf_counter() - asked
         if len(rehydration.ids) >= room:
             rehydration = NOTHING
         ids = [*before, *rehydration.ids, *after]
@@ -225,14 +228,6 @@ class Session:
                     seconds=time.perf_counter() - began,
                 )
                 self.turns.append(turn)
-
-    def _recall(self, text: str) -> Recalled:
-        """Bring back rows that the question asks for, before it is read and before text is quoted for it."""
-        if not self._transcript.ids:
-            return Recalled([], [], 0.0)
-        words = [*self._around.between(self._transcript.ids[-1]), *self._plain.encode(text), *self._around.closing()]
-        self._room(len(words))
-        return recall(self.model, self.cache, words, self.prefill_step_size)
 
     def rehydrate(self, query: str) -> Rehydration:
         """What of the evicted text a question needs, quoted. `respond` does this by itself."""
