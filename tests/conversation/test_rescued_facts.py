@@ -8,6 +8,7 @@ from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.commands.needles.haystack import QUESTION, Verdict, build_case, load_text, verdict
+from mlx_tq.config import RescueConfig
 from mlx_tq.evaluate.asking import whereabouts
 
 PREFIX, KEPT, WINDOW = 16, 176, 32
@@ -45,8 +46,9 @@ def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
     case = build_case(tokenizer, load_text(), tokens=TOKENS, depth=DEPTHS[where], seed=seed, chat=False, **room)
     text = tokenizer.decode(case.ids[: case.question])
     fact = case.ids[case.needle[0] : case.needle[1]]
+    patient = RescueConfig(service.url, timeout=60)  # however long a busy machine takes to answer
     with (
-        Session(model, tokenizer, EVICTS, rescue=service.url) as rescued,
+        Session(model, tokenizer, EVICTS, rescue=patient) as rescued,
         Session(model, tokenizer, EVICTS, warn=lambda _: None) as alone,
         Session(model, tokenizer, KEEPS) as whole,
     ):
