@@ -9,16 +9,16 @@ from mlx_tq.conversation.recall import recall, release
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import LONGEST_QUESTION
 
-EVICT = EvictConfig("recency:granularity=16:trigger=16", 256, recall=96)
+EVICT = EvictConfig("recency:granularity=16:trigger=16", 500, recall=96)
 CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
 
 
 def test_the_end_of_a_long_message_asks(exact):
     """It finds what its end alone finds, and no more leaves for it, however long it is."""
     model, tokenizer = exact
-    text, question = facts(40)
+    text, question = facts(80)
     short = tokenizer.encode(question)
-    long = [*tokenizer.encode("The history of the city. ")] * 90 + short
+    long = [*tokenizer.encode("The history of the city. ")] * 150 + short
     assert len(long) > 2 * LONGEST_QUESTION
     found = []
     for message in (long, long[-LONGEST_QUESTION:]):
