@@ -16,6 +16,11 @@ _Task = tuple[Future[Any], Callable[[], Any]]
 _END: Any = object()
 
 
+def compute_weights(model: Any) -> None:
+    """Finish what the thread that made a model may have left, such as a change of its type."""
+    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+
+
 class Worker:
     """A thread that does one thing after the other until `end`."""
 
