@@ -56,11 +56,12 @@ class Cell:
         spans = [made.spans[sentence] for needle in hidden.needles for sentence in needle.evidence]
         caches = {
             budget: make_prompt_cache(self.model, config(args.key, args.value, spans, budget))
-            for budget in (None, *args.budgets.split(","))
+            for budget in (*([None] if "full" in self.arms else []), *args.budgets.split(","))
         }
         for each in caches.values():
             read(self.model, each, made.ids)
-        full = [self.judged(caches[None], asked_of(self.tokenizer, self.frame, n)) for n in hidden.needles]
+        asked = [asked_of(self.tokenizer, self.frame, needle) for needle in hidden.needles]
+        full = [self.judged(caches[None], each) for each in asked if None in caches]
         rows = []
         for budget, each in caches.items():
             if budget is None:
@@ -69,7 +70,8 @@ class Cell:
                 began = time.perf_counter()
                 row = {"kind": args.kind, "asked": args.tokens, "tokens": len(made.ids), "text": seed}
                 row |= {"budget": budget, "needle": number, **self.row(made, needle, each, rng)}
-                row["arms"]["full"] = full[number]
+                if full:
+                    row["arms"]["full"] = full[number]
                 rows.append({**row, "seconds": time.perf_counter() - began})
         return rows
 
@@ -130,7 +132,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     first, _, last = args.texts.partition("-")
-    about = {"model": args.name or args.model or "embedded", "key": args.key, "value": args.value}
+    settings = {name: getattr(args, name) for name in ("kind", "tokens", "budgets", "needles", "arms", "opening")}
+    model = args.name or args.model or "embedded"
+    about = {"model": model, "key": args.key, "value": args.value, "settings": settings}
     part = Part(args.json, about)
     texts = [seed for seed in range(int(first), int(last or first) + 1) if seed not in part.done]
     if texts:

@@ -92,7 +92,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     first, _, last = args.cases.partition("-")
-    about = {"model": args.name or args.model or "embedded", "key": args.key, "value": args.value}
+    settings = {name: getattr(args, name) for name in ("collection", "tokens", "budget")}
+    model_name = args.name or args.model or "embedded"
+    about = {"model": model_name, "key": args.key, "value": args.value, "settings": settings}
     part = Part(args.json, about)
     model, tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
     cases = chosen(args.collection, args.data, args.tokens - 100, tokenizer)
