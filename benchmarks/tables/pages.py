@@ -15,6 +15,7 @@ from benchmarks.tables import (
     rescue,
     rooms,
     speed,
+    trellis,
 )
 from benchmarks.tables.markdown import Table
 
@@ -31,6 +32,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **speed.TABLES,
     **golden.TABLES,
     **published.TABLES,
+    **trellis.TABLES,
 }
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
