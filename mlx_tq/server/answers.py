@@ -116,6 +116,7 @@ class Answer:
         self._logprobs: list[dict[str, Any]] = []
         self._finish: str | None = None
         self.prompt_tokens, self.cached, self.tokens, self.rescued = prompt_tokens, 0, 0, rescued
+        self.session: dict[str, Any] | None = None  # what its session holds, when that is known
 
     def add(self, piece: Piece, names: Any) -> dict[str, Any] | None:
         """The chunk of a stream for a piece, or None where it shows nothing; `names` gives the text of a token."""
@@ -154,7 +155,7 @@ class Answer:
 
     def closing(self) -> dict[str, Any]:
         """The last chunk of a stream, with the counts."""
-        return {**self._object("chunk", []), "usage": self.usage()}
+        return {**self._object("chunk", []), **self._counts()}
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -167,7 +168,7 @@ class Answer:
             choice["message"] = {"role": "assistant", "content": None if calls else "", **message}
         else:
             choice["text"] = self._whole.content
-        return {**self._object("", [choice]), "usage": self.usage()}
+        return {**self._object("", [choice]), **self._counts()}
 
     def usage(self) -> dict[str, Any]:
         """Counts of tokens, and how many of the prompt's were in a cache, and in a session came back to it."""
@@ -180,6 +181,9 @@ class Answer:
             "total_tokens": self.prompt_tokens + self.tokens,
             "prompt_tokens_details": details,
         }
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self.usage(), **({"session": self.session} if self.session else {})}
 
     def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = ("chat.completion" + (f".{part}" if part else "")) if self._chat else "text_completion"

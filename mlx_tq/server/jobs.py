@@ -7,6 +7,7 @@ from typing import Any
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError
+from mlx_tq.server.held import Held
 from mlx_tq.server.sampling import Sampler
 
 
@@ -80,6 +81,7 @@ class Left:
 
     caches: list[Any] | None = None
     tokens: list[int] = field(default_factory=list)
+    held: Held | None = None
 
 
 @dataclass(eq=False)
