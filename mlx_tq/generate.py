@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--xtc-threshold", type=float, default=0.1, metavar="P", help="probability above which XTC takes them")
     add("--seed", type=int, metavar="N", help="of the sampling (default: another one each time)")
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help="tokens that also end it (default: none)")
+    add("--json-schema", metavar="FILE", help="hold the answer to the JSON schema in a file (default: none)")
     add("--verbose", type=_is_true, default=True, metavar="T|F", help="plan and statistics on stderr")
     add("--json", action="store_true", help="print one JSON object instead of text")
 

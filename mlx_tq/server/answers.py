@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +32,17 @@ class MessageReader:
         tokenizer: knows the marks of the model's reasoning and calls.
         state: "normal" or "reasoning", where the prompt ended.
         tools: of the request; without them a call is text.
+        constrained: behind its thoughts all is what it says, whatever marks that holds.
     """
 
-    def __init__(self, tokenizer: Any, state: str, tools: list[dict[str, Any]] | None) -> None:
-        self._state = make_text_state_machine(tokenizer).make_state(state)
+    def __init__(
+        self, tokenizer: Any, state: str, tools: list[dict[str, Any]] | None, *, constrained: bool = False
+    ) -> None:
+        marks = make_text_state_machine(tokenizer)
+        if constrained:
+            thoughts = [(tokenizer.think_end, "normal")] if tokenizer.has_thinking else []
+            marks = TextStateMachine({"reasoning": thoughts})
+        self._state = marks.make_state(state)
         self._parse, self._tools = tokenizer.tool_parser, tools
         self._call: str | None = None  # the text of a call that has begun
         self.calls = 0
@@ -93,82 +101,108 @@ class TextReader:
         return Delta(content=piece.text)
 
 
+@dataclass
+class _Said:
+    """What was said so far of one answer."""
+
+    reader: MessageReader | TextReader
+    whole: Delta = field(default_factory=Delta)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+
+
 class Answer:
-    """One answer in the making.
+    """The answer to a request in the making, or several to one prompt.
 
     Args:
         model: name to report.
-        reader: of the pieces.
+        readers: of the pieces, one for each of them.
         prompt_tokens: for the usage.
         rescued: tokens of the prompt that quote what a session had lost; None outside of sessions.
     """
 
+    done = "data: [DONE]\n\n"  # the end of a stream
+
     def __init__(
-        self, model: str, reader: MessageReader | TextReader, prompt_tokens: int, rescued: int | None = None
+        self,
+        model: str,
+        readers: Sequence[MessageReader | TextReader],
+        prompt_tokens: int,
+        rescued: int | None = None,
     ) -> None:
-        self._reader, self._chat = reader, isinstance(reader, MessageReader)
+        self.model = model
+        self._said = [_Said(reader) for reader in readers]
+        self._chat = isinstance(readers[0], MessageReader)
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
-        self._whole = Delta()
-        self._logprobs: list[dict[str, Any]] = []
-        self._finish: str | None = None
         self.prompt_tokens, self.cached, self.tokens, self.rescued = prompt_tokens, 0, 0, rescued
         self.session: dict[str, Any] | None = None  # what its session holds, when that is known
 
-    def add(self, piece: Piece, names: Any) -> dict[str, Any] | None:
-        """The chunk of a stream for a piece, or None where it shows nothing; `names` gives the text of a token."""
+    def add(self, piece: Piece, names: Any) -> list[dict[str, Any]]:
+        """The chunk of a stream for a piece, none where it shows nothing; `names` gives the text of a token."""
         self.tokens += 1
-        delta = self._reader.read(piece)
-        self._whole.content += delta.content
-        self._whole.reasoning += delta.reasoning
-        self._whole.tool_calls += delta.tool_calls
+        said = self._said[piece.index]
+        delta = said.reader.read(piece)
+        said.whole.content += delta.content
+        said.whole.reasoning += delta.reasoning
+        said.whole.tool_calls += delta.tool_calls
         if piece.finish is not None:
-            self._finish = "tool_calls" if piece.finish == "stop" and self._reader.calls else piece.finish
+            said.finish = "tool_calls" if piece.finish == "stop" and said.reader.calls else piece.finish
         shown = [] if piece.choice is None else [_logprob(piece.choice, piece.top, names)]
-        self._logprobs += shown
-        if not (delta.to_dict() or shown or self._finish):
-            return None
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish}
+        said.logprobs += shown
+        if not (delta.to_dict() or shown or said.finish):
+            return []
+        choice: dict[str, Any] = {"index": piece.index, "finish_reason": said.finish}
         if shown:
             choice["logprobs"] = {"content": shown}
         choice.update({"delta": delta.to_dict()} if self._chat else {"text": delta.content})
-        return self._object("chunk", [choice])
+        return [self._object("chunk", [choice])]
 
     @property
     def is_complete(self) -> bool:
         """Whether all pieces were added."""
-        return self._finish is not None
+        return all(said.finish is not None for said in self._said)
 
     def message(self) -> dict[str, Any] | None:
         """The message that a client sends back with its next request; None for one that calls functions."""
-        return None if self._whole.tool_calls else {"role": "assistant", "content": self._whole.content}
+        whole = self._said[0].whole
+        return None if whole.tool_calls else {"role": "assistant", "content": whole.content}
 
-    def opening(self) -> dict[str, Any] | None:
+    def opening(self) -> list[dict[str, Any]]:
         """The first chunk of a stream, with the role."""
         if not self._chat:
-            return None
+            return []
         delta = {"role": "assistant", "content": ""}
-        return self._object("chunk", [{"index": 0, "delta": delta, "finish_reason": None}])
+        choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(len(self._said))]
+        return [self._object("chunk", choices)]
 
-    def closing(self) -> dict[str, Any]:
-        """The last chunk of a stream, with the counts."""
-        return {**self._object("chunk", []), **self._counts()}
+    def closing(self, *, usage: bool) -> list[dict[str, Any]]:
+        """The last chunk of a stream, with the counts, where they are asked for."""
+        return [{**self._object("chunk", []), **self._counts()}] if usage else []
+
+    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a stream that an error ends."""
+        return error
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._finish, "logprobs": None}
-        if self._logprobs:
-            choice["logprobs"] = {"content": self._logprobs}
+        choices = [self._choice(index, said) for index, said in enumerate(self._said)]
+        return {**self._object("", choices), **self._counts()}
+
+    def _choice(self, index: int, said: _Said) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "finish_reason": said.finish, "logprobs": None}
+        if said.logprobs:
+            choice["logprobs"] = {"content": said.logprobs}
         if self._chat:
-            calls = [{key: value for key, value in call.items() if key != "index"} for call in self._whole.tool_calls]
-            message = {**self._whole.to_dict(), **({"tool_calls": calls} if calls else {})}
+            calls = [{key: value for key, value in call.items() if key != "index"} for call in said.whole.tool_calls]
+            message = {**said.whole.to_dict(), **({"tool_calls": calls} if calls else {})}
             choice["message"] = {"role": "assistant", "content": None if calls else "", **message}
         else:
-            choice["text"] = self._whole.content
-        return {**self._object("", [choice]), **self._counts()}
+            choice["text"] = said.whole.content
+        return choice
 
     def usage(self) -> dict[str, Any]:
         """Counts of tokens, and how many of the prompt's were in a cache, and in a session came back to it."""

@@ -24,6 +24,8 @@ from mlx_tq.server.errors import ApiError, InvalidRequestError, MethodNotAllowed
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
 from mlx_tq.server.report import server_report, session_report
+from mlx_tq.server.response_schemas import ResponseRequest
+from mlx_tq.server.responses import ResponseAnswer
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
 from mlx_tq.server.service import Service
 from mlx_tq.server.sessions import HEADER, Turn
@@ -76,6 +78,7 @@ def create_app(web: Web, origins: list[str]) -> Starlette:
     routes = [
         route("/v1/chat/completions", "POST", _chat),
         route("/v1/completions", "POST", _complete),
+        route("/v1/responses", "POST", _respond),
         route("/v1/models", "GET", _models),
         route("/v1/models/{name:path}", "GET", _model),
         route("/v1/plan", "GET", _plan),
@@ -171,8 +174,25 @@ async def _complete(web: Web, request: Request) -> Response:
     return await _answer(web, request, parse(CompletionRequest, await web.guard.body(request)))
 
 
-async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionRequest) -> Response:
-    """Generate. A stream begins when the job has left the queue, so that all that can be refused has a status."""
+async def _respond(web: Web, request: Request) -> Response:
+    asked = parse(ResponseRequest, await web.guard.body(request))
+    return await _answer(web, request, asked.chat(), lambda answer: ResponseAnswer(answer, asked))
+
+
+async def _answer(
+    web: Web,
+    request: Request,
+    asked: ChatRequest | CompletionRequest,
+    form: Callable[[Answer], Answer | ResponseAnswer] = lambda answer: answer,
+) -> Response:
+    """Generate. A stream begins when the job has left the queue, so that all that can be refused has a status.
+
+    Args:
+        web: with the service.
+        request: as it came.
+        asked: what it says.
+        form: gives an answer the form of another route.
+    """
     service = web.service
     name = request.headers.get(HEADER)
     session = None if name is None else await service.sessions.enter(name)
@@ -191,19 +211,20 @@ async def _answer(web: Web, request: Request, asked: ChatRequest | CompletionReq
         first = await anext(events)
         assert isinstance(first, Started)  # noqa: S101 - tells the type checker
         answer.cached = first.cached
+        shown = form(answer)
         if not asked.stream:
             async for event in events:
                 if isinstance(event, Piece):
-                    answer.add(event, service.tokenizer.decode)
+                    shown.add(event, service.tokenizer.decode)
             if settled is not None:
                 await asyncio.shield(settled)
-            return JSONResponse(answer.whole(), headers=limited)
+            return JSONResponse(shown.whole(), headers=limited)
     except BaseException:
         await events.aclose()
         raise
     finally:
         watch.cancel()
-    lines = _lines(answer, events, service, settled, usage=asked.wants_usage)
+    lines = _lines(shown, events, service, settled, usage=asked.wants_usage)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **limited})
 
 
@@ -237,7 +258,7 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[Event]:
     Raises:
         ApiError: the job failed.
     """
-    began, finished, seen = time.perf_counter(), False, False
+    began, finished, seen, running = time.perf_counter(), False, False, 1 + len(job.others)
     try:
         while not finished:
             event = await job.events.get()
@@ -247,17 +268,18 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[Event]:
             if isinstance(event, Piece):
                 if not seen:
                     service.metrics.first_token_seconds.observe(time.perf_counter() - began)
-                seen, finished = True, event.finish is not None
+                seen, running = True, running - (event.finish is not None)
+                finished = not running
             yield event
     finally:
         job.heard.set()
+        service.engine.cancel(job)
         if not finished:
-            service.engine.cancel(job)
             service.metrics.disconnects.inc()
 
 
 async def _lines(
-    answer: Answer,
+    answer: Answer | ResponseAnswer,
     events: AsyncGenerator[Event],
     service: Service,
     settled: asyncio.Task[None] | None,
@@ -266,23 +288,25 @@ async def _lines(
 ) -> AsyncIterator[str]:
     """Server-sent events: comments while the prompt is read, chunks, and OpenAI's last line."""
     try:
-        if opening := answer.opening():
-            yield _line(opening)
+        for each in answer.opening():
+            yield _line(each)
         async for event in events:
             if isinstance(event, Progress):
                 yield f": {event.done} of {event.total} tokens read\n\n"
-            elif isinstance(event, Piece) and (chunk := answer.add(event, service.tokenizer.decode)):
-                yield _line(chunk)
+            elif isinstance(event, Piece):
+                for each in answer.add(event, service.tokenizer.decode):
+                    yield _line(each)
         if settled is not None:
             await asyncio.shield(settled)
-        if usage:
-            yield _line(answer.closing())
-        yield "data: [DONE]\n\n"
+        for each in answer.closing(usage=usage):
+            yield _line(each)
+        yield answer.done
     except ApiError as error:
-        yield _line(error.body())
+        yield _line(answer.failed(error.body()))
     finally:
         await events.aclose()
 
 
 def _line(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n"

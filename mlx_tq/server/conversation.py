@@ -89,8 +89,14 @@ class Conversations:
             InvalidRequestError: the model has no template, or its template refuses the conversation.
         """
         messages, options = self.read(request)
+        prefilled = str(messages.pop()["content"]) if request.prefill else ""
+        if not messages:
+            raise InvalidRequestError("the one message is the answer's beginning; say what it answers", "messages")
         with self._lock:
-            ids = list(self._render(messages, add_generation_prompt=True, **options))
+            if prefilled:
+                ids = self._continued(messages, prefilled, options)
+            else:
+                ids = list(self._render(messages, add_generation_prompt=True, **options))
             if not ids:
                 raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
             tail = self._thoughts_start(ids)
@@ -142,6 +148,15 @@ class Conversations:
                 raise InvalidRequestError("the model's chat template does not show what the user says last", "messages")
             ids = [list(self._tokenizer.encode(each, add_special_tokens=False)) for each in (before, after)]
         return Parts(ids[0], words, ids[1], self._state(ids[0] + ids[1]))
+
+    def _continued(self, messages: list[Message], answer: str, options: dict[str, Any]) -> list[int]:
+        """The conversation up to the end of an answer that is begun, as the template shows any answer."""
+        mark = f"Q{secrets.token_hex(8)}A"
+        text = self._render([*messages, {"role": "assistant", "content": mark}], tokenize=False, **options)
+        before, found, _ = text.partition(mark)
+        if not found:
+            raise InvalidRequestError("the model's chat template does not show what the assistant says", "messages")
+        return list(self._tokenizer.encode(before + answer, add_special_tokens=False))
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         asked = request.chat_template_kwargs or {}

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Any, Protocol
@@ -129,6 +130,11 @@ class Engine:
             self._thread.join(timeout)
 
     @property
+    def concurrency(self) -> int:
+        """Answers that are generated at once."""
+        return self._limits.concurrency
+
+    @property
     def is_healthy(self) -> bool:
         """Whether jobs are taken."""
         return self._thread.is_alive() and not self._stopping
@@ -153,8 +159,9 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """Stop generating for a job: it leaves the batch before the next token."""
-        job.cancelled = True
+        """Stop generating for a job, if it still runs: with its others it leaves the batch before the next token."""
+        for each in (job, *job.others):
+            each.cancelled = True
 
     # The thread.
 
@@ -223,12 +230,18 @@ class Engine:
 
     def _fits(self, admitted: list[Job]) -> bool:
         """The first waiting job can join those that run; alone it always can, which was checked when it came."""
-        jobs = [*(running.job for running in self._running.values()), *admitted]
-        if len(jobs) >= self._limits.concurrency:
-            return False
-        if self._limits.memory is None or not jobs:
+        before = self._answers(admitted)
+        answers = self._answers([*admitted, self._waiting[0]])
+        if not before:
             return True
-        return self._reserved([*jobs, self._waiting[0]]) <= self._limits.memory
+        if len(answers) > self._limits.concurrency:
+            return False
+        return self._limits.memory is None or self._reserved(answers) <= self._limits.memory
+
+    def _answers(self, admitted: Sequence[Job] = ()) -> list[Job]:
+        """All answers that are being generated, or will be for the prompts that are being read and for `admitted`."""
+        running = [each for one in self._running.values() for each in (one.job, *one.pending)]
+        return running + [each for job in admitted for each in (job, *job.others)]
 
     def _reserved(self, jobs: list[Job]) -> int:
         return sum(self._plan.nbytes(job.tokens) + job.kept_nbytes for job in jobs) if self._plan else 0
@@ -255,25 +268,34 @@ class Engine:
         self._metrics.cached_tokens.inc(cached)
         self._metrics.restored_tokens.inc(0 if stored is None else cached)
         if self._limits.memory is not None:
-            reserved = self._reserved([running.job for running in self._running.values()])
-            room = self._limits.memory - reserved
+            room = self._limits.memory - self._reserved(self._answers())
             if self._kept is not None:
                 self._kept.trim_to(room)
                 room -= self._kept.nbytes
             self._prompt_cache.trim_to(n_bytes=max(0, room))
 
     def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:
-        job = running.job
-        (uid,) = self._batch.insert_segments(
-            segments=[segments],
-            max_tokens=[job.max_tokens],
-            caches=[caches],
-            all_tokens=[read],
-            samplers=[job.sampler],
-            logits_processors=[job.processors],
-            stop_sequences=[self._stop_sequences],
+        """Put a job into the batch, with the others of its prompt where only the last token of that is left to read."""
+        together = [running]
+        if sum(map(len, segments)) == 1:
+            together += self._others(running)
+        uids = self._batch.insert_segments(
+            segments=[list(segments) for _ in together],
+            max_tokens=[each.job.max_tokens for each in together],
+            caches=[caches] * len(together),
+            all_tokens=[list(read) for _ in together],
+            samplers=[each.job.sampler for each in together],
+            logits_processors=[each.job.all_processors for each in together],
+            stop_sequences=[self._stop_sequences] * len(together),
         )
-        self._running[uid] = running
+        self._running.update(zip(uids, together, strict=True))
+
+    def _others(self, running: Running) -> list[Running]:
+        """The other answers to a prompt, which is read but for its last token."""
+        length = len(running.job.prompt.ids) - 1
+        others = [Running(job, length, [], self._tokenizer.detokenizer) for job in running.pending]
+        running.pending = []
+        return others
 
     def _recalled(self, running: Running, caches: list[Any] | None) -> list[Any] | None:
         """Caches to which the rows are back that the question asks for, which is all that is left to read."""
@@ -382,6 +404,12 @@ class Engine:
             self._keep(tokens, caches, self._running[uid].kinds.pop())
         for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
             self._ask(uid, caches, tokens)
+        read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
+        forking = [uid for uid in read if uid in self._running and self._running[uid].pending]
+        for uid, (caches, tokens) in self._batch.extract_cache(forking).items():
+            running = self._running[uid]
+            for each in self._others(running):
+                self._insert(each, [running.job.prompt.ids[-1:]], caches, tokens)
 
     def _store_points(self, uids: list[int]) -> None:
         """Store what jobs have read, where a step ended that is worth it."""
@@ -402,11 +430,13 @@ class Engine:
                 raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
             text, ended = running.read(response.token, finish)
             choice, top = choices_of(response, running.job.logprobs)
-            self._outbox.append((running.job, Piece(text, choice, top, "stop" if ended else finish)))
+            fault = running.job.fault
+            event = Failed(fault) if fault else Piece(text, choice, top, "stop" if ended else finish, running.job.index)
+            self._outbox.append((running.job, event))
             if finish is not None:
                 del self._running[response.uid]
                 self._keep_answered(running, response.all_tokens, response.prompt_cache)
-            elif ended:
+            elif ended or fault:
                 stopped.append(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
         self._remove(stopped)

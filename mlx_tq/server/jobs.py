@@ -4,9 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_tq.commands.grammar import Constraint, GrammarError
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.server.conversation import Prompt
-from mlx_tq.server.errors import ApiError
+from mlx_tq.server.errors import ApiError, InvalidRequestError
 from mlx_tq.server.held import Held
 from mlx_tq.server.sampling import Sampler
 
@@ -42,12 +43,14 @@ class Piece:
         text: may be empty, while it could still be the beginning of a stop text.
         choice, top: the token and the likeliest ones, where the job asks for log-probabilities.
         finish: "stop" or "length" with the last token.
+        index: of the answer, where a prompt has several.
     """
 
     text: str
     choice: Choice | None = None
     top: tuple[Choice, ...] = ()
     finish: str | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,9 @@ class Job:
         sampler, processors: of mlx-lm.
         stops: texts that end the answer and are not part of it.
         logprobs: how many of the likeliest tokens to report with each; None reports nothing.
+        constraint: what the answer is held to, or None.
+        index: of the answer, where a prompt has several.
+        others: the other answers to the prompt; they begin when it is read, and put their events beside its own.
         start: where it goes on, if it belongs to a session.
         events: what became of it, in order. Only its own event loop may touch it and what follows.
         left: holds the end of a session's job, once.
@@ -107,11 +113,29 @@ class Job:
     processors: list[Any]
     stops: list[str] = field(default_factory=list)
     logprobs: int | None = None
+    constraint: Constraint | None = None
+    index: int = 0
+    others: "list[Job]" = field(default_factory=list)
     start: Start | None = None
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     left: asyncio.Queue[Left] = field(default_factory=asyncio.Queue)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
+
+    @property
+    def all_processors(self) -> list[Any]:
+        """Whatever changes logits; what the answer is held to has the last word."""
+        return self.processors if self.constraint is None else [*self.processors, self.constraint]
+
+    @property
+    def fault(self) -> InvalidRequestError | None:
+        """Why the answer cannot be held any further to what it should be."""
+        try:
+            if self.constraint is not None:
+                self.constraint.check()
+        except GrammarError as error:
+            return InvalidRequestError(str(error), "response_format")
+        return None
 
     @property
     def tokens(self) -> int:

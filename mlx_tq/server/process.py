@@ -13,6 +13,7 @@ import uvicorn
 from jinja2 import TemplateError
 
 from mlx_tq.commands.args import config_from_args, rescue_from_args, with_blocks
+from mlx_tq.commands.grammar import Grammars
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.preflight import free_memory
 from mlx_tq.commands.screen import console, show_plan
@@ -125,6 +126,7 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str) -> Serv
         created=int(time.time()),
         tokenizer=tokenizer,
         conversations=conversations,
+        grammars=Grammars(tokenizer),
         sessions=sessions,
         engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions, store),
         metrics=metrics,

@@ -1,5 +1,6 @@
 """A job while it runs in the batch: its text so far, and what is left of its prompt."""
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ class Running:
         prefilled, generated: tokens that were read and said.
         recalled: tokens whose rows came back for the question.
         stored: the prompt in the store of prefixes, while it is read.
+        pending: the other answers to its prompt, until it is read.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Running:
         self.detokenizer = detokenizer
         self.stops = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
         self.prefilled, self.generated, self.recalled = cached, 0, 0
+        self.pending = list(job.others)
 
     def read(self, token: int, finish: str | None) -> tuple[str, bool]:
         """The text that is certain after a token, and whether a stop text ended it."""
@@ -66,4 +69,5 @@ def choices_of(response: Any, count: int | None) -> tuple[Choice | None, tuple[C
     if count == 0:
         return chosen, ()
     likely = mx.argsort(-logprobs)[:count]
-    return chosen, tuple(Choice(int(token), logprobs[token].item()) for token in likely)
+    choices = (Choice(int(token), logprobs[token].item()) for token in likely)
+    return chosen, tuple(choice for choice in choices if choice.logprob > -math.inf)  # where so many are allowed

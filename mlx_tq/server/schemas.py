@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from mlx_tq.server.errors import InvalidRequestError
 
 MAX_STOPS = 16
+MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_FAULTS = 3
 _ABSENT = object()
@@ -19,31 +20,33 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Objects of which every field has a meaning."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class _Loose(BaseModel):
+class Loose(BaseModel):
     """Objects that clients send back as they got them, with fields of OpenAI's that mean nothing here."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Loose):
+class Function(Loose):
     """A call that the model made."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
-class ToolCall(_Loose):
+class ToolCall(Loose):
     """A call that the model made, with its name in the conversation."""
 
     id: str | None = None
@@ -51,7 +54,7 @@ class ToolCall(_Loose):
     function: Function
 
 
-class Message(_Loose):
+class Message(Loose):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -71,27 +74,61 @@ class Message(_Loose):
         return None
 
 
-class FunctionTool(_Strict):
+class FunctionTool(Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
     function: dict[str, Any]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a request may say of its stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Any = None
 
 
-class TextFormat(_Strict):
-    """The only format that is served."""
+class TextFormat(Strict):
+    """Whatever the model says."""
 
     type: Literal["text"]
 
 
-class Request(_Strict):
+class ObjectFormat(Strict):
+    """A JSON object, of a schema where there is one, as llama.cpp takes it."""
+
+    type: Literal["json_object"]
+    described_by: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class NamedSchema(Strict):
+    """A JSON schema, with what OpenAI's models read of it; it is followed to the letter with and without `strict`."""
+
+    described_by: dict[str, Any] = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    """What a JSON schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class GrammarFormat(Strict):
+    """What a grammar or a regular expression describes."""
+
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+Format = Annotated[TextFormat | ObjectFormat | SchemaFormat | GrammarFormat, Field(discriminator="type")]
+
+
+class Request(Strict):
     """What both kinds of request have."""
 
     model: str | None = None
@@ -109,7 +146,7 @@ class Request(_Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # What OpenAI's own bookkeeping uses; it has no meaning here and changes no answer.
     user: Any = None
     metadata: Any = None
@@ -145,7 +182,7 @@ class ChatRequest(Request):
     parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
+    response_format: Format | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
@@ -153,6 +190,12 @@ class ChatRequest(Request):
     def answer_tokens(self) -> int | None:
         """The most tokens to generate, if the request says."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def prefill(self) -> Message | None:
+        """The last message, where the answer goes on behind its words."""
+        last = self.messages[-1]
+        return last if last.role == "assistant" and not last.tool_calls else None
 
 
 class CompletionRequest(Request):
@@ -172,7 +215,7 @@ class CompletionRequest(Request):
         return prompt
 
 
-Kind = TypeVar("Kind", bound=Request)
+Kind = TypeVar("Kind", bound=Strict)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
@@ -215,10 +258,10 @@ def _places(faults: Sequence[Any], body: bytes) -> list[tuple[str, str]]:
 def _path(fault: Any, body: bytes) -> list[str]:
     """The place of a fault in the request; pydantic puts the names of types between."""
     value, path = from_json(body) if fault["loc"] else None, []
-    for part in fault["loc"]:
+    for at, part in enumerate(fault["loc"], 1 - len(fault["loc"])):  # 0 is the last
         if (isinstance(part, int) and isinstance(value, list)) or (isinstance(value, dict) and part in value):
             value = value[part]
-        elif fault["type"] not in ("missing", "value_error") or part != fault["loc"][-1]:
+        elif fault["type"] not in ("missing", "value_error") or at:
             continue
         path.append(str(part))
     return path

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_tq.commands.grammar import Grammars
 from mlx_tq.commands.preflight import check_memory, check_positions
 from mlx_tq.errors import ConfigError
 from mlx_tq.sequence.plan import Plan
@@ -10,6 +11,7 @@ from mlx_tq.server.answers import Answer, MessageReader, TextReader
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from mlx_tq.server.formats import constraint_of
 from mlx_tq.server.jobs import Job
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling, processors
@@ -28,6 +30,7 @@ class Service:
         created: when it was loaded, in seconds since 1970.
         tokenizer: of the model.
         conversations: makes prompts.
+        grammars: that answers are held to.
         sessions: that are kept between requests.
         engine: generates.
         metrics: counts.
@@ -40,6 +43,7 @@ class Service:
     created: int
     tokenizer: Any
     conversations: Conversations
+    grammars: Grammars
     sessions: Sessions
     engine: Engine
     metrics: Metrics
@@ -71,30 +75,50 @@ class Service:
         self.check_model(request.model)
         vocabulary = self.conversations.vocabulary
         sampling = self.sampling.changed_by(request)
-        logprobs, turn = None, None
-        reader: MessageReader | TextReader
+        logprobs, turn, constraint = None, None, None
+        readers: list[MessageReader | TextReader]
+        count = request.n or 1
         if isinstance(request, ChatRequest):
             if session is not None:
+                self._check_turn(request)
                 turn = self._turn(session, request)
             prompt = self.conversations.chat(request) if turn is None else turn.prompt
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = [tool.model_dump() for tool in request.tools or []]
-            reader = MessageReader(self.tokenizer, prompt.state, tools)
+            constraint = constraint_of(request, self.grammars, thinks=prompt.state == "reasoning")
+            held = constraint is not None
+            readers = [MessageReader(self.tokenizer, prompt.state, tools, constrained=held) for _ in range(count)]
         else:
             if session is not None:
                 raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
-            prompt, reader = self.conversations.text(request), TextReader()
-        job = Job(
-            prompt,
-            self._answer_tokens(len(prompt.ids), request),
-            sampling.sampler(vocabulary, request.seed),
-            processors(request, vocabulary),
-            request.stops,
-            logprobs,
-            None if turn is None else turn.start,
-        )
+            prompt, readers = self.conversations.text(request), [TextReader() for _ in range(count)]
+        max_tokens = self._answer_tokens(len(prompt.ids), request)
+        jobs = [
+            Job(
+                prompt,
+                max_tokens,
+                sampling.sampler(vocabulary, None if request.seed is None else request.seed + index),
+                processors(request, vocabulary),
+                request.stops,
+                logprobs,
+                None if constraint is None else constraint.copy(),
+                index,
+                start=None if turn is None else turn.start,
+            )
+            for index in range(count)
+        ]
+        job, *job.others = jobs
+        for other in job.others:
+            other.events = job.events
         rescued = None if turn is None else len(turn.rehydration.ids)
-        return job, Answer(self.name, reader, len(prompt.ids), rescued), turn
+        return job, Answer(self.name, readers, len(prompt.ids), rescued), turn
+
+    def _check_turn(self, request: ChatRequest) -> None:
+        """Raise where a session could not go on behind the answer."""
+        if (request.n or 1) > 1:
+            raise InvalidRequestError(f"a session goes on behind one answer; leave n or {HEADER} out", "n")
+        if request.prefill is not None:
+            raise InvalidRequestError(f"a session begins its answers itself; leave {HEADER} out", "messages")
 
     def _turn(self, session: Kept, request: ChatRequest) -> Turn:
         """The request as it follows its session, or from its beginning where that has no positions left."""
@@ -113,14 +137,16 @@ class Service:
         Raises:
             ContextLengthError: the prompt exceeds the positions, or prompt and answer the memory.
         """
-        tokens = request.answer_tokens or self.max_tokens
+        tokens, count = request.answer_tokens or self.max_tokens, request.n or 1
+        if count > self.engine.concurrency:
+            raise InvalidRequestError(f"n is {count}; this server gives {self.engine.concurrency} at most", "n")
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         try:
             check_positions(prompt, self.positions)
             if self.positions is not None:
                 tokens = min(tokens, self.positions - prompt)
             if self.plan is not None and self.memory is not None:
-                check_memory(self.plan, prompt + tokens, self.memory)
+                check_memory(self.plan, prompt + tokens, self.memory // count)
         except ConfigError as error:
             raise ContextLengthError(str(error), param) from error
         return tokens

@@ -36,10 +36,11 @@ def make_job(length, max_tokens=4, seed=1, sampler=GREEDY):
 
 
 async def outcome(job):
-    """All events up to the last."""
-    events = []
-    while not events or not (isinstance(events[-1], Failed) or getattr(events[-1], "finish", None)):
+    """All events up to the last, of all of its answers."""
+    events, left = [], 1 + len(job.others)
+    while left and not (events and isinstance(events[-1], Failed)):
         events.append(await asyncio.wait_for(job.events.get(), 300))
+        left -= bool(getattr(events[-1], "finish", None))
     return events
 
 

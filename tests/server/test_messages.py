@@ -36,11 +36,11 @@ def tokenizer():
 
 def answer_of(tokenizer, text, size, state="normal", finish="stop"):
     """An answer whose text comes in pieces of `size` characters, and its chunks."""
-    answer = Answer("m", MessageReader(tokenizer, state, [TOOL]), 5)
+    answer = Answer("m", [MessageReader(tokenizer, state, [TOOL])], 5)
     parts = [text[start : start + size] for start in range(0, len(text), size)]
     pieces = [*map(Piece, parts), Piece("", finish=finish)]
     chunks = [answer.add(piece, str) for piece in pieces]
-    return answer.whole(), [chunk["choices"][0]["delta"] for chunk in chunks if chunk]
+    return answer.whole(), [chunk["choices"][0]["delta"] for each in chunks for chunk in each]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -73,7 +73,7 @@ def test_what_is_handed_over_as_text(tokenizer):
     """A call that cannot be read; and all of a completion."""
     choice = answer_of(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
-    answer = Answer("m", TextReader(), 1)
+    answer = Answer("m", [TextReader()], 1)
     answer.add(Piece("<think>a", finish="length"), str)
     assert answer.whole()["choices"][0]["text"] == "<think>a"
 

@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_request(args)
     folder = _store_folder(args)
+    schema = None if args.json_schema is None else _read_schema(args)
     prompt = read_prompt(args)
     if args.seed is not None:
         mx.random.seed(args.seed)
@@ -89,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(_describe_native(args), style="dim")
 
     options: dict[str, Any] = {"sampler": _sampler(tokenizer, args), "prefill_step_size": args.prefill_step_size}
+    if schema is not None:
+        options["logits_processors"] = [_held_to(schema, tokenizer, ids, args)]
     if embeddings is not None:
         options["input_embeddings"] = embeddings
     store = None if folder is None or opened.plan is None else PrefixStore(model, opened.plan, folder, warn)
@@ -146,6 +150,32 @@ def _store_folder(args: argparse.Namespace) -> Folder | None:
     if chosen_config(args).is_off:
         others.append("mlx-lm's own caches")
     return chosen_store(args, others)
+
+
+def _read_schema(args: argparse.Namespace) -> dict[str, Any]:
+    if args.draft_model is not None:
+        raise ConfigError("--json-schema cannot be combined with --draft-model. Drop one of the two.")
+    try:
+        schema = json.loads(Path(args.json_schema).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--json-schema {args.json_schema} cannot be read: {error}. Give a JSON file.") from error
+    if not isinstance(schema, dict):
+        raise ConfigError(f"--json-schema {args.json_schema} holds {schema!r:.80}; it must be a JSON object.")
+    return schema
+
+
+def _held_to(schema: dict[str, Any], tokenizer: Any, ids: list[int], args: argparse.Namespace) -> Any:
+    """What keeps an answer to a schema, behind the thoughts that the prompt may have opened."""
+    try:
+        from mlx_tq.commands.grammar import GrammarError, Grammars  # llguidance is an extra, which may not be installed
+    except ImportError as error:
+        raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
+    thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
+    try:
+        return Grammars(tokenizer).of_schema(schema, thinks=thinks)
+    except GrammarError as error:
+        place = ".".join(error.place) or "the schema"
+        raise ConfigError(f"--json-schema {args.json_schema}: {place}: {error}.") from error
 
 
 def _add_eos_tokens(tokenizer: Any, tokens: list[str]) -> None:
@@ -290,6 +320,8 @@ def _generate(
             finish = last.finish_reason
             for cache in compressed_caches(caches):
                 cache.check_health()
+            for each in options.get("logits_processors", ()):
+                each.check()
     except KeyboardInterrupt:
         pass
     except ValueError as error:  # mlx-lm's word for options that cannot be combined

@@ -1,0 +1,115 @@
+"""Answers that are held to 20 schemas of bounded strings and arrays: how many end, are valid, and what a token costs.
+
+Sampled at temperature 1, 20 at once, by the openai client. What holding costs is timed apart, on the same answers with
+logits that are there: reading the last token, making the mask and applying it.
+
+python -m benchmarks.server.bench_json --model smollm2
+"""
+
+import argparse
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import jsonschema_rs
+import mlx.core as mx
+import openai
+
+from benchmarks.server.bench_streams import serving
+from mlx_tq.commands.environment import environment
+from mlx_tq.commands.grammar import Grammars
+from mlx_tq.models import load
+
+HERE = Path(__file__)
+RESULTS = HERE.parents[1] / "results" / "server_json.json"
+CASES = json.loads(HERE.with_name("schemas.json").read_text())
+AT_ONCE = 20
+MAX_TOKENS = 400
+
+
+def generate(client, case, seed):
+    """The text and why it ended."""
+    choice = client.chat.completions.create(
+        model="default_model",
+        messages=[{"role": "user", "content": f"Describe {case['asked']} as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": case["schema"]}},
+        temperature=1,
+        seed=seed,
+        max_tokens=MAX_TOKENS,
+    ).choices[0]
+    return choice.message.content, choice.finish_reason
+
+
+def is_valid(case, text):
+    """By a validator that shares nothing with what made the text."""
+    try:
+        return jsonschema_rs.is_valid(case["schema"], json.loads(text))
+    except ValueError:
+        return False
+
+
+def costs(model, tokenizer, grammars, answers):
+    """Microseconds of each token of answers, and of the grammars before them."""
+    tokens, beginnings = [], []
+    logits = mx.zeros((1, model.args.vocab_size))
+    mx.eval(logits)
+    for case, text in answers:
+        began = time.perf_counter()
+        constraint = grammars.of_schema(case["schema"])
+        beginnings.append(1e6 * (time.perf_counter() - began))
+        for token in [0, *tokenizer.encode(text, add_special_tokens=False)]:
+            last = mx.array([token])
+            mx.eval(last)
+            began = time.perf_counter()
+            mx.eval(constraint(last, logits))
+            tokens.append(1e6 * (time.perf_counter() - began))
+        constraint.check()
+    return tokens, beginnings
+
+
+def summary(times):
+    """Median, 99th percentile and largest, rounded."""
+    ordered = sorted(times)
+    found = {"median": median(ordered), "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1]}
+    return {name: round(value) for name, value in found.items()}
+
+
+def main():
+    """Measure and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model")
+    parser.add_argument("--seeds", type=int, default=10)
+    args = parser.parse_args()
+    flags = ["--model", args.model] if args.model else []
+    jobs = [(case, seed) for seed in range(args.seeds) for case in CASES]
+    with serving(*flags) as url, ThreadPoolExecutor(AT_ONCE) as pool:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
+        answers = list(pool.map(lambda job: generate(client, *job), jobs))
+    ended = [(case, text) for (case, _), (text, finish) in zip(jobs, answers, strict=True) if finish == "stop"]
+    model, tokenizer = load(args.model)
+    began = time.perf_counter()
+    grammars = Grammars(tokenizer)
+    start = time.perf_counter() - began
+    tokens, beginnings = costs(model, tokenizer, grammars, ended)
+    report = {
+        "command": " ".join(["python -m benchmarks.server.bench_json", *flags]),
+        "model": args.model,
+        "environment": environment(),
+        "generations": len(answers),
+        "schemas": len(CASES),
+        "ended": len(ended),
+        "valid": sum(is_valid(case, text) for case, text in ended),
+        "tokens": len(tokens),
+        "token_us": summary(tokens),
+        "schema_us": summary(beginnings),
+        "start_s": round(start, 2),
+        "unended": [case["asked"] for (case, _), (_, finish) in zip(jobs, answers, strict=True) if finish != "stop"],
+    }
+    print(json.dumps(report))
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

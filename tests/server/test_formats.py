@@ -1,0 +1,139 @@
+"""Answers that are held to a schema or a grammar, whatever else their requests ask for."""
+
+import json
+import re
+
+import jsonschema_rs
+import openai
+import pytest
+
+from .conftest import ENDLESS
+from .harness import together
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+CODE = {
+    "type": "object",
+    "properties": {"code": {"type": "string", "pattern": "^[0-9]{6}$"}},
+    "required": ["code"],
+    "additionalProperties": False,
+}
+ASKED = "The access code is 417295. What is the access code?"
+
+
+def held_to(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def regex(text):
+    return {"type": "grammar", "syntax": "regex", "definition": text}
+
+
+def test_answers_of_noise_are_valid_and_end_by_themselves(server):
+    """Hot sampling makes noise of them; each of a batch has its own mask, also beside free text."""
+    schemas = [
+        PERSON,
+        {"enum": ["red", "green"]},
+        PERSON,
+        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    ]
+
+    def ask(seed):
+        options = {"temperature": 3, "seed": seed, "max_tokens": 120}
+        return server.chat("Who?", response_format=held_to(schemas[seed]), **options).choices[0]
+
+    def free():
+        return server.chat(ASKED).choices[0].message.content
+
+    *choices, said = together([*(lambda seed=seed: ask(seed) for seed in range(4)), free])
+    assert said == "417295"
+    for schema, choice in zip(schemas, choices, strict=True):
+        assert choice.finish_reason == "stop"
+        jsonschema_rs.validate(schema, json.loads(choice.message.content))
+    assert ask(0).message.content == choices[0].message.content != choices[2].message.content
+    chunks = server.openai.chat.completions.create(
+        model="default_model", messages=[{"role": "user", "content": "Who?"}], temperature=3, seed=0, max_tokens=120,
+        response_format=held_to(PERSON), stream=True,
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choices[0].message.content
+
+
+def test_what_the_model_knows_is_said_in_the_form_that_was_asked_for(server):
+    options = {"max_tokens": 60, "logit_bias": ENDLESS, "extra_body": {"repetition_penalty": 1.1}}
+    for asked in (held_to(CODE), {"type": "json_object", "schema": CODE}):
+        choice = server.chat(ASKED, response_format=asked, **options).choices[0]
+        assert re.fullmatch("[0-9]{6}", json.loads(choice.message.content)["code"])
+        assert choice.finish_reason == "stop", "a bias does not keep a grammar from its end"
+    said = server.chat(ASKED, response_format=regex("[0-9]{3} [0-9]{3}!"), logprobs=True, top_logprobs=3).choices[0]
+    assert re.fullmatch("[0-9]{3} [0-9]{3}!", said.message.content)
+    *_, mark, end = said.logprobs.content
+    assert [len(mark.top_logprobs), len(end.top_logprobs)] == [1, 2], "only the mark, then only what ends an answer"
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "yes" | "no"'}
+    assert server.chat(ASKED, response_format=lark).choices[0].message.content in ("yes", "no")
+
+
+def test_an_object_of_no_schema_and_answers_that_are_cut(server):
+    cut = server.chat(ASKED, response_format={"type": "json_object"}, max_tokens=5, temperature=3, seed=1).choices[0]
+    assert cut.finish_reason == "length"
+    assert cut.message.content.startswith("{")
+    stopped = server.chat(ASKED, response_format=held_to(CODE), stop="}").choices[0]
+    assert (stopped.finish_reason, stopped.message.content[:1]) == ("stop", "{")
+    assert "}" not in stopped.message.content
+
+
+def test_a_grammar_that_grows_too_large_ends_its_own_answer_alone(server):
+    """It is refused only where it is met: after that the server answers as before, and so does the batch."""
+    wild = regex("(.*a.{1,500}b){1,100}c")
+
+    def hostile():
+        options = {"temperature": 3, "seed": 1, "max_tokens": 400, "response_format": wild}
+        try:
+            return server.chat("Who?", **options).choices[0].finish_reason
+        except openai.BadRequestError as error:
+            return error.body["param"]
+
+    said, outcome = together([lambda: server.chat(ASKED).choices[0].message.content, hostile])
+    assert (said, outcome) == ("417295", "response_format")
+    assert server.chat(ASKED).choices[0].message.content == "417295"
+
+
+@pytest.mark.parametrize(
+    ("asked", "place", "word"),
+    [
+        ({"type": "object", "properties": {"a": {"items": {"type": "strng"}}}}, ".properties.a.items", "strng"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"not": {}}}}, ".$defs.x", "not"),
+        ({"properties": {"a": {"type": "string", "pattern": "("}}}, ".properties.a", "unclosed group"),
+        ({"type": "string", "enum": [], "title": "x"}, "", "Unsatisfiable"),
+        ({"$ref": "https://example.com/x"}, "", "does not fetch"),
+        ({"title": "x" * 2**16}, "", "65,536"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed(server, asked, place, word):
+    response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=held_to(asked))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, f"response_format.json_schema.schema{place}")
+    assert word in error["message"]
+
+
+def test_references_that_would_fill_a_stack(server):
+    """Each level of a hundred is one of nesting, too; the process goes on."""
+
+    def nested(inner, levels):
+        for _ in range(levels):
+            inner = {"items": inner}
+        return inner
+
+    chain = {f"a{n}": nested({"$ref": f"#/$defs/a{n + 1}"}, 100) for n in range(40)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**chain, "a40": {"const": 1}}}
+    assert server.chat("hi", response_format=held_to(schema), max_tokens=4).usage.completion_tokens == 4
+    deep = nested({"const": 1}, 200)
+    response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=held_to(deep))
+    assert (response.status_code, "recursion" in response.text) == (400, True)
