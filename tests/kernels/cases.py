@@ -278,9 +278,10 @@ def expected(problem: Problem, mask: mx.array | str | None, sinks: mx.array | No
 
 
 def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> None:
-    """Compare errors with those of mx.fast attention in the same type: mean at most 2x, largest at most `peak`x.
+    """Compare errors with those of mx.fast attention in the same type: mean at most 2x, of a query at most `peak`x.
 
     Half an ulp of the largest output is granted: both are rounded to the type, and the reference may be exact by luck.
+    Of one number in thousands, which chance decides more than of a query's, twice as much.
 
     Args:
         problem: that was solved.
@@ -296,7 +297,9 @@ def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> No
     assert np.isfinite(error).all()
     floor = ROUNDING[dtype_name(out.dtype)] * np.abs(truth).max()
     assert rms(error) <= 2 * rms(allowed) + floor / 2
-    assert error.max() <= peak * allowed.max() + floor
+    worst, worst_allowed = (np.sqrt((found**2).mean(axis=-1)).max() for found in (error, allowed))
+    assert worst <= peak * worst_allowed + floor
+    assert error.max() <= 2 * peak * allowed.max() + floor
 
 
 def rms(x: np.ndarray) -> float:
