@@ -56,8 +56,8 @@ class EvictConfig:
         budget: what may stay: tokens (4096), a share of those seen ("90%"), or bytes of all layers ("2GB").
         recall: whether what leaves is archived and comes back when a question asks for it: tokens that may be back at
             once, "auto" for a tenth of the budget and at least 128, or "off".
-        archive_limit: bytes of a conversation's archive, beyond which nothing more is archived; None for 20 GB, or a
-            tenth of the free disk where that is less.
+        archive_limit: bytes of a conversation's archive, beyond which its oldest, least recalled blocks leave it; None
+            for 20 GB, or a tenth of the free disk where that is less.
 
     Raises:
         ConfigError: a value that cannot be met, with those that can.

@@ -2,10 +2,12 @@
 
 The file is unlinked as soon as it is open, so nothing stays behind, however the process ends. A thread of its own
 writes; whoever hands rows over never waits for it. What it cannot take (a full disk, a queue that is longer than the
-disk is fast) is lost to recall, counted, and said once; the conversation goes on.
+disk is fast) is lost to recall, counted, and said once; the conversation goes on. At its limit the blocks that were
+recalled least leave it, the oldest first.
 """
 
 import contextlib
+import heapq
 import mmap
 import os
 import queue
@@ -20,6 +22,7 @@ import numpy as np
 
 from mlx_tq.cache.blocks import Block, LayerShape, from_bytes, keys_start, to_bytes
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.sequence.places import Places
 
 LIMIT = 20 * 10**9
 # Of the free disk, at most.
@@ -34,17 +37,26 @@ def default_limit(folder: Path) -> int:
 
 
 class Extent:
-    """A block's place in the file; the place is free again when nobody holds the extent any more.
+    """A block's place in the file; the place is free again when the block left, or nobody holds the extent any more.
 
     Attributes:
         positions: ascending, int64 [n].
         size: bytes of the block.
-        start: where it begins in the file; -1 until it is written.
-        lost: it could not be written.
+        start: where it begins in the file.
+        recalls: how often it was.
+        lost: it could not be written, or left: it is not in the file.
     """
 
-    def __init__(self, positions: np.ndarray, size: int) -> None:
-        self.positions, self.size, self.start, self.lost = positions, size, -1, False
+    def __init__(self, positions: np.ndarray, size: int, start: int, places: Places) -> None:
+        self.positions, self.size, self.start = positions, size, start
+        self.recalls, self.lost = 0, False
+        self._give_back = weakref.finalize(self, places.give_back, start, size)  # once, whatever comes first
+        self._give_back.atexit = False
+
+    def leave(self) -> None:
+        """Leave the file for good."""
+        self.lost = True
+        self._give_back()
 
 
 class ArchiveFile:
@@ -52,13 +64,14 @@ class ArchiveFile:
 
     Attributes:
         lost: blocks that could not be written.
-        warning: why not, until somebody takes it.
+        left: blocks that made room for others.
+        warning: why, until somebody takes it.
     """
 
     def __init__(self, shapes: list[LayerShape], folder: Path, limit: int | None = None) -> None:
         """Open a new file in `folder`, which is made where it is missing; where that fails, everything is lost."""
         self.shapes = shapes
-        self.lost = 0
+        self.lost = self.left = 0
         self.warning: str | None = None
         self._refused = False
         try:
@@ -69,10 +82,10 @@ class ArchiveFile:
         except OSError as error:
             self._file, self.limit = -1, 0
             self._refuse(f"no file can be made in {folder}: {error.strerror}")
-        self._end = 0
-        self._free: dict[int, list[int]] = {}  # starts of places by size
-        self._lock = threading.RLock()  # places may be given back while one is being chosen
-        self._waiting = 0
+        self._places = Places(self.limit)
+        self._leaving: list[tuple[int, int, weakref.ref[Extent]]] = []  # a heap: times recalled, number, block
+        self._lock = threading.Lock()
+        self._count = self._waiting = 0
         self._queue: queue.SimpleQueue[tuple[Extent, bytes] | threading.Event | None] = queue.SimpleQueue()
         threading.Thread(target=_write_all, args=(self._queue, weakref.ref(self)), daemon=True).start()
         weakref.finalize(self, _close, self._file, self._queue)
@@ -80,23 +93,52 @@ class ArchiveFile:
     @property
     def nbytes(self) -> int:
         """Bytes of blocks that somebody holds, those that wait among them."""
-        free = sum(size * len(starts) for size, starts in self._free.items())
-        return self._end - free + self._waiting
+        with self._lock:
+            return self._places.used
 
     def put(self, block: Block) -> Extent | None:
-        """Hand a block over to be written; None where there is no room for it, or the disk is behind."""
+        """Hand a block over to be written; None where it is above the limit itself, or the disk is behind."""
         data = to_bytes(block)
         with self._lock:
-            is_behind = self._waiting + len(data) > _WAITING
-            if is_behind or self.nbytes + len(data) > self.limit:
-                full = f"the archive has reached its limit of {self.limit:,} bytes; --kv-archive-limit allows more"
-                self._refuse("the disk is slower than tokens leave" if is_behind else full)
+            place, reason = self._place(len(data))
+            if place is None:
+                self._refuse(reason)
                 self.lost += 1
                 return None
+            extent = Extent(block.positions, len(data), place, self._places)
+            heapq.heappush(self._leaving, (0, self._count, weakref.ref(extent)))
+            self._count += 1
             self._waiting += len(data)
-        extent = Extent(block.positions, len(data))
-        self._queue.put((extent, data))
+            self._queue.put((extent, data))  # in this order: who had the place before may be waiting still
         return extent
+
+    def _place(self, size: int) -> tuple[int | None, str]:
+        """Where so many bytes may lie, for which others leave; else why nowhere."""
+        if self._waiting + size > _WAITING:
+            return None, "the disk is slower than tokens leave"
+        if size <= self.limit:
+            while (place := self._places.take(size)) is None and self._leaving:
+                self._make_leave()
+            if place is not None:
+                return place, ""
+        return None, f"{size:,} bytes are above its limit of {self.limit:,}; --kv-archive-limit allows more"
+
+    def _make_leave(self) -> None:
+        """Let the block leave that was recalled least, the oldest of those."""
+        recalls, number, found = heapq.heappop(self._leaving)
+        extent = found()
+        if extent is None or extent.lost:
+            return
+        if extent.recalls > recalls:
+            heapq.heappush(self._leaving, (extent.recalls, number, found))
+            return
+        extent.leave()
+        self.left += 1
+        if self.left == 1:
+            self.warn(
+                f"the archive has reached its limit of {self.limit:,} bytes: blocks that were recalled least leave it, "
+                "the oldest first, and cannot come back. --kv-archive-limit allows more. The conversation goes on."
+            )
 
     def settle(self) -> None:
         """Wait until all that was handed over is written."""
@@ -157,25 +199,15 @@ class ArchiveFile:
             yield mapped
 
     def _write(self, extent: Extent, data: bytes) -> None:
-        """In the thread: find a place and fill it."""
-        with self._lock:
-            places = self._free.get(len(data))
-            start = places.pop() if places else self._end
-            if not places:
-                self._free.pop(len(data), None)
-            self._end = max(self._end, start + len(data))
+        """In the thread: fill a block's place, unless it left meanwhile."""
         try:
-            if os.pwrite(self._file, data, start) != len(data):
+            if not extent.lost and os.pwrite(self._file, data, extent.start) != len(data):
                 raise OSError(None, "only a part of it was written")
         except OSError as error:
             with self._lock:
-                extent.lost = True
+                extent.leave()
                 self.lost += 1
                 self._refuse(error.strerror or str(error))
-                self._free.setdefault(len(data), []).append(start)
-        else:
-            extent.start = start
-            weakref.finalize(extent, _give_back, weakref.ref(self), start, len(data))
         finally:
             with self._lock:
                 self._waiting -= len(data)
@@ -186,17 +218,6 @@ class ArchiveFile:
             self._refused = True
             said = f"what leaves the cache cannot be archived ({reason}), so it cannot be recalled."
             self.warn(f"{said} The conversation goes on.")
-
-    def give_back(self, start: int, size: int) -> None:
-        """A place is free: its last holder is gone."""
-        with self._lock:
-            self._free.setdefault(size, []).append(start)
-
-
-def _give_back(archive: "weakref.ref[ArchiveFile]", start: int, size: int) -> None:
-    found = archive()
-    if found is not None:
-        found.give_back(start, size)
 
 
 def _close(file: int, waiting: "queue.SimpleQueue[tuple[Extent, bytes] | threading.Event | None]") -> None:

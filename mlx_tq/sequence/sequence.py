@@ -171,7 +171,7 @@ class Sequence:
         for i, (start, rows) in enumerate(parts[0]):
             at = positions[start : start + rows.keys.shape[1]]
             found.append(archive.put(Block(at, [part[i][1] for part in parts])))
-        kept = [*self.archived, *(extent for extent in found if extent is not None)]
+        kept = [extent for extent in (*self.archived, *found) if extent is not None and not extent.lost]
         self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
 
     def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
@@ -224,6 +224,8 @@ class Sequence:
     def recall(self, layers: list[CompressedKVCache], extents: Iterable[Extent]) -> int:
         """Put blocks back at their positions; returns their tokens. A damaged one is left out, for good.
 
+        One that left the archive is left out too.
+
         Args:
             layers: all of the sequence, by number.
             extents: blocks of the archive that are not back.
@@ -232,8 +234,11 @@ class Sequence:
         self.archive.settle()
         blocks, damaged = [], []
         for extent in extents:
+            if extent.lost:
+                continue
             try:
                 blocks.append(self.archive.read(extent))
+                extent.recalls += 1
             except CacheFormatError:
                 damaged.append(extent)
         self.archived = tuple(extent for extent in self.archived if extent not in damaged)
@@ -307,7 +312,7 @@ class Sequence:
                 continue
             archive.make_room()
             found.append(archive.put(block))
-        self.archived = tuple(extent for extent in found if extent is not None)
+        self.archived = tuple(extent for extent in found if extent is not None and not extent.lost)
         self._say_damaged(damaged)
 
     def _say_damaged(self, blocks: int) -> None:

@@ -211,12 +211,71 @@ def test_of_a_damaged_file_the_other_blocks_come_back():
 
 def test_what_does_not_fit_is_lost_and_said_once(tmp_path):
     stored, shapes = block()
-    archive = ArchiveFile(shapes, tmp_path, limit=2 * len(to_bytes(stored)))
-    kept = [archive.put(stored) for _ in range(3)]
-    assert [extent is None for extent in kept] == [False, False, True]
-    assert "the archive has reached its limit of" in archive.take_warning()
-    assert archive.put(stored) is None
-    assert (archive.lost, archive.take_warning()) == (2, None)
+    archive = ArchiveFile(shapes, tmp_path, limit=len(to_bytes(stored)) - 1)
+    assert [archive.put(stored), archive.put(stored)] == [None, None]
+    assert "bytes are above its limit of" in archive.take_warning()
+    assert (archive.lost, archive.left, archive.nbytes, archive.take_warning()) == (2, 0, 0, None)
+
+
+def test_at_the_limit_what_was_recalled_least_leaves_the_oldest_first(tmp_path):
+    stored, shapes = block()
+    archive = ArchiveFile(shapes, tmp_path, limit=3 * len(to_bytes(stored)))
+    numbered = [replace(stored, positions=stored.positions + 100 * number) for number in range(7)]
+    extents = [archive.put(each) for each in numbered[:3]]
+    assert (archive.left, archive.take_warning()) == (0, None)
+    extents[1].recalls, extents[2].recalls = 2, 1
+    extents += [archive.put(each) for each in numbered[3:]]
+    archive.settle()
+    assert [extent.lost for extent in extents] == [True, False, False, True, True, True, False]
+    for extent, each in zip(extents, numbered, strict=True):
+        if not extent.lost:
+            same(archive.read(extent), each)
+    assert (archive.left, os.fstat(archive._file).st_size, archive.nbytes) == (4, archive.limit, archive.limit)
+    assert "blocks that were recalled least leave it, the oldest first" in archive.take_warning()
+    assert archive.take_warning() is None
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    key=st.sampled_from(["q8", "tq4"]),
+    granularity=st.sampled_from([1, 16, 32]),
+    step=st.sampled_from([21, 70]),
+    share=st.floats(0.05, 1),
+    seed=st.integers(0, 99),
+    way=st.sampled_from(["as it is", "fork", "file"]),
+)
+def test_what_left_at_the_limit_never_comes_back_and_the_rest_is_exact(key, granularity, step, share, seed, way):
+    """Rows and positions that return are those of a cache that lost nothing, where others left, also while back."""
+    rng = np.random.default_rng(seed)
+    spec = make_spec(key, "tq4", prefix=4, window=20)
+    plain, caches, free = layers(spec), *(layers(spec, 64, f"random:trigger=8:granularity={granularity}") for _ in "12")
+    append(plain, 0, 210, 70)
+    append(free, 0, 210, step)
+    sequence, stale = sequence_in(caches), []
+    limit = int(share * sequence_in(free).archive.nbytes)
+    sequence.plan = replace(sequence.plan, config=replace(sequence.plan.config, archive_limit=limit))
+    for first, last in ((0, 165), (165, 190), (190, 210)):
+        append(caches, first, last, step)
+        sequence.release(caches)
+        if chosen := [extent for extent in sequence.archived if rng.random() < 0.3]:
+            sequence.recall(caches, chosen)
+        stale += sequence.archived
+    sequence.release(caches)
+    assert share > 0.9 or sequence.archive.left + sequence.archive.lost
+    if way != "as it is":
+        caches = through_file(caches) if way == "file" else [cache.fork() for cache in caches]
+        sequence = sequence_in(caches)
+    sequence.archive.settle()
+    assert os.fstat(sequence.archive._file).st_size <= limit
+    live = caches[0].positions.tolist()
+    left = [extent for extent in sequence.archived if not extent.lost]
+    kept = [p for extent in left for p in extent.positions.tolist()]
+    assert sequence.recall(caches, [*left, *(extent for extent in stale if extent.lost)]) == len(kept)
+    assert caches[0].positions.tolist() == sorted([*live, *kept])
+    rows = [[np.array(cache.body()[0]) for cache in each] for each in (caches, plain)]
+    at = np.isin(plain[0].body_positions, caches[0].body_positions)
+    for mine, wanted in zip(*rows, strict=True):
+        assert np.array_equal(mine[:, :, : at.sum()], wanted[:, :, : len(at)][:, :, at])
 
 
 def test_without_a_file_the_conversation_goes_on(monkeypatch):
