@@ -1,4 +1,4 @@
-"""`mlx_tq.cache_prompt`: read a prompt once, save its compressed cache, and generate from it later."""
+"""`mlx_tq.cache_prompt`: read a prompt once, save its cache, and generate from it later, with mlx-lm too."""
 
 import argparse
 import sys
@@ -21,6 +21,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", "-p", help="the prompt; - reads standard input (default: standard input)")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file (default: none)")
     parser.add_argument("--prompt-cache-file", required=True, metavar="FILE", help="the .safetensors file to write")
+    parser.add_argument(
+        "--decode",
+        metavar="FILE",
+        help="write what this compressed cache holds for mlx-lm, instead of a prompt (default: none)",
+    )
     parser.add_argument("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens read at a time")
     add_cache_arguments(parser)
     return parser

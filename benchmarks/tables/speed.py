@@ -68,6 +68,24 @@ def store() -> Table:
     return Table("server_store.json", about["command"], machine(about), columns, rows, model=model)
 
 
+def flood() -> Table:
+    """Both servers' health in a crowd."""
+    about = report("server_flood.json")
+    rows = [
+        [
+            f["server"],
+            f"{f['count']:,} {f['crowd']}" if f["count"] else f["crowd"],
+            *(f"{f[share]:.1f}" for share in ("p50_ms", "p95_ms", "most_ms")),
+            f"{f['wrong']} of {f['asked']:,}",
+            str(f["logged_kb"]),
+        ]
+        for f in about["figures"]
+    ]
+    logged = f"logged in {about['seconds']:.0f} s, kB"
+    columns = ["server", "crowd", "half, ms", "95 %, ms", "longest, ms", "without an answer", logged]
+    return Table("server_flood.json", about["command"], machine(about), columns, rows)
+
+
 def counted() -> Table:
     """What each kernel does for a packed token."""
     about = report("kernels_counted.json")
@@ -163,6 +181,7 @@ def batch() -> Table:
 TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode,
     "streams": streams,
+    "flood": flood,
     "store": store,
     "kernels_counted": counted,
     "kernels_short": short,

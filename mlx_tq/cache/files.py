@@ -1,7 +1,8 @@
 """Save and load prompt caches: one safetensors file, versioned, written whole or not at all.
 
 A file names the model, the configuration and the storage of every layer, and is refused, with the reason, where it does
-not fit. A checksum over all of it finds what a disk or a copy changed.
+not fit. A checksum over all of it finds what a disk or a copy changed. A prompt's caches that are not compressed are
+written as mlx-lm writes them, and it reads them; what we know besides is one string among their metadata.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ VERSION = "3"
 _PLAIN = "2"  # the version before, whose keys are not conditioned
 _FORMAT = "mlx_tq prompt cache"
 _REMEDY = "Take another copy of it, or begin anew without it."  # it may hold a prompt or a conversation
+_WITHIN = "mlx_tq"  # the metadata of a file that mlx-lm can read have our header there
 _FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
 
 
@@ -79,7 +81,8 @@ def write_caches(
     Raises:
         CacheFormatError: the file cannot be written, or is of another kind.
     """
-    check_replaceable(path, conversation=CONVERSATION in (metadata or {}))
+    metadata = metadata or {}
+    check_replaceable(path, conversation=CONVERSATION in metadata)
     classes, scalars, arrays = take_apart(caches)
     header = {
         "format": _FORMAT,
@@ -88,12 +91,16 @@ def write_caches(
         "config": json.dumps(config.to_dict()),
         "classes": json.dumps(classes),
         "scalars": json.dumps(scalars),
-        "metadata": json.dumps(metadata or {}),
+        "metadata": json.dumps(metadata),
     }
     header["checksum"] = checksum(arrays, header)
     try:
         with atomic_write(path, ".safetensors") as temporary:
-            mx.save_safetensors(str(temporary), arrays, header)
+            if config.is_off and CONVERSATION not in metadata:
+                theirs = {"model": metadata.get("model", ""), "tokenizer_config": "{}"}
+                native.save_prompt_cache(str(temporary), caches, {**theirs, _WITHIN: json.dumps(header)})
+            else:
+                mx.save_safetensors(str(temporary), arrays, header)
             if blocks is not None and blocks.sizes:
                 with atomic_write(temporary) as longer:
                     attach(temporary, longer, *blocks)
@@ -128,6 +135,7 @@ def check_replaceable(path: str | Path, *, conversation: bool) -> None:
     """
 
     def is_same(header: Mapping[str, str]) -> bool:
+        header = _unwrapped(header)
         ours = header.get("format") == _FORMAT
         return ours and (CONVERSATION in json.loads(header["metadata"])) == conversation
 
@@ -208,4 +216,15 @@ def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     except (RuntimeError, ValueError) as error:
         raise CacheFormatError(f"{path} is damaged or no cache file ({error}). {_REMEDY}") from error
     arrays.pop(NAME, None)
+    try:
+        header = _unwrapped(header)
+        for name in json.loads(header.get("scalars", "{}")):  # which mlx-lm writes as arrays
+            arrays.pop(name, None)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
     return arrays, header
+
+
+def _unwrapped(header: Mapping[str, str]) -> dict[str, str]:
+    """What a file says of itself: in one that mlx-lm can read, what is there of ours."""
+    return dict(json.loads(header[f"0.{_WITHIN}"]) if f"0.{_WITHIN}" in header else header)

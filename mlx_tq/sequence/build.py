@@ -62,6 +62,34 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
     return _replace(plan, caches, adopt)
 
 
+def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
+    """Caches of mlx-lm's own with what compressed ones hold, decoded; the way back from `adopt_caches`.
+
+    Args:
+        fresh: empty ones of the model, which take it.
+        caches: of the same model; those that are not compressed are handed on as they are.
+
+    Raises:
+        CacheFormatError: tokens have left, and mlx-lm's own caches cannot say which.
+    """
+
+    def decode(own: Any, cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(decode, own.caches, cache.caches))
+        if not isinstance(cache, CompressedKVCache):
+            return cache
+        if cache.size() < cache.offset:
+            raise CacheFormatError(
+                f"{cache.offset - cache.size():,} of the {cache.offset:,} tokens have left the cache, and those "
+                "that stay keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
+            )
+        if not cache.empty():
+            own.update_and_fetch(*(handle.materialize() for handle in cache.keys_and_values()))
+        return own
+
+    return list(map(decode, fresh, caches))
+
+
 def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:
     """Makes the caches of one sequence."""
     eviction = plan.eviction

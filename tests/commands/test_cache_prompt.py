@@ -1,7 +1,10 @@
 """Read a prompt once with cache_prompt, and continue from its file: ours, and mlx-lm's."""
 
 import mlx.core as mx
+import mlx_lm.models.cache as native_cache
 import pytest
+
+from mlx_tq import load_prompt_cache
 
 from .tools import EMBEDDED, PACKED, copy_model, facts, refused, zoo_model
 
@@ -74,6 +77,38 @@ def test_file_of_mlx_lm_with_off(cli, mlx_lm, native):
     # What stands before the user's words is taken for cached.
     words = ("--model", EMBEDDED, *ASK, "--system-prompt", "Answer.", "--prompt-cache-file", native)
     assert cli("generate", *words, *OFF).out == mlx_lm("generate", *words)
+
+
+def test_a_file_that_is_not_compressed_is_mlx_lms_too(cli, mlx_lm, native, tmp_path):
+    """It continues as if it had saved the file itself; and ours is checked as every file of ours is."""
+    file = tmp_path / "ours.safetensors"
+    for _ in range(2):  # the second one replaces the first
+        assert cli("cache_prompt", "--model", EMBEDDED, "-p", TEXT, "--prompt-cache-file", file, *OFF).code == 0
+    words = ("generate", *ASK, "--prompt-cache-file")
+    assert mlx_lm(*words, file) == mlx_lm(*words, native) == cli(*words, file).out == "417295\n"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    refused(cli(*words, file), "is damaged (its checksum differs)", code=1)
+
+
+def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, saved, tmp_path, embedded):
+    file = tmp_path / "decoded.safetensors"
+    result = cli("cache_prompt", "--decode", saved, "--model", EMBEDDED, "--prompt-cache-file", file)
+    assert (result.code, result.out) == (0, "")
+    packed = load_prompt_cache(saved, model=embedded[0]).caches
+    for cache, own in zip(packed, native_cache.load_prompt_cache(str(file)), strict=True):
+        assert own.offset == cache.offset
+        for held, handle in zip((own.keys, own.values), cache.keys_and_values(), strict=True):
+            assert mx.array_equal(held[:, :, : own.offset], handle.materialize()).item()
+    theirs = mlx_lm("generate", *ASK, "--prompt-cache-file", file)
+    assert theirs == cli("generate", *ASK, "--prompt-cache-file", saved).out == "417295\n"
+    words = ("cache_prompt", "--decode", saved, "--prompt-cache-file", file)
+    refused(cli(*words, "-p", "x"), "drop the prompt")
+    refused(cli(*words, *PACKED), "drop the prompt, and the flags of the cache")
+    evicts = (*PACKED, "--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 64, "--prefill-step-size", 64)
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", saved, *evicts).code == 0
+    refused(cli(*words), "tokens have left the cache", code=1)
 
 
 def test_file_of_mlx_lm_is_compressed(cli, native):

