@@ -1,11 +1,12 @@
-"""`mlx_tq.doctor`: versions, backend, and a self-test of every codec."""
+"""`mlx_tq.doctor`: versions, backend, a self-test of every codec; and what fits into a memory."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.args import add_impl_argument
+from mlx_tq.commands.args import add_impl_argument, parse_size
 from mlx_tq.commands.frame import run_command
+from mlx_tq.commands.model_args import add_model_arguments
 from mlx_tq.commands.parser import command_parser
 
 
@@ -15,6 +16,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--kernels", action="store_true", help="run every GPU kernel against mlx's own operations")
     add_impl_argument(parser)
+    fits = parser.add_argument_group("what fits")
+    fits.add_argument("--capacity", action="store_true", help="show which contexts fit, and how many at once, instead")
+    fits.add_argument(
+        "--memory",
+        type=parse_size,
+        metavar="SIZE",
+        help="of weights and caches together, such as 36GB (default: what the GPU may take, or this machine's memory)",
+    )
+    add_model_arguments(fits, adapter=False)
     return parser
 
 

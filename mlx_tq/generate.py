@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="refuse a context whose cache exceeds this, such as 4GB (default: the free memory)",
     )
-    add_cache_arguments(parser, recall=True, store=True)
+    add_cache_arguments(parser, recall=True, store=True, shadow=True)
     return parser
 
 

@@ -57,7 +57,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

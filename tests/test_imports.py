@@ -24,7 +24,7 @@ LAYERS = {
     "rescue_svc": [
         *({"errors"}, {"schemas", "settings", "log_limit", "metrics", "web", "connections"}, {"logs"}, {"store"}),
         *({"index", "embed"}, {"service", "guard", "middleware"}, {"routes"}, {"app"}),
-        *({"doctor", "launchd", "ephemeral", "ending"}, {"commands"}, {"cli"}),
+        *({"doctor", "launchd", "ephemeral", "ending"}, {"commands"}, {"cli"}, {"__main__"}),
     ],
 }
 RANK = {(package, name): rank for package, rows in LAYERS.items() for rank, row in enumerate(rows) for name in row}

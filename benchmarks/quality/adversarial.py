@@ -1,9 +1,9 @@
-"""Keys that no healthy model makes, plain and conditioned: how far off their scores are.
+"""Vectors that no healthy model makes: how far off scores are with such keys, and they themselves by scale rule.
 
     python -m benchmarks.quality.adversarial
 
-A layer of 192 keys of 128 dims; the weights and means of conditioned ones are learned from these keys and queries. It
-writes ../results/adversarial_keys.json.
+A layer of 192 keys of 128 dims, plain and conditioned; the weights and means of conditioned ones are learned from these
+keys and queries. It writes ../results/adversarial_keys.json.
 """
 
 import json
@@ -27,8 +27,8 @@ def _gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def _codec(name: str):
-    return get_format(name).codec(DIM, CodecOptions(SEED, scale="unbiased"))
+def _codec(name: str, rule: str = "unbiased"):
+    return get_format(name).codec(DIM, CodecOptions(SEED, scale=rule))
 
 
 ROW = np.array(_codec("tq4").rotation.matrix, np.float64)[5]
@@ -81,8 +81,24 @@ def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
+def rules(kind: str, name: str) -> dict[str, float]:
+    """Errors of vectors over their norms: least squares, unbiased, and unbiased if it had no limit."""
+    x = KEYS[kind](_gaussian(SHAPE, 4)).astype(np.float16).astype(np.float64)
+    decoded = {
+        rule: np.array(codec.decode(codec.encode(mx.array(x, mx.float32))), np.float64) for rule, codec in _of(name)
+    }
+    product = (x * decoded["ls"]).sum(axis=-1, keepdims=True)
+    decoded["unlimited"] = decoded["ls"] * (x * x).sum(axis=-1, keepdims=True) / np.maximum(product, 1e-300)
+    norm = max(float(np.linalg.norm(x)), 1e-30)
+    return {rule: float(np.linalg.norm(found - x)) / norm for rule, found in decoded.items()}
+
+
+def _of(name: str):
+    return [(rule, _codec(name, rule)) for rule in ("ls", "unbiased")]
+
+
 def main() -> None:
-    """Measure every kind of keys in every format, and write it."""
+    """Measure every kind of vectors in every format, and write it."""
     rows = []
     for kind in KEYS:
         for asked in ASKED:
@@ -91,6 +107,7 @@ def main() -> None:
                 rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "conditioned": conditioned})
                 print(f"{kind}, {asked}, {name}: {plain:.5f}, conditioned {conditioned:.5f}")
     about = {"command": "python -m benchmarks.quality.adversarial", "environment": environment(), "errors": rows}
+    about["rules"] = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in FORMATS[1:]]
     TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 

@@ -24,7 +24,7 @@ class Service:
         settings |= {"RESCUE_QUERY_TIMEOUT_S": "30"}  # a slow embedder must show in the figures, not turn to BM25
         began = time.perf_counter()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rescue_svc.cli", "serve", "--max-session-spans", "10000000"],
+            [sys.executable, "-m", "rescue_svc", "serve", "--max-session-spans", "10000000"],
             env=os.environ | settings,
             stderr=self.log,
         )

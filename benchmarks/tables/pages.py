@@ -16,6 +16,7 @@ from benchmarks.tables import (
     rooms,
     server,
     speed,
+    trellis,
 )
 from benchmarks.tables.markdown import Table
 
@@ -33,6 +34,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **server.TABLES,
     **golden.TABLES,
     **published.TABLES,
+    **trellis.TABLES,
 }
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 

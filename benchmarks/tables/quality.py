@@ -136,8 +136,24 @@ def adversarial() -> Table:
     return Table("adversarial_keys.json", about["command"], machine(about), columns, rows, model=made)
 
 
+def adversarial_rules() -> Table:
+    """The same vectors by scale rule: least squares, unbiased without a limit, and with the one it has."""
+    about = report("adversarial_keys.json")
+    found = {(r["keys"], r["format"]): r for r in about["rules"]}
+    formats = list(dict.fromkeys(name for _, name in found))
+    shown = ("ls", "unlimited", "unbiased")
+    rows = [
+        [kind, *(", ".join(f"{found[kind, name][rule]:.3f}" for rule in shown) for name in formats)]
+        for kind in dict.fromkeys(kind for kind, _ in found)
+    ]
+    columns = ["vectors", *(f"{name}: ls, no limit, unbiased" for name in formats)]
+    made = "no model: made-up vectors of 128 dims"
+    return Table("adversarial_keys.json", about["command"], machine(about), columns, rows, model=made)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "adversarial": adversarial,
+    "adversarial_rules": adversarial_rules,
     "perplexity": partial(plain, "perplexity", PERPLEXITY),
     "divergence": partial(plain, "divergence", DIVERGENCE),
     "needle_default": partial(needles, "needle_default"),

@@ -6,11 +6,11 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.chat.loop import Chat
 from mlx_tq.chat.screen import show_banner, show_last_exchange
-from mlx_tq.commands.args import chooses_rescue, config_from_args, rescue_from_args, with_blocks
+from mlx_tq.commands.args import SHADOW, chooses_rescue, config_from_args, option_value, rescue_from_args, with_blocks
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.preflight import check_arguments
 from mlx_tq.commands.prompts import template_config
-from mlx_tq.commands.screen import console
+from mlx_tq.commands.screen import console, show_shadow
 from mlx_tq.commands.stores import chosen_store
 from mlx_tq.conversation import Session
 from mlx_tq.rescue import AUTO, OFF
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
         seed=args.seed,
         store=chosen_store(args),
+        shadow=option_value(args, SHADOW),
         warn=warnings.append,
     ) as session:
         if args.load is not None:
@@ -52,4 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if session.rescue.service == AUTO and session.client is not None:
             session.client.ready(_START_S)
         console.print("type a message; /help shows what else there is", style="dim")
-        return Chat(session, warnings).run()
+        code = Chat(session, warnings).run()
+        if session.shadow is not None:
+            show_shadow(session.shadow.report())
+        return code

@@ -20,6 +20,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-step-size", type=int, default=512, metavar="N", help="tokens read at a time")
     add_sampling_arguments(parser)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
-    add_cache_arguments(parser, recall=True, store=True)
+    add_cache_arguments(parser, recall=True, store=True, shadow=True)
     add_rescue_arguments(parser)
     return parser

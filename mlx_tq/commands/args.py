@@ -123,6 +123,13 @@ STORE = Option(
     "the user's cache folder (default: off)",
 )
 STORE_LIMIT = Option("--kv-store-limit", "size", lambda text: parse_size(text), "bytes of the store (default: 50GB)")
+SHADOW = Option(
+    "--kv-shadow",
+    "n",
+    int,
+    "let the model's own cache answer, run the compressed one beside it, and report every N tokens what that would "
+    "have changed, such as 16 (default: off)",
+)
 IMPL = Option(
     "--impl",
     "impl",
@@ -146,11 +153,13 @@ _BLOCKS, _RECALL_BLOCKS = 64, 32
 _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
-def add_cache_arguments(parser: argparse.ArgumentParser, *, recall: bool = False, store: bool = False) -> None:
-    """Add the flags of the compressed cache, and those of recall and of the store where a command has them."""
+def add_cache_arguments(
+    parser: argparse.ArgumentParser, *, recall: bool = False, store: bool = False, shadow: bool = False
+) -> None:
+    """Add the flags of the compressed cache, and those of recall, store and shadow where a command has them."""
     group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
-    more = [*([RECALL, ARCHIVE_LIMIT] if recall else []), *([STORE, STORE_LIMIT] if store else [])]
-    for option in (*CACHE_OPTIONS, *more):
+    more = {RECALL: recall, ARCHIVE_LIMIT: recall, STORE: store, STORE_LIMIT: store, SHADOW: shadow}
+    for option in (*CACHE_OPTIONS, *(option for option, added in more.items() if added)):
         group.add_argument(option.flag, type=option.kind, default=None, metavar=option.metavar, help=option.help)
     add_impl_argument(group)
 
@@ -182,7 +191,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     known = [
         *(
             _environment_name(option.flag)
-            for option in (*CACHE_OPTIONS, RECALL, ARCHIVE_LIMIT, STORE, STORE_LIMIT, IMPL, *RESCUE_OPTIONS)
+            for option in (*CACHE_OPTIONS, RECALL, ARCHIVE_LIMIT, STORE, STORE_LIMIT, SHADOW, IMPL, *RESCUE_OPTIONS)
         ),
         KEY_VARIABLE,
     ]

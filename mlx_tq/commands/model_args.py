@@ -5,7 +5,7 @@ import argparse
 from mlx_tq.commands.names import DTYPES
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, adapter: bool = True) -> None:
+def add_model_arguments(parser: argparse._ActionsContainer, *, adapter: bool = True) -> None:
     """Add --model, --trust-remote-code, --dtype, --dequantize and, where a command takes adapters, --adapter-path."""
     parser.add_argument("--model", help="folder, hub name, .gguf file or smollm2 (default: the embedded model)")
     if adapter:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from mlx_tq.cache.spec import LEARNED
 from mlx_tq.commands.foreign_text import readable
+from mlx_tq.conversation.shadow import ShadowReport
 from mlx_tq.kernels import impl, thresholds
 from mlx_tq.sequence.archive import LIMIT
 from mlx_tq.sequence.eviction import EvictionPlan
@@ -116,6 +117,33 @@ def show_recalled(positions: list[int], archived: int, seconds: float) -> None:
     ranges = ", ".join(f"{first:,}-{last + 1:,}" for first, last in _runs(positions))
     came = f"tokens {ranges}" if positions else "nothing"
     console.print(f"recalled: {came} of {archived:,} archived ({1000 * seconds:.0f} ms)", style="cyan", soft_wrap=True)
+
+
+def show_shadow(report: ShadowReport) -> None:
+    """Print what a compressed cache would have changed."""
+    if not report.layers:
+        console.print("shadow: the answer was too short for a comparison", style="dim")
+        return
+    console.print(
+        f"what the compressed cache would have changed, in {report.comparisons} comparisons, the last with "
+        f"{report.packed:,} tokens packed:",
+        soft_wrap=True,
+    )
+    shown = table("", "layer", "cosine", "least", "KLD of weights", "most")
+    for layer in report.layers:
+        cosines = f"{layer.cosine:.5f}", f"{layer.least_cosine:.5f}"
+        shown.add_row(str(layer.index), *cosines, f"{layer.kld:.2g}", f"{layer.most_kld:.2g}")
+    console.print(shown)
+    if report.kld is None:
+        console.print("predictions were not compared: a cache of this model cannot go back a token", style="dim")
+        return
+    worst = ", ".join(f"{token.text!r} at {token.position:,} ({token.kld:.2g})" for token in report.worst)
+    console.print(
+        f"predictions of {len(report.tokens)} tokens: KLD {report.kld:.2g}, the same most likely token in "
+        f"{report.top1:.1f} %; worst {readable(worst)}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _runs(positions: list[int]) -> list[tuple[int, int]]:

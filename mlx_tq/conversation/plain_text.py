@@ -27,6 +27,16 @@ def check_text(text: Any, name: str) -> None:
         raise ConfigError(f"the {name} is not UTF-8 text: {error}.") from error
 
 
+def check_answer(max_tokens: Any) -> None:
+    """Raise where an answer cannot have so many tokens.
+
+    Raises:
+        ConfigError: neither a whole number above 0 nor -1.
+    """
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or (max_tokens < 1 and max_tokens != -1):
+        raise ConfigError(f"max_tokens is {max_tokens!r}; it must be 1 or more, or -1 for all that the model allows.")
+
+
 class PlainText:
     """Encodes and decodes text without control tokens: those that the tokenizer adds to its vocabulary of text.
 

@@ -79,16 +79,19 @@ def ready_to_recall(caches: list[Any], count: int) -> bool:
 def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int | None = None) -> Recalled:
     """Bring back what a question needs; `release` lets it leave again.
 
+    Of a longer message the last 256 tokens ask: a look costs no more than reading them, and of the rest no more leaves
+    at once than what its steps make due.
+
     Args:
         model: of the caches.
-        caches: before the question was read.
-        ids: tokens of the question.
+        caches: before the message was read.
+        ids: tokens of the message.
         step: tokens read at a time.
         most: tokens to bring back; by default what the eviction's configuration says.
     """
     began = time.perf_counter()
-    sequence = sequence_in(caches)
-    if sequence is None or not ready_to_recall(caches, len(ids)):
+    sequence, question = sequence_in(caches), ids[-LONGEST_QUESTION:]
+    if sequence is None or not ready_to_recall(caches, len(question)):
         return Recalled([], [], 0.0)
     most = sequence.plan.recall_tokens(len(ids) + sequence_layers(caches)[0].offset) if most is None else most
     fork = copy.deepcopy(caches)
@@ -97,8 +100,8 @@ def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int |
     assert asking is not None  # noqa: S101 - tells the type checker: a copy has what it was copied from
     asking.listen(layers, rounds=False)
     with compressed(model):
-        read(model, fork, ids, step)
-    ranked = asking.rank(layers, min(len(ids), LONGEST_QUESTION))
+        read(model, fork, question, step)
+    ranked = asking.rank(layers, len(question))
     found = choose(ranked, layers[0].spec.prefix, most)
     if found:
         sequence.recall(sequence_layers(caches), found)

@@ -19,12 +19,13 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.conversation.files import SavedSession, load_session, save_session
 from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.plain_text import PlainText, check_text
+from mlx_tq.conversation.plain_text import PlainText, check_answer, check_text
 from mlx_tq.conversation.recall import Recalled, archive_warning, recall, release
+from mlx_tq.conversation.shadow import chosen_shadow, refuse_files
 from mlx_tq.conversation.statistics import SessionStats, TurnStats
 from mlx_tq.conversation.template import ChatFrame
 from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
-from mlx_tq.conversation.worker import Worker
+from mlx_tq.conversation.worker import Worker, compute_weights
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prefixes.folder import Folder
@@ -70,6 +71,7 @@ class Session:
         template: options of the chat template.
         store: of prefixes, where a conversation's first prompt finds what was read before, and is kept: a folder,
             "auto" for one in the user's cache folder, "off", or a `Folder` with a limit.
+        shadow: the model's own cache answers, and every so many tokens `shadow` compares the compressed one with it.
         warn: told what a user should know.
 
     Raises:
@@ -92,13 +94,14 @@ class Session:
         prefill_step_size: int = _STEP,
         template: dict[str, Any] | None = None,
         store: str | Folder | None = None,
+        shadow: int | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
         self._may_choose_rescue = rescue is None
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
-        _check_answer(max_tokens)
+        check_answer(max_tokens)
         if system_prompt is not None:
             check_text(system_prompt, "system prompt")
         self.positions = position_limit(model)
@@ -109,13 +112,13 @@ class Session:
         self._keep = session_id is not None
         self._busy = self._stopping = self._closed = False
         self._warned: set[str] = set()
-        _compute_weights(model)
+        compute_weights(model)
         self._worker = Worker()
         self._end_worker = weakref.finalize(self, self._worker.end)  # also where the program ends
         seed = secrets.randbits(63) if seed is None else seed
         self._worker.do(lambda: mx.random.seed(seed))
         self.plan = self._worker.do(lambda: self._planned(config))
-        self._store_folder = open_folder(store)
+        self._store_folder, self._shadow_every = open_folder(store), shadow
         self._store: PrefixStore | None = None
         self._client = _client(self.rescue)
         self._begin(session_id or uuid.uuid4().hex, self._worker.do(self._fresh_caches))
@@ -130,6 +133,9 @@ class Session:
         self._transcript = Transcript(self._plain, self._client, self.rescue, session_id, limit)
 
     def _fresh_caches(self) -> list[Any]:
+        self.shadow = chosen_shadow(self.model, self.plan, self._shadow_every, stores=self._store_folder is not None)
+        if self.shadow is not None:
+            return self.shadow.caches
         return make_prompt_cache(self.model) if self.plan is None else build_caches(self.plan)
 
     # A turn.
@@ -150,7 +156,7 @@ class Session:
             raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
         check_text(text, "message")
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
-        _check_answer(max_tokens)
+        check_answer(max_tokens)
         if self._busy:
             raise ConfigError("a turn is in progress; read its answer to the end, or close it, before the next.")
         self._busy, self._stopping = True, False
@@ -189,6 +195,8 @@ class Session:
             rescue_seconds=rescue_seconds,
         )
         looks = Looks(self.cache)
+        if self.shadow is not None:
+            self.shadow.begin(ids[-1], start + len(ids) - 1)
         try:
             with closing(self._generate(ids, most, progress, looks)) as replies:
                 for reply in replies:
@@ -198,6 +206,8 @@ class Session:
                     transcript.read([reply.token])
                     self._note_departed()
                     looks.token()
+                    if self.shadow is not None:
+                        self.shadow.token(reply.token, reply.text, reply.logprobs)
                     turn = replace(
                         turn,
                         generation_tokens=reply.generation_tokens,
@@ -412,6 +422,7 @@ class Session:
         """
         if not self._transcript.ids:
             raise ConfigError("there is nothing to save; say something first.")
+        refuse_files(self.shadow)
         name = str(getattr(self.tokenizer, "name_or_path", ""))
         saved = SavedSession(
             self.session_id,
@@ -433,6 +444,7 @@ class Session:
         Raises:
             CacheFormatError: the file is damaged, or holds no conversation with this model.
         """
+        refuse_files(self.shadow)
         saved = self._worker.do(lambda: load_session(path, self.model))
         plan = self._worker.do(lambda: self._planned(saved.config))
         self._forget()
@@ -481,13 +493,3 @@ class Session:
 
 def _client(rescue: RescueConfig) -> RescueClient | None:
     return None if rescue.service == OFF else RescueClient(open_service(rescue.service))
-
-
-def _check_answer(max_tokens: int) -> None:
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or (max_tokens < 1 and max_tokens != -1):
-        raise ConfigError(f"max_tokens is {max_tokens!r}; it must be 1 or more, or -1 for all that the model allows.")
-
-
-def _compute_weights(model: Any) -> None:
-    """Finish what the thread that made a model may have left, such as a change of its type; see `Worker`."""
-    mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])

@@ -36,18 +36,17 @@ class PrefixStore:
         model: of mlx-lm. All its weights are read once, to tell it from others.
         plan: of its caches.
         folder: of the records.
-        warn: told, once, where nothing more can be stored.
+        warn: told where what is read cannot be stored; once, until it can be again.
         salt: what is stored with another one is not found.
 
     Attributes:
         root: what all keys of its prompts begin with.
-        full: nothing more can be stored.
     """
 
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
         self.plan, self.folder, self._warn = plan, folder, warn
         self.root, self._computing = root(model, plan, salt), computing()
-        self.full = False
+        self._fails = False
 
     def prompt(self, segments: list[list[int]], step: int) -> "StoredPrompt":
         """A prompt, of which nothing was read yet.
@@ -79,13 +78,14 @@ class PrefixStore:
         """What computes is what it was: everything of the store fits."""
         return computing() == self._computing
 
-    def refused(self, error: OSError) -> None:
-        """Store nothing more, and say so."""
-        self.full = True
-        self._warn(
-            f"what is read cannot be stored in {self.folder.path} ({error.strerror}), so it will be read again. The "
-            "conversation goes on."
-        )
+    def note(self, error: OSError | None) -> None:
+        """A record was written, or could not be: which is said of the first that could not."""
+        if error is not None and not self._fails:
+            self._warn(
+                f"what is read cannot be stored in {self.folder.path} ({error.strerror}), so it will be read again. "
+                "The conversation goes on."
+            )
+        self._fails = error is not None
 
 
 def reading(
@@ -138,6 +138,7 @@ class StoredPrompt:
         self._blocks: list[str] = []  # names of those that are stored
         self._points: list[str] = []  # likewise, of this prompt
         self.restored = self.reached = 0
+        self._fails = False  # the disk may be full: the next prompt tries again
 
     @property
     def found(self) -> int:
@@ -179,7 +180,7 @@ class StoredPrompt:
 
     def wants(self, stop: int) -> bool:
         """Whether caches of the tokens before position `stop` can be stored: a step ends there, not stored yet."""
-        return stop in self._ends and stop > self.reached and not self._store.full and self._store.is_itself
+        return stop in self._ends and stop > self.reached and not self._fails and self._store.is_itself
 
     def store(self, stop: int, caches: list[Any]) -> None:
         """Store caches of the tokens before position `stop`, unless they hold other rows or fewer."""
@@ -190,8 +191,10 @@ class StoredPrompt:
                 if may:
                     self._write(self._ends[stop], caches)
                     self.reached = stop
+                    self._store.note(None)
         except OSError as error:
-            self._store.refused(error)
+            self._fails = True
+            self._store.note(error)
 
     def _write(self, key: str, caches: list[Any]) -> None:
         point = Point(caches)
@@ -205,7 +208,7 @@ class StoredPrompt:
     def close(self) -> None:
         """The prompt is read: wait for the disk, once. Blocks count as used after the points that name them."""
         self._folder.use([*((POINTS, key) for key in self._points), *((BLOCKS, name) for name in self._blocks)])
-        if self._points and not self._store.full:
+        if self._points and not self._fails:
             self._folder.settle(POINTS, self._points[-1])
 
 

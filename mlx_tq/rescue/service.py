@@ -28,7 +28,7 @@ OFF, AUTO = "off", "auto"
 DEFAULT_URL = "http://127.0.0.1:5054"
 TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
 
-_COMMAND = (sys.executable, "-m", "rescue_svc.cli", "serve")
+_COMMAND = (sys.executable, "-m", "rescue_svc", "serve")
 # Settings of a private service that are ours to choose; the environment may say the rest, such as RESCUE_EMBEDDER.
 _OURS = ("RESCUE_DATA_DIR", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 _START_S, _STOP_S, _PROBE_S = 60.0, 5.0, 0.5

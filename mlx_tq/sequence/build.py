@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.tiered import TieredKVCache
 from mlx_tq.errors import CacheFormatError
@@ -16,15 +17,22 @@ from mlx_tq.sequence.plan import LayerPlan, Plan
 from mlx_tq.sequence.sequence import Sequence
 
 
-def build_caches(plan: Plan) -> list[Any]:
-    """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere."""
-    make = _maker(plan)
+def build_caches(plan: Plan, *, shadow: bool = False) -> list[Any]:
+    """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere.
+
+    Args:
+        plan: of the model.
+        shadow: the model's own attend everywhere, and compressed ones run beside them.
+    """
+    make = _maker(plan, shadow=shadow)
     return _replace(plan, plan.native_caches(), lambda layer, _: make(layer))
 
 
-def make_cache(spec: CacheSpec, number: int = 0, sequence: Sequence | None = None) -> CompressedKVCache:
+def make_cache(
+    spec: CacheSpec, number: int = 0, sequence: Sequence | None = None, *, shadow: bool = False
+) -> CompressedKVCache:
     """An empty cache of one layer; without a sequence it keeps all tokens."""
-    kind = TieredKVCache if spec.cold else CompressedKVCache
+    kind = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
     return kind(spec, number, sequence)
 
 
@@ -54,11 +62,11 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
     return _replace(plan, caches, adopt)
 
 
-def _maker(plan: Plan) -> Callable[[LayerPlan], CompressedKVCache]:
+def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:
     """Makes the caches of one sequence."""
     eviction = plan.eviction
     if eviction is None:
-        return lambda layer: make_cache(layer.spec)
+        return lambda layer: make_cache(layer.spec, shadow=shadow)
     numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(plan.layers)}
     policy, calibrators = eviction.config.policy, {}
     if isinstance(policy, CalibratedPolicy):
@@ -68,7 +76,7 @@ def _maker(plan: Plan) -> Callable[[LayerPlan], CompressedKVCache]:
             if layer.rope is not None
         }
     sequence = Sequence(eviction, calibrators)
-    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], sequence)
+    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], sequence, shadow=shadow)
 
 
 def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:

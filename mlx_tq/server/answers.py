@@ -139,6 +139,7 @@ class Answer:
             "model": model,
         }
         self.prompt_tokens, self.cached, self.tokens, self.rescued = prompt_tokens, 0, 0, rescued
+        self.session: dict[str, Any] | None = None  # what its session holds, when that is known
 
     def add(self, piece: Piece, names: Any) -> list[dict[str, Any]]:
         """The chunk of a stream for a piece, none where it shows nothing; `names` gives the text of a token."""
@@ -180,7 +181,7 @@ class Answer:
 
     def closing(self, *, usage: bool) -> list[dict[str, Any]]:
         """The last chunk of a stream, with the counts, where they are asked for."""
-        return [{**self._object("chunk", []), "usage": self.usage()}] if usage else []
+        return [{**self._object("chunk", []), **self._counts()}] if usage else []
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
         """The last event of a stream that an error ends."""
@@ -189,7 +190,7 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
         choices = [self._choice(index, said) for index, said in enumerate(self._said)]
-        return {**self._object("", choices), "usage": self.usage()}
+        return {**self._object("", choices), **self._counts()}
 
     def _choice(self, index: int, said: _Said) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": said.finish, "logprobs": None}
@@ -214,6 +215,9 @@ class Answer:
             "total_tokens": self.prompt_tokens + self.tokens,
             "prompt_tokens_details": details,
         }
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self.usage(), **({"session": self.session} if self.session else {})}
 
     def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = ("chat.completion" + (f".{part}" if part else "")) if self._chat else "text_completion"

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mlx_tq.server.answers import Answer
@@ -24,11 +24,13 @@ from mlx_tq.server.embeddings import EmbeddingRequest, embed
 from mlx_tq.server.errors import ApiError, InvalidRequestError, MethodNotAllowedError, NotFoundError, UnavailableError
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
+from mlx_tq.server.report import server_report, session_report
 from mlx_tq.server.response_schemas import ResponseRequest
 from mlx_tq.server.responses import ResponseAnswer
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
 from mlx_tq.server.service import DEFAULT_MODEL, Service
 from mlx_tq.server.sessions import HEADER, Turn
+from mlx_tq.server.web import HEADERS, PAGE
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +83,14 @@ def create_app(web: Web, origins: list[str]) -> Starlette:
         route("/v1/embeddings", "POST", _embed),
         route("/v1/models", "GET", _models),
         route("/v1/models/{name:path}", "GET", _model),
+        route("/v1/plan", "GET", _plan),
+        route("/v1/sessions/{name}", "DELETE", _drop_session),
         route("/metrics", "GET", _metrics),
         route("/health", "GET", _health, guarded=False),
+        route("/", "GET", _page, guarded=False),
     ]
-    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    methods = ["GET", "POST", "DELETE"]
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     return Starlette(
         routes=routes,
         lifespan=lifespan,
@@ -145,6 +151,21 @@ async def _models(web: Web, request: Request) -> Response:
 async def _model(web: Web, request: Request) -> Response:
     web.service.check_model(request.path_params["name"])
     return JSONResponse(_model_object(web.service))
+
+
+async def _plan(web: Web, request: Request) -> Response:
+    return JSONResponse(server_report(web.service))
+
+
+async def _drop_session(web: Web, request: Request) -> Response:
+    sessions = web.service.sessions
+    await sessions.drop(request.path_params["name"])
+    await run_in_threadpool(sessions.forget)
+    return Response(status_code=204)
+
+
+async def _page(web: Web, request: Request) -> Response:
+    return HTMLResponse(PAGE, headers=HEADERS)
 
 
 async def _chat(web: Web, request: Request) -> Response:
@@ -222,6 +243,8 @@ async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:
         await job.heard.wait()
         if left.caches is not None and answer.is_complete:
             await run_in_threadpool(sessions.settle, turn, left, answer.message())
+            if left.held is not None:
+                answer.session = session_report(turn, left.held, web.service.positions)
     except Exception:
         log.exception("a session could not go on")  # its next request begins behind the answer before
     finally:

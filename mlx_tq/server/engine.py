@@ -24,6 +24,7 @@ from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.held import what_is_held
 from mlx_tq.server.jobs import Event, Failed, Job, Left, Piece, Progress, Started
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefixes import close, is_worth_storing, stored_prompt
@@ -301,7 +302,8 @@ class Engine:
         question, running.question = running.question, []
         if caches is not None:
             found = recall(self._model, caches, question, self._limits.prefill_step_size)
-            self._metrics.recalled_tokens.inc(len(found.positions))
+            running.recalled = len(found.positions)
+            self._metrics.recalled_tokens.inc(running.recalled)
         return caches
 
     def _ask(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
@@ -346,14 +348,16 @@ class Engine:
         trim_prompt_cache(caches, 1)
         return caches, len(ids) - 1
 
-    def _keep_answered(self, job: Job, tokens: list[int], caches: list[Any]) -> None:
+    def _keep_answered(self, running: Running, tokens: list[int], caches: list[Any]) -> None:
         """Keep what an answer leaves: a session's for the session, others for whoever begins the same way."""
+        job = running.job
         if job.start is None:
             self._keep(tokens, caches, "assistant")
         else:
             release(caches)
             _hold(caches, None)
-            self._outbox.append((job, Left(caches, list(tokens))))
+            held = what_is_held(caches, self._plan, running.recalled)
+            self._outbox.append((job, Left(caches, list(tokens), held)))
 
     def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         release(caches)
@@ -431,7 +435,7 @@ class Engine:
             self._outbox.append((running.job, event))
             if finish is not None:
                 del self._running[response.uid]
-                self._keep_answered(running.job, response.all_tokens, response.prompt_cache)
+                self._keep_answered(running, response.all_tokens, response.prompt_cache)
             elif ended or fault:
                 stopped.append(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
@@ -448,7 +452,7 @@ class Engine:
             if job.start is not None and job.cancelled:  # half an answer; the session stays as it was before
                 self._outbox.append((job, Left()))
             elif tokens:
-                self._keep_answered(job, tokens, caches)
+                self._keep_answered(running, tokens, caches)
 
     def _measure(self) -> None:
         if self._running and time.monotonic() - self._measured < _MEASURE_S:

@@ -46,15 +46,15 @@ class Guard:
         """Raise unless the caller may use the models.
 
         Raises:
-            ForeignOriginError: a web page that is not allowed, or without a key a foreign name of this machine: pages
-                reach localhost through the user's browser (CSRF, DNS rebinding).
+            ForeignOriginError: a web page that is neither the server's own nor allowed, or without a key a foreign name
+                of this machine: pages reach localhost through the user's browser (CSRF, DNS rebinding).
             UnauthorizedError: no key, or a wrong one.
         """
-        origin = request.headers.get("origin")
-        if origin is not None and origin not in self._origins:
+        origin, host = request.headers.get("origin"), request.headers.get("host", "")
+        if origin is not None and origin not in self._origins and not (host and origin.partition("://")[2] == host):
             raise ForeignOriginError("web pages may not call this server; start it with --allowed-origins to let one")
         if self._key is None:
-            name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+            name = urlsplit(f"//{host}").hostname or ""
             if not is_loopback(name):
                 raise ForeignOriginError("without an API key the server answers to localhost alone; call it by that")
             return

@@ -8,6 +8,7 @@ from mlx_tq.commands.grammar import Constraint, GrammarError
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError, InvalidRequestError
+from mlx_tq.server.held import Held
 from mlx_tq.server.sampling import Sampler
 
 
@@ -83,6 +84,7 @@ class Left:
 
     caches: list[Any] | None = None
     tokens: list[int] = field(default_factory=list)
+    held: Held | None = None
 
 
 @dataclass(eq=False)

@@ -218,6 +218,21 @@ class Sessions:
                 self._forgotten.append(session_id)
                 break
 
+    async def drop(self, name: str) -> None:
+        """Let a session go, if there is one, when its request has ended; one that another request waits for goes on.
+
+        Raises:
+            QueueFullError: too many requests wait for their turn.
+        """
+        if name not in self._kept:
+            return
+        kept = await self.enter(name)
+        with self._lock:
+            if kept.users == 1:
+                self._discard(self._kept.pop(name).transcript)
+            self._measure()
+        self.leave(kept)
+
     def close(self) -> None:
         """Drop all; the service forgets them."""
         with self._lock:
@@ -227,6 +242,16 @@ class Sessions:
         self.forget()
         if self._client is not None:
             self._client.close()
+
+    @property
+    def limit(self) -> int:
+        """How many are kept."""
+        return self._limit
+
+    @property
+    def rescues(self) -> bool:
+        """Text that leaves goes to the rescue service, and what a turn needs of it is quoted."""
+        return self._client is not None
 
     # Room, also for the engine's thread.
 

@@ -78,6 +78,14 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "thesis"
 
 
+def test_a_shadow_is_reported_at_the_end(talk):
+    words = ("--kv-prefix", "16", "--kv-window", "16", "--kv-condition", "off", "--max-tokens", "8")
+    _, err = talk("The access code is 417295. " * 8, "/save chat.safetensors", words=(*words, "--kv-shadow", "2"))
+    assert "what the compressed cache would have changed" in err.lower()
+    assert "predictions of" in err
+    assert "cannot be saved" in err
+
+
 def test_a_message_without_its_end_is_not_lost_without_a_word(talk):
     out, err = talk('"""', "Two lines,", "and no end.")
     assert out == ""

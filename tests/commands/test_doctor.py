@@ -8,6 +8,7 @@ import pytest
 from mlx_tq import cli
 from mlx_tq.codec.formats.q8 import Q8Codec
 from mlx_tq.codec.rotation import WalshHadamard
+from mlx_tq.config import PROFILES
 
 
 def test_json_has_versions_and_passing_checks(capsys):
@@ -31,3 +32,27 @@ def test_a_broken_codec_fails(monkeypatch, capsys, owner, method, broken):
     monkeypatch.setattr(owner, method, broken)
     assert cli.main(["doctor"]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_what_fits_in_a_memory(capsys):
+    assert cli.main(["doctor", "--capacity", "--memory", "200MB", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {each["profile"]: each for each in report["profiles"]}
+    assert list(found) == list(PROFILES)
+    assert found["off"]["streams"]["4096"] < found["balanced"]["streams"]["4096"] < found["tiny"]["streams"]["4096"]
+    assert found["balanced"]["longest"]["1"] == report["positions"] == 4096
+    assert cli.main(["doctor", "--capacity", "--memory", "200MB"]) == 0
+    assert "200.0 MB of memory, 13.9 MB of it weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--memory", "1GB"), "--capacity"),
+        (("--capacity", "--memory", "1MB"), "13.9 MB"),
+        (("--dtype", "float16"), "drop"),
+    ],
+)
+def test_what_cannot_be_counted(capsys, words, says):
+    assert cli.main(["doctor", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What goes where: the answer to stdout, the rest to stderr; the plan before, the statistics after."""
 
+import json
 import re
 
 import mlx.core as mx
@@ -36,6 +37,21 @@ def test_answer_alone_is_on_stdout(cli):
     ):
         assert re.search(rf"^{line}$", stats, re.MULTILINE)
     assert cli(*ASK, *QUIET) == (0, "417295\n", "")
+
+
+def test_a_shadow_changes_nothing_and_is_reported(cli):
+    shown = cli(*ASK, *PACKED, "--kv-shadow", 2)
+    assert (shown.code, shown.out) == (0, "417295\n")
+    assert re.search(r"^5 +[\d.]+ +[\d.]+ +[\d.e-]+ +[\d.e-]+$", shown.err, re.MULTILINE)
+    assert re.search(r"predictions of \d+ tokens: KLD [\d.e-]+, the same most likely token in [\d.]+ %", shown.err)
+    report = json.loads(cli(*ASK, *PACKED, "--kv-shadow", 2, "--json").out)
+    assert report["text"] == "417295"
+    assert len(report["shadow"]["layers"]) == 6
+    assert report["shadow"]["kld"] > 0
+    for words, says in (((*OFF, "--kv-shadow", 2), "nothing is compressed"), (("--kv-shadow", 0), "1 or more")):
+        refused = cli(*HI, *words)
+        assert refused.code == 2
+        assert says in refused.err
 
 
 def test_plan_says_what_the_kernels_do_not_read(cli):

@@ -13,8 +13,8 @@ from mlx_tq.config import BLOCK, PROFILES
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-# The second step packs what the first one could not yet; few, as mlx's CPU calls a C++ compiler for every graph.
-PROMPT, STEPS = READY - 2, 3
+# The steps pack what the prompt could not yet; few, as mlx's CPU calls a C++ compiler for every graph.
+PROMPT, STEPS = READY - 1, 2
 PACKED, CODED = (KVConfig(key="q8", value=value, prefix=8, window=8) for value in ("q8", "tq4"))
 
 

@@ -101,10 +101,12 @@ for _ in range(3):
     thread = threading.Thread(target=lambda: print("".join(session.respond("Hello"))))
     thread.start()
     thread.join()
+answer = session.respond("Hello")
+next(answer)
 """
 
 
-def test_a_program_ends_well_with_a_session_left_open():
+def test_a_program_ends_well_with_a_session_left_open_in_the_middle_of_an_answer():
     """mlx keeps streams in each thread that computes; a program that ended before one of them had was aborted."""
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -93,22 +93,30 @@ def test_a_damaged_record_is_a_miss_and_goes(tmp_path):
         assert answer(LLAMA, SMALL, tokens(LENGTH), tmp_path)["restored"] == LENGTH - 1
 
 
-def test_a_full_disk_ends_storing_with_one_warning(tmp_path):
+def test_a_full_disk_is_said_once_and_tried_again_with_the_next_prompt(tmp_path):
     warned = []
     store = PrefixStore(LLAMA, plan_caches(LLAMA, SMALL), Folder(tmp_path), warned.append)
-    caches = make_prompt_cache(LLAMA, SMALL)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with compressed(LLAMA), store.reading(caches, tokens(500), 200) as reading:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-        try:
-            for start in (0, 200):
-                LLAMA(mx.array([tokens(500)[start : start + 200]]), cache=caches)
-                reading.note(start + 200)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def read(most):
+        caches = make_prompt_cache(LLAMA, SMALL)
+        with compressed(LLAMA), store.reading(caches, tokens(500), 200) as reading:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                for start in (0, 200):
+                    LLAMA(mx.array([tokens(500)[start : start + 200]]), cache=caches)
+                    reading.note(start + 200)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return len(Folder(tmp_path).records())
+
+    assert [read(most) for most in (20_000, 20_000)] == [0, 0]
     assert len(warned) == 1
     assert "cannot be stored" in warned[0]
-    assert not Folder(tmp_path).records()
+    assert read(limits[0]) == 3
+    Folder(tmp_path).clear()
+    assert read(20_000) == 0
+    assert len(warned) == 2
 
 
 def test_what_another_implementation_reads_is_not_stored(tmp_path):

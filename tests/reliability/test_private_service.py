@@ -32,7 +32,7 @@ def _alone(monkeypatch, tmp_path):
 
 
 def ours():
-    return [child for child in psutil.Process().children() if "rescue_svc.cli" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "rescue_svc" in " ".join(child.cmdline())]
 
 
 def test_started_used_and_ended(tmp_path):

@@ -100,7 +100,7 @@ class Server(ServerProcess, Calls):
         chosen = {"data_dir": data_dir, "embedder": "hashing", "port": 0, **settings}
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RESCUE_")}
         super().__init__(
-            [sys.executable, "-m", "rescue_svc.cli", "serve"],
+            [sys.executable, "-m", "rescue_svc", "serve"],
             clean | {f"RESCUE_{name.upper()}": str(value) for name, value in chosen.items()},
             (logs or data_dir.parent) / f"service-{time.monotonic_ns()}.log",
             settings.get("token"),

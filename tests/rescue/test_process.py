@@ -96,7 +96,7 @@ def test_a_second_process_says_what_is_in_its_way_and_harms_nothing(server, tmp_
     taken = {"port": server.url.rpartition(":")[2], "data-dir": server.data_dir}[flag]
     flags = {"data-dir": tmp_path, "port": 0} | {flag: taken}
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    line = [sys.executable, "-X", "dev", "-m", "rescue_svc.cli", "serve", *words]
+    line = [sys.executable, "-X", "dev", "-m", "rescue_svc", "serve", *words]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, says.format(taken) in ended.stderr) == (code, True), ended.stderr
     assert not {"Traceback", "ResourceWarning"} & set(re.findall(r"\w+", ended.stderr)), ended.stderr

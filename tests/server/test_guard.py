@@ -20,7 +20,7 @@ def locked(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("given", [None, "", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer n\u00e9"])
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/models/needle32"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/models/needle32", "/v1/plan"])
 def test_no_key_or_a_wrong_one(locked, path, given):
     headers = {"Authorization": (given or "").encode("latin-1")}
     response = locked.http.get(path, headers=headers)
@@ -55,6 +55,17 @@ def test_cors_is_open_to_those_named(locked):
     assert "access-control-allow-origin" not in response.headers
     asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     assert locked.http.options("/v1/chat/completions", headers=asked).status_code == 200
+
+
+def test_its_own_page_may_call(server, locked):
+    """A browser names the page's origin with every POST. One that came by a foreign name is refused all the same."""
+    host = server.url.removeprefix("http://")
+    for origin, status in ((server.url, 200), ("http://localhost:3000", 403), ("null", 403), (f"http://x@{host}", 403)):
+        assert server.http.get("/v1/models", headers={"Origin": origin}).status_code == status
+    rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
+    assert server.http.get("/v1/models", headers=rebound).status_code == 403
+    own = {"Host": "chat.example", "Origin": "https://chat.example"}  # with a key, behind a name of its own
+    assert locked.http.get("/v1/models", headers=own).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "@127.0.0.1:80@x"])

@@ -84,6 +84,11 @@ def test_what_was_evicted_comes_back(evicting, service):
     assert "417295" in again["content"]
     assert cached == length + first.usage.completion_tokens
     assert 50 < rescued < longer - cached
+    held = second.model_extra["session"]
+    assert held["live"] + held["evicted"] == held["tokens"] == second.usage.total_tokens
+    assert held["bytes"] < held["fp16_bytes"]
+    assert held["evicted"] > 50
+    assert FACT in "".join(quoted["text"] for quoted in held["quoted"])
     assert "417295" not in evicting.chat(*conversation, max_tokens=12).choices[0].message.content
     third, last = ask(evicting, "a", *conversation, again, user("And what is the access code?"), stream=False)
     assert counts(third)[1] == longer + second.usage.completion_tokens

@@ -1,4 +1,4 @@
-"""The work of `mlx_tq.doctor`: self-tests."""
+"""The work of `mlx_tq.doctor`: self-tests, or what fits into a memory."""
 
 import argparse
 import json
@@ -12,9 +12,10 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
 from mlx_tq.commands.environment import environment
+from mlx_tq.commands.runs import capacity
 from mlx_tq.commands.screen import results, table
 from mlx_tq.config import KVConfig
-from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.errors import ConfigError, KernelUnavailableError
 from mlx_tq.kernels import impl, selftest
 from mlx_tq.kernels.selftest import KernelCheck
 
@@ -103,7 +104,15 @@ def all_checks(*, kernels: bool) -> list[Check]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Test and show; returns 1 if a test failed."""
+    """Test and show; returns 1 if a test failed.
+
+    Raises:
+        ConfigError: flags of --capacity without it.
+    """
+    if args.capacity:
+        return capacity.run(args)
+    if (args.model, args.memory, args.dtype) != (None, None, None):
+        raise ConfigError("--model, --memory and --dtype say what --capacity counts; add it, or drop them.")
     checks = all_checks(kernels=args.kernels)
     about = environment()
     if args.json:

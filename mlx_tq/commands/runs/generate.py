@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.commands.args import SHADOW, option_value
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
@@ -22,10 +23,11 @@ from mlx_tq.commands.preflight import check_arguments, check_memory, check_posit
 from mlx_tq.commands.progress import prefill_progress
 from mlx_tq.commands.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
 from mlx_tq.commands.prompts import encode, read_prompt, render, template_config
-from mlx_tq.commands.screen import console, plan_dict, show_plan, show_recalled, show_stats, warn
+from mlx_tq.commands.screen import console, plan_dict, show_plan, show_recalled, show_shadow, show_stats, warn
 from mlx_tq.commands.stores import chosen_store
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.recall import Recalled, archive_warning, question_of, read, recall
+from mlx_tq.conversation.shadow import Shadow, chosen_shadow
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.models import load_with_config
 from mlx_tq.policies import CalibratedPolicy
@@ -94,18 +96,26 @@ def run(args: argparse.Namespace) -> int:
     if embeddings is not None:
         options["input_embeddings"] = embeddings
     store = None if folder is None or opened.plan is None else PrefixStore(model, opened.plan, folder, warn)
-    answer = _generate(model, tokenizer, ids, opened, store, max_tokens, args, options)
+    shadow = chosen_shadow(model, opened.plan, option_value(args, SHADOW), stores=store is not None)
+    if shadow is not None:
+        opened = opened._replace(caches=shadow.caches)
+        shadow.begin(ids[-1], len(ids) - 1)
+    answer = _generate(model, tokenizer, ids, opened, store, shadow, max_tokens, args, options)
     if warning := archive_warning(opened.caches):
         warn(warning)
     if args.json:
         plan = plan_dict(opened.plan, answer.stats.cache.tokens) if opened.plan else None
         recalled = None if answer.recalled is None else answer.recalled.to_dict()
         report = {"text": answer.text, "stats": answer.stats.to_dict(), "plan": plan, "recalled": recalled}
+        if shadow is not None:
+            report["shadow"] = shadow.report().to_dict()
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.verbose:
         if answer.recalled is not None:
             show_recalled(answer.recalled.positions, answer.recalled.archived, answer.recalled.seconds)
         show_stats(answer.stats)
+        if shadow is not None:
+            show_shadow(shadow.report())
     return INTERRUPTED if answer.stats.finish_reason == "interrupted" else DONE
 
 
@@ -124,6 +134,10 @@ def _check_request(args: argparse.Namespace) -> None:
         for flag, given in (("--draft-model", args.draft_model), ("--image", args.image)):
             if given:
                 raise ConfigError(f"--kv-recall cannot be combined with {flag}. Drop one of the two.")
+    if option_value(args, SHADOW) is not None:
+        for flag, given in (("--draft-model", args.draft_model), ("--prompt-cache-file", args.prompt_cache_file)):
+            if given:
+                raise ConfigError(f"--kv-shadow cannot be combined with {flag}. Drop one of the two.")
     if config.is_off and args.kv_memory_limit is not None:
         raise ConfigError(
             "--kv-memory-limit is for compressed caches, and mlx-lm's own was chosen. Drop it, or take --max-kv-size."
@@ -239,6 +253,7 @@ def _generate(
     ids: list[int],
     opened: PromptCache,
     store: PrefixStore | None,
+    shadow: Shadow | None,
     max_tokens: int,
     args: argparse.Namespace,
     options: dict[str, Any],
@@ -297,6 +312,8 @@ def _generate(
                 last = response
                 if looks is not None:
                     looks.token()
+                if shadow is not None:
+                    shadow.token(response.token, response.text, response.logprobs)
                 text += response.text
                 if stream:
                     say(response.text)

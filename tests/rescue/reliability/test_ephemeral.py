@@ -122,7 +122,7 @@ def start(popen, tmp_path):
     (tmp_path / "tmp").mkdir()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "rescue_svc.cli", "serve", "--ephemeral", "true", "--port", "0"]
+    command = [sys.executable, "-m", "rescue_svc", "serve", "--ephemeral", "true", "--port", "0"]
 
     def run(*flags, stdin=subprocess.PIPE, **options):
         words = [*command, "--embedder", "hashing", *map(str, flags)]

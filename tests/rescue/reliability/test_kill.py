@@ -147,7 +147,7 @@ def test_kill_while_backing_up(serve, popen, tmp_path, times):
 
     def command(folder):
         words = ("backup", str(folder), "--data-dir", str(server.data_dir))
-        return [sys.executable, "-m", "rescue_svc.cli", *words]
+        return [sys.executable, "-m", "rescue_svc", *words]
 
     for number in range(times(10)):
         folder = tmp_path / f"backup-{number}"

@@ -1,55 +1,26 @@
 """The page at `/` in a real browser, driven as a person would."""
 
-import os
 import re
-import shutil
-import sys
-from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from browser import SCRIPT, assert_fits_and_can_be_read, chromium, needs_chromium, pages, refused_script
+from playwright.sync_api import expect
 
 from ..harness import TOKEN, Server
 
-MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or (MAC if Path(MAC).exists() else None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
-
-ARGUMENTS = ["--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-SCRIPT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_playwright() as playwright:
-        sandbox = [] if os.geteuid() or sys.platform == "darwin" else ["--no-sandbox"]  # root cannot have one
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
 def open_page(browser):
-    """Open the page; fail if it ever logs an error or asks anyone else for anything."""
-    contexts, faults = [], []
-
-    def open_page(server, **options):
-        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        page.on(
-            "request",
-            lambda request: None if request.url.startswith((server.url, "data:")) else faults.append(request.url),
-        )
-        page.goto(server.url)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert faults == []
+    with pages(browser) as open_page:
+        yield open_page
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +115,7 @@ def test_an_injected_script_would_not_run(filled, browser):
     """The second line of defence: even markup that got in is refused by the page's policy."""
     page = browser.new_page()
     page.goto(filled.url)
-    refused = page.evaluate("""() => new Promise(resolve => {
-        document.addEventListener("securitypolicyviolation", event => resolve(event.effectiveDirective));
-        const text = document.createTextNode("document.title = 'owned'");
-        document.body.appendChild(document.createElement("script")).append(text);
-        setTimeout(() => resolve("nothing"), 2000);
-    })""")
-    assert (refused, page.title()) == ("script-src-elem", "mlx-tq rescue")
+    assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq rescue")
     page.close()
 
 
@@ -192,25 +157,7 @@ def test_it_fits_and_can_be_read(filled, open_page, scheme, width):
     page.get_by_label("Question", exact=True).fill("owl")
     page.get_by_role("button", name="Search").click()
     expect(page.locator("#results li").first).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert min(page.evaluate(CONTRASTS)) >= 4.5  # WCAG AA for text
-
-
-# The contrast of each visible text against the first opaque background behind it.
-CONTRASTS = """() => {
-  const numbers = color => color.match(/[\\d.]+/g).map(Number);
-  const linear = c => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
-  const behind = element => {
-    const color = numbers(getComputedStyle(element).backgroundColor);
-    return color[3] === 0 ? behind(element.parentElement) : color;
-  };
-  const hasText = e => e.checkVisibility() && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
-  return [...document.querySelectorAll("body *")].filter(hasText).map(e => {
-    const pair = [light(numbers(getComputedStyle(e).color)), light(behind(e))];
-    return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
-  });
-}"""
+    assert_fits_and_can_be_read(page)
 
 
 def test_what_is_missing_is_said(serve, open_page, browser):

@@ -1,0 +1,175 @@
+"""The ways in which a question may get what it needs from an archive, and what each is worth.
+
+full: a cache that lost nothing. evicted: nothing comes back. quoted: the text of the blocks that a search of words
+finds stands before the question. words: those blocks return as rows. queries: what the model's own queries find does.
+random: other blocks do. oracle: the blocks of the evidence do, and no others.
+"""
+
+import copy
+import random
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.recall.bench_recall import BLOCK, STEP, read
+from mlx_tq.conversation.quote import quote
+from mlx_tq.conversation.recall import ready_to_recall, recall
+from mlx_tq.sequence.archive import Extent
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import Scored, choose
+
+ARMS = ("full", "evicted", "quoted", "words", "queries", "random", "oracle")
+Span = tuple[int, int]
+
+
+def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list[int]:
+    """Numbers of texts by BM25, as the rescue service searches words; those without any come last, by chance."""
+    base = sqlite3.connect(":memory:")
+    base.execute("CREATE VIRTUAL TABLE t USING fts5(text, tokenize='porter unicode61 remove_diacritics 2')")
+    base.executemany("INSERT INTO t(rowid, text) VALUES (?, ?)", enumerate(texts))
+    asked = " OR ".join(f'"{word}"' for word in dict.fromkeys(_words(question)))
+    found = [row for (row,) in base.execute("SELECT rowid FROM t WHERE t MATCH ? ORDER BY bm25(t), rowid", (asked,))]
+    base.close()
+    rest = sorted(set(range(len(texts))) - set(found))
+    rng.shuffle(rest)
+    return found + rest
+
+
+def _words(text: str) -> list[str]:
+    return "".join(c if c.isalnum() else " " for c in text.lower()).split()
+
+
+def places(order: Sequence[Extent], spans: Sequence[Span]) -> list[int | None]:
+    """Of each span how many blocks without any evidence rank before its best block; None where none is archived."""
+    holds = [[inside(extent.positions, span) > 0 for span in spans] for extent in order]
+    strange = np.cumsum([0, *(not any(each) for each in holds)])
+    best = [next((i for i, each in enumerate(holds) if each[part]), None) for part in range(len(spans))]
+    return [None if i is None else int(strange[i]) for i in best]
+
+
+def inside(positions: np.ndarray, span: Span) -> int:
+    """How many of these positions lie in a span."""
+    return int(((positions >= span[0]) & (positions < span[1])).sum())
+
+
+def is_cut(span: Span) -> bool:
+    """Whether a block's edge goes through a span; the prefix is a whole block."""
+    return span[0] // BLOCK != (span[1] - 1) // BLOCK
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question in tokens, and what of an answer is judged.
+
+    Attributes:
+        ids: of the question.
+        opening: tokens that stand before the answer whose log-probability is taken.
+        answer: tokens of that answer.
+        answers: what a free answer has to hold.
+        most: tokens of a free answer.
+    """
+
+    ids: list[int]
+    opening: list[int]
+    answer: list[int]
+    answers: tuple[str, ...]
+    most: int
+
+
+def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple[bool, float]:
+    """Whether a free answer holds all that is right, and the log-probability of the right answer."""
+    first, said, right = read(model, caches, asked.ids), [], False
+    told, logits = copy.deepcopy(caches), first
+    while (token := int(logits.argmax())) != tokenizer.eos_token_id:
+        said.append(token)
+        text = tokenizer.decode(said)
+        right = all(each in text for each in asked.answers)
+        if right or len(said) == asked.most:
+            break
+        logits = read(model, caches, [token])
+    ids = [*asked.opening, *asked.answer]
+    rows = mx.concatenate([first[None], model(mx.array(ids)[None], cache=told)[0]])[len(asked.opening) : len(ids)]
+    chances = rows.astype(mx.float32)
+    chances = chances - mx.logsumexp(chances, axis=-1, keepdims=True)
+    return right, float(mx.take_along_axis(chances, mx.array(asked.answer)[:, None], axis=-1).sum())
+
+
+def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str:
+    """Text of blocks as text rescue quotes it, neighbours as one."""
+    positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
+    return quote([tokenizer.decode([ids[p] for p in run]) for run in runs])
+
+
+@dataclass
+class Recalls:
+    """One reading that lost tokens, and a question of it: what each arm brings back.
+
+    Attributes:
+        caches: of the reading, with the round held that the question makes due.
+        tokens: that may come back.
+        orders: the archived blocks, best first, by arm.
+        found: those that come back, by arm.
+        seconds: of the queries' look.
+    """
+
+    caches: list[Any]
+    tokens: int
+    orders: dict[str, list[Extent]]
+    found: dict[str, list[Extent]]
+    seconds: float
+
+    def with_rows(self, arm: str) -> list[Any]:
+        """A copy of the caches in which an arm's blocks are back."""
+        caches = copy.deepcopy(self.caches)
+        sequence = sequence_in(caches)
+        if sequence is not None and self.found.get(arm):
+            sequence.recall(sequence_layers(caches), self.found[arm])
+        return caches
+
+    def back(self, arm: str, spans: Sequence[Span]) -> list[float]:
+        """Share of each span that an arm brings back."""
+        positions = np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in self.found[arm])])
+        return [inside(positions, span) / (span[1] - span[0]) for span in spans]
+
+
+def recalls(
+    model: Any,
+    caches: list[Any],
+    question: Sequence[int],
+    spans: Sequence[Span],
+    search: Callable[[list[Extent]], list[Extent]],
+    rng: random.Random,
+) -> Recalls:
+    """Ask an archive in every way.
+
+    Args:
+        model: of the caches.
+        caches: that read the text; they are left as they are.
+        question: in tokens.
+        spans: of the evidence.
+        search: orders blocks by their text.
+        rng: of random blocks.
+    """
+    caches = copy.deepcopy(caches)
+    ready_to_recall(caches, len(question))
+    layer, sequence = sequence_layers(caches)[0], sequence_in(caches)
+    assert sequence is not None
+    most = sequence.plan.recall_tokens(len(question) + layer.offset)
+    asked = copy.deepcopy(caches)
+    found = recall(model, asked, list(question), STEP, most)
+    blocks = sorted((piece.extent for piece in found.ranked), key=lambda extent: int(extent.positions[0]))
+    orders = {
+        "queries": [piece.extent for piece in found.ranked],
+        "words": search(blocks),
+        "random": rng.sample(blocks, len(blocks)),
+    }
+    chosen = {arm: choose([Scored(e, 0.0) for e in order], layer.spec.prefix, most) for arm, order in orders.items()}
+    chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]
+    back = set(found.positions)
+    assert back == {p for extent in chosen["queries"] for p in extent.positions.tolist()}
+    return Recalls(caches, most, orders, chosen, found.seconds)

@@ -1,0 +1,148 @@
+"""Recall in a grid: kinds of questions, lengths, budgets, and the ways in which what left may come back.
+
+Each text is read once without eviction and once at each budget, and every question of it is asked of copies, in every
+arm of `arms`. A row is one question at one budget. What is done is written after each text, and not done again.
+
+python -m benchmarks.recall.bench_grid --model smollm2 --tokens 1000 --kind plain --texts 0-5 --json cell.json
+"""
+
+import argparse
+import copy
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recall.arms import ARMS, Asked, Recalls, answer, inside, is_cut, places, quoted, recalls, words_order
+from benchmarks.recall.bench_recall import read
+from benchmarks.recall.needles import KINDS, Needle
+from benchmarks.recall.parts import Part
+from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, scene
+from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq.sequence.archive import Extent
+from mlx_tq.sequence.passes import compressed_caches
+
+LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
+
+
+def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "") -> Asked:
+    """A needle's question with a quotation before it."""
+    opening = encode(tokenizer, around.opening) if around.opening else []
+    space = " " if opening or not around.after else ""
+    answers = encode(tokenizer, space + " and ".join(needle.answers))
+    ids = encode(tokenizer, f"\n\n{before}{needle.question}{around.after}")
+    return Asked(ids, opening, answers, needle.answers, most=12 + len(answers))
+
+
+class Cell:
+    """A model, and what it is asked.
+
+    Attributes:
+        args: of the command line.
+        arms: that are measured.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.arms = ARMS if args.arms == "all" else tuple(args.arms.split(","))
+        self.model, self.tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
+        self.frame = frame(self.tokenizer, args.opening)
+
+    def rows(self, seed: int) -> list[dict[str, Any]]:
+        """Of one text: a row for each budget and needle."""
+        args, rng = self.args, random.Random(seed)
+        hidden = KINDS[args.kind](rng, args.needles)
+        made = scene(self.tokenizer, self.frame.head, hidden, args.tokens, rng)
+        spans = [made.spans[sentence] for needle in hidden.needles for sentence in needle.evidence]
+        caches = {
+            budget: make_prompt_cache(self.model, config(args.key, args.value, spans, budget))
+            for budget in (*([None] if "full" in self.arms else []), *args.budgets.split(","))
+        }
+        for each in caches.values():
+            read(self.model, each, made.ids)
+        asked = [asked_of(self.tokenizer, self.frame, needle) for needle in hidden.needles]
+        full = [self.judged(caches[None], each) for each in asked if None in caches]
+        rows = []
+        for budget, each in caches.items():
+            if budget is None:
+                continue
+            for number, needle in enumerate(hidden.needles):
+                began = time.perf_counter()
+                row = {"kind": args.kind, "asked": args.tokens, "tokens": len(made.ids), "text": seed}
+                row |= {"budget": budget, "needle": number, **self.row(made, needle, each, rng)}
+                if full:
+                    row["arms"]["full"] = full[number]
+                rows.append({**row, "seconds": time.perf_counter() - began})
+        return rows
+
+    def row(self, made: Scene, needle: Needle, caches: list[Any], rng: random.Random) -> dict[str, Any]:
+        """Of one question, after one reading."""
+        tokenizer, spans = self.tokenizer, [made.spans[sentence] for sentence in needle.evidence]
+        texts: list[str] = []
+
+        def search(blocks: list[Extent]) -> list[Extent]:
+            texts[:] = [tokenizer.decode([made.ids[p] for p in block.positions]) for block in blocks]
+            return [blocks[i] for i in words_order(texts, needle.question, rng)]
+
+        asked = asked_of(tokenizer, self.frame, needle)
+        found = recalls(self.model, caches, asked.ids, spans, search, rng)
+        live = set(compressed_caches(found.caches)[0].positions.tolist())
+        blocks = sorted(found.orders["queries"], key=lambda extent: int(extent.positions[0]))
+        row = {
+            "live": [sum(p in live for p in range(*span)) / (span[1] - span[0]) for span in spans],
+            "cut": [is_cut(span) for span in spans],
+            "ranks": {arm: places(order, spans) for arm, order in found.orders.items()},
+            "back": {arm: found.back(arm, spans) for arm in found.found},
+            "archived": sum(len(extent.positions) for extent in blocks),
+            "blocks": len(blocks),
+            "recalled": sum(len(extent.positions) for extent in found.found["queries"]),
+            "recall_seconds": found.seconds,
+            "arms": {arm: self.arm(arm, made, needle, found) for arm in self.arms if arm != "full"},
+        }
+        if len(made.ids) <= LONGEST_TEXTS:
+            holds = [[inside(block.positions, span) for span in spans] for block in blocks]
+            row["search"] = {"question": needle.question, "texts": texts, "holds": holds}
+        return row
+
+    def arm(self, arm: str, made: Scene, needle: Needle, found: Recalls) -> dict[str, Any]:
+        """What one arm answers."""
+        before = quoted(self.tokenizer, made.ids, found.found["words"]) if arm == "quoted" else ""
+        return self.judged(found.with_rows(arm), asked_of(self.tokenizer, self.frame, needle, before))
+
+    def judged(self, caches: list[Any], asked: Asked) -> dict[str, Any]:
+        """Of a copy of caches."""
+        right, likely = answer(self.model, self.tokenizer, copy.deepcopy(caches), asked)
+        return {"right": right, "log": round(likely, 3)}
+
+
+def main() -> None:
+    """Measure what is not yet in the file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", help="by default the embedded one")
+    parser.add_argument("--name", help="of the model in the tables; by default as given")
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--budgets", default="50%,25%,10%")
+    parser.add_argument("--needles", type=int, default=4, help="questions a text")
+    parser.add_argument("--texts", default="0-5", help="numbers of texts, first to last")
+    parser.add_argument("--arms", default="all", help="names, joined by commas")
+    parser.add_argument("--opening", default="The answer is", help="of an answer whose log-probability is taken")
+    parser.add_argument("--key", default="q8")
+    parser.add_argument("--value", default="tq4")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    first, _, last = args.texts.partition("-")
+    settings = {name: getattr(args, name) for name in ("kind", "tokens", "budgets", "needles", "arms", "opening")}
+    model = args.name or args.model or "embedded"
+    about = {"model": model, "key": args.key, "value": args.value, "settings": settings}
+    part = Part(args.json, about)
+    texts = [seed for seed in range(int(first), int(last or first) + 1) if seed not in part.done]
+    if texts:
+        cell = Cell(args)
+        with compressed(cell.model):
+            for seed in texts:
+                part.add(seed, cell.rows(seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Join the files of bench_grid and bench_one_prompt to one, and say what of the grid is missing.
+
+An embedder of the rescue service, where one is at hand, ranks the same blocks by their text.
+
+python -m benchmarks.recall.join_grid DIR --embedder minilm
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.recall.scenes import PREFIX
+from mlx_tq.sequence.archive import Extent
+from mlx_tq.sequence.recall import Scored, choose
+
+RESULTS = Path(__file__).parents[1] / "results" / "recall_grid.json"
+NEEDLES = 24  # a cell
+KINDS, BUDGETS = ("plain", "paraphrased", "several", "decoys", "two-hop"), ("50%", "25%", "10%")
+SMOLLM2, GEMMA, EMBEDDED = "SmolLM2-135M-Instruct", "Gemma 3 270M", "the embedded model"
+# Model, tokens, kind and budgets of all cells.
+WHOLE = [(SMOLLM2, tokens, kind, BUDGETS) for tokens in (1000, 2000) for kind in KINDS]
+LONG = [(SMOLLM2, 7500, "plain"), *((EMBEDDED, tokens, "trained") for tokens in (2000, 3500))]
+LONG += [(GEMMA, tokens, "continued") for tokens in (8000, 16000)]
+CELLS = [*WHOLE, *((model, tokens, kind, ("50%", "10%")) for model, tokens, kind in LONG)]
+CASES = {"longeval": 47, "qmsum": 62}
+
+
+def add_meaning(row: dict[str, Any], embedder: Any) -> None:
+    """Rank a row's blocks by the likeness of their text to the question."""
+    search = row["search"]
+    if not search["texts"]:
+        return
+    vectors = embedder.embed([search["question"], *search["texts"]])
+    order = np.argsort(-(vectors[1:] @ vectors[0]), kind="stable")
+    holds = np.array(search["holds"])[order] > 0
+    strange = np.cumsum([0, *~holds.any(axis=1)])
+    ranks = [int(strange[each.argmax()]) if each.any() else None for each in holds.T]
+    if "places" not in search:
+        row["ranks"]["meaning"] = ranks
+        return
+    row["ranks"]["meaning"] = min((rank for rank in ranks if rank is not None), default=None)
+    blocks = [Scored(Extent(np.arange(first, first + count), 0), 0.0) for first, count in search["places"]]
+    back = choose([blocks[i] for i in order], PREFIX, row["most"])
+    number = {id(block.extent): i for i, block in enumerate(blocks)}
+    row["back"]["meaning"] = sum(sum(search["holds"][number[id(extent)]]) for extent in back)
+
+
+def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[str]:
+    """The cells that are not full."""
+    found = Counter((row["model"], row["asked"], row["kind"], row["budget"]) for row in rows)
+    lacking = [
+        f"{model}, {tokens} tokens, {kind}, {budget}: {found[model, tokens, kind, budget]} of {NEEDLES}"
+        for model, tokens, kind, budgets in CELLS
+        for budget in budgets
+        if found[model, tokens, kind, budget] < NEEDLES
+    ]
+    cases = Counter(row["collection"] for row in prompts)
+    return lacking + [f"{name}: {cases[name]} of {count}" for name, count in CASES.items() if cases[name] < count]
+
+
+def one_a_line(report: dict[str, Any]) -> str:
+    """JSON with each record of a list in a line of its own."""
+    parts = []
+    for name, value in report.items():
+        records = isinstance(value, list) and value and isinstance(value[0], dict)
+        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if records else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def main() -> None:
+    """Join and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--embedder", choices=["minilm", "hashing"])
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    embedder = None
+    if args.embedder:
+        from rescue_svc.embed import embedder_class
+
+        embedder = embedder_class(args.embedder)(None)
+    rows, prompts, about = [], [], {}
+    for path in sorted(args.folder.glob("*.json")):
+        part = json.loads(path.read_text(encoding="utf-8"))
+        about = {"key": part["about"]["key"], "value": part["about"]["value"], "environment": part["environment"]}
+        for row in part["rows"]:
+            if embedder is not None and "search" in row:
+                add_meaning(row, embedder)
+            row.pop("search", None)
+            (prompts if "collection" in row else rows).append({"model": part["about"]["model"], **row})
+    lacking = missing(rows, prompts)
+    head = {"command": "python -m benchmarks.recall.join_grid DIR --embedder minilm", **about, "missing": lacking}
+    args.json.write_text(one_a_line({**head, "rows": rows, "prompts": prompts}), encoding="utf-8")
+    print(f"{len(rows)} rows, {len(prompts)} prompts; missing: {lacking or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

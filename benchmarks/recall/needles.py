@@ -1,0 +1,144 @@
+"""What is hidden in a text and asked for, in five kinds.
+
+plain: one sentence, asked for in its own words. paraphrased: question and sentence share no content word. several: two
+sentences at once. decoys: others say the same words beside the sentence, without the answer. two-hop: one sentence
+names the thing that another one tells of.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.models.facts import NAMES
+
+COLOURS = ("amber", "copper", "violet", "silver", "indigo", "crimson", "ivory", "scarlet", "golden", "emerald")
+ONLY = " Answer with the number only."
+# Fact and question, which share no content word.
+PARAPHRASES = (
+    ("The password of the cellar is {}.", "Which digits open the basement?"),
+    ("The physician earns {} dollars every year.", "How much money does the doctor make annually?"),
+    ("The vessel carries {} barrels of petroleum.", "How much oil is aboard the ship?"),
+    ("The kid was given {} candies.", "How many sweets did the child receive?"),
+    ("The automobile has been driven {} miles.", "What distance does the car show?"),
+    ("The footwear was sold for {} francs.", "What is the price of the shoes?"),
+    ("The attorney's telephone has the number {}.", "Under which digits is the lawyer called?"),
+    ("The infant weighs {} grams.", "How heavy is the baby?"),
+)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A question and what answers it.
+
+    Attributes:
+        evidence: sentences of the text, all of which the answer needs.
+        question: that asks for it; of a model that only continues texts, the beginning of a sentence.
+        answers: what a right answer holds, all of it.
+    """
+
+    evidence: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What one text holds.
+
+    Attributes:
+        needles: that are asked for.
+        others: sentences beside those of the needles.
+    """
+
+    needles: list[Needle]
+    others: tuple[str, ...] = ()
+
+    @property
+    def sentences(self) -> list[str]:
+        """All that is planted, each once."""
+        return list(dict.fromkeys([*(s for needle in self.needles for s in needle.evidence), *self.others]))
+
+
+def _codes(rng: random.Random, count: int, digits: int = 5) -> list[str]:
+    return [str(code) for code in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
+
+
+def _gate(colour: str, code: str, place: str = "gate") -> str:
+    return f"The access code of the {colour} {place} is {code}."
+
+
+def plain(rng: random.Random, count: int) -> Hidden:
+    """One sentence, asked for in its own words."""
+    pairs = zip(rng.sample(COLOURS, count), _codes(rng, count), strict=True)
+    return Hidden([Needle((_gate(c, x),), f"What is the access code of the {c} gate?{ONLY}", (x,)) for c, x in pairs])
+
+
+def continued(rng: random.Random, count: int) -> Hidden:
+    """As plain, for a model that was never taught to answer: the sentence begins again."""
+    pairs = zip(rng.sample(COLOURS, count), _codes(rng, count), strict=True)
+    return Hidden([Needle((_gate(c, x),), f"The access code of the {c} gate is", (x,)) for c, x in pairs])
+
+
+def trained(rng: random.Random, count: int) -> Hidden:
+    """As plain, in the words that the embedded model was trained on."""
+    pairs = zip(rng.sample(NAMES, count), _codes(rng, count, 6), strict=True)
+    return Hidden(
+        [Needle((f"The access code for {n} is {x}.",), f"What is the access code for {n}?", (x,)) for n, x in pairs]
+    )
+
+
+def paraphrased(rng: random.Random, count: int) -> Hidden:
+    """Question and sentence share no content word."""
+    pairs = zip(rng.sample(PARAPHRASES, count), _codes(rng, count), strict=True)
+    return Hidden([Needle((fact.format(x),), question + ONLY, (x,)) for (fact, question), x in pairs])
+
+
+def several(rng: random.Random, count: int) -> Hidden:
+    """Two sentences at once: each with the next one, and the last with the first."""
+    facts = list(zip(rng.sample(COLOURS, count), _codes(rng, count), strict=True))
+    pairs = zip(facts, facts[1:] + facts[:1], strict=True)
+    return Hidden(
+        [
+            Needle(
+                (_gate(c, x), _gate(d, y)),
+                f"What are the access codes of the {c} gate and the {d} gate? Answer with the two numbers only.",
+                (x, y),
+            )
+            for (c, x), (d, y) in pairs
+        ]
+    )
+
+
+def decoys(rng: random.Random, count: int) -> Hidden:
+    """Two more sentences a needle say its words: one of another place, one without an answer."""
+    made = plain(rng, count)
+    colours = [needle.question.split()[7] for needle in made.needles]
+    others = [_gate(c, x, "bridge") for c, x in zip(colours, _codes(rng, count), strict=True)]
+    others += [f"Nobody at the {c} gate could say what its access code had been." for c in colours]
+    return Hidden(made.needles, tuple(others))
+
+
+def two_hop(rng: random.Random, count: int) -> Hidden:
+    """One sentence names the room, another one its code."""
+    facts = zip(rng.sample(NAMES, count), rng.sample(COLOURS, count), _codes(rng, count), strict=True)
+    return Hidden(
+        [
+            Needle(
+                (f"{n} keeps all letters in the {c} room.", _gate(c, x, "room")),
+                f"What is the access code of the room where {n} keeps all letters?{ONLY}",
+                (x,),
+            )
+            for n, c, x in facts
+        ]
+    )
+
+
+KINDS: dict[str, Callable[[random.Random, int], Hidden]] = {
+    "plain": plain,
+    "paraphrased": paraphrased,
+    "several": several,
+    "decoys": decoys,
+    "two-hop": two_hop,
+    "continued": continued,
+    "trained": trained,
+}

@@ -1,0 +1,41 @@
+"""A file of results that grows piece by piece, so that a run that was cut off goes on where it was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.commands.environment import environment
+
+
+class Part:
+    """Results of one process.
+
+    Attributes:
+        done: numbers of the pieces that are in the file.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        """Read what is there, or begin.
+
+        Raises:
+            ValueError: what is there was measured with other settings.
+        """
+        self._path = path
+        self._data: dict[str, Any] = {"about": about, "environment": environment(), "done": [], "rows": []}
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["about"] != about:
+                raise ValueError(f"{path} is of {found['about']}, not of {about}; name another file.")
+            self._data = found
+        self.done: set[int] = set(self._data["done"])
+
+    def add(self, piece: int, rows: list[dict[str, Any]]) -> None:
+        """Add a piece's rows and write the file, which is whole at any time."""
+        self._data["rows"] += rows
+        self.done.add(piece)
+        self._data["done"] = sorted(self.done)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_suffix(".part")
+        beside.write_text(json.dumps(self._data) + "\n", encoding="utf-8")
+        beside.replace(self._path)
+        print(f"{self._path}: {len(self.done)} done, {len(self._data['rows'])} rows", flush=True)

@@ -1,0 +1,91 @@
+"""A text with sentences planted in it, in a model's own frame, and what of a cache to evict for a test."""
+
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.recall.bench_recall import BLOCK, Given
+from benchmarks.recall.needles import Hidden
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.config import KVConfig
+from mlx_tq.policies import EvictConfig
+
+PREFIX, WINDOW = 32, 64
+# Sentences are planted between these depths: behind the prefix, and before what no round reaches any more.
+FIRST, LAST = 0.12, 0.75
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands around a text and its question.
+
+    Attributes:
+        head: tokens before the text.
+        after: text behind a question, before the answer.
+        opening: of an answer whose log-probability is taken.
+    """
+
+    head: list[int]
+    after: str
+    opening: str
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A text in tokens, what is in it, and where each planted sentence lies."""
+
+    ids: list[int]
+    hidden: Hidden
+    spans: dict[str, tuple[int, int]]
+
+
+def frame(tokenizer: Any, opening: str) -> Frame:
+    """Of a chat where the tokenizer has a template, else nothing but what a text begins with."""
+    if not tokenizer.has_chat_template:
+        return Frame(list(tokenizer.encode("")), "", "")
+    turn = [{"role": "user", "content": "QUESTION"}]
+    before, after = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split("QUESTION")
+    return Frame(encode(tokenizer, before), after, opening)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text, without those that a tokenizer puts at the beginning of one."""
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: random.Random) -> Scene:
+    """WikiText-2 of about so many tokens, with what is hidden in it at even depths."""
+    planted = hidden.sentences
+    rng.shuffle(planted)
+    space = tokens - len(head) - sum(len(encode(tokenizer, sentence + " ")) for sentence in planted)
+    sentences = re.split(r"(?<=\. )", load_text()[rng.randrange(60000) :][: 8 * tokens])[1:]
+    filler, length = [], 0
+    for sentence in sentences:
+        if length >= space:
+            break
+        filler.append(encode(tokenizer, sentence))
+        length += len(filler[-1])
+    ends = np.cumsum([0, *map(len, filler)])
+    depths = np.linspace(FIRST, LAST, len(planted)) + rng.uniform(-0.02, 0.02)
+    at = [int(np.abs(ends - depth * length).argmin()) for depth in depths]
+    ids, spans = list(head), {}
+    for number, piece in enumerate([*filler, []]):
+        for sentence, place in zip(planted, at, strict=True):
+            if place == number:
+                start = len(ids)
+                ids += encode(tokenizer, sentence + " ")
+                spans[sentence] = (start, len(ids))
+        ids += piece
+    return Scene(ids, hidden, spans)
+
+
+def config(key: str, value: str, spans: list[tuple[int, int]], budget: str | None) -> KVConfig:
+    """Of a cache that loses the blocks of these spans first, others by chance; of no budget, one that loses none."""
+    kept = KVConfig(key, value, prefix=PREFIX, window=WINDOW)
+    if budget is None:
+        return kept
+    first = "+".join(sorted({str(p // BLOCK) for start, stop in spans for p in range(start, stop)}))
+    return replace(kept, evict=EvictConfig(Given(first=first), budget, "auto"))

@@ -1,0 +1,48 @@
+"""What the caches of a session hold after an answer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.plan import Plan
+from mlx_tq.sequence.statistics import cache_stats
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens and bytes of a session.
+
+    Attributes:
+        tokens: that were read and said.
+        evicted: of these, not in the cache any more.
+        archived: of those, on disk for a question that needs them.
+        recalled: of those, back for the last question.
+        nbytes, fp16_nbytes: of the caches, and of all the tokens at 16 bits.
+    """
+
+    tokens: int
+    evicted: int
+    archived: int
+    recalled: int
+    nbytes: int
+    fp16_nbytes: int
+
+
+def what_is_held(caches: list[Any], plan: Plan | None, recalled: int) -> Held:
+    """Measure the caches of a session, which must be computed; `plan` is None for mlx-lm's own.
+
+    Args:
+        caches: after the answer.
+        plan: how they were made.
+        recalled: tokens whose rows were back for it.
+    """
+    stats, sequence = cache_stats(caches, plan), sequence_in(caches)
+    extents = () if sequence is None else sequence.archived
+    return Held(
+        tokens=stats.tokens,
+        evicted=stats.evicted,
+        archived=sum(len(extent.positions) for extent in extents if not extent.lost),
+        recalled=recalled,
+        nbytes=stats.nbytes,
+        fp16_nbytes=stats.fp16_nbytes,
+    )

@@ -1,0 +1,84 @@
+"""A real browser for the tests of pages: the Chromium of this machine, driven as a person would."""
+
+import os
+import shutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+MAC = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or (MAC if Path(MAC).exists() else None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; on Debian: apt-get install chromium")
+
+ARGUMENTS = ["--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+SCRIPT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@contextmanager
+def chromium():
+    """The browser, while it is needed."""
+    with sync_playwright() as playwright:
+        sandbox = [] if os.geteuid() or sys.platform == "darwin" else ["--no-sandbox"]  # root cannot have one
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def pages(browser):
+    """What opens a server's page; in the end fails if one ever logged an error or asked anyone else for anything."""
+    contexts, faults = [], []
+
+    def open_page(server, **options):
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith((server.url, "data:")) else faults.append(request.url),
+        )
+        page.goto(server.url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+
+
+def refused_script(page):
+    """The directive of the page's policy that refuses an injected script; "nothing" if it runs."""
+    return page.evaluate("""() => new Promise(resolve => {
+        document.addEventListener("securitypolicyviolation", event => resolve(event.effectiveDirective));
+        const text = document.createTextNode("document.title = 'owned'");
+        document.body.appendChild(document.createElement("script")).append(text);
+        setTimeout(() => resolve("nothing"), 2000);
+    })""")
+
+
+def assert_fits_and_can_be_read(page):
+    """Nothing is wider than the window, and all text has the contrast of WCAG AA."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert min(page.evaluate(CONTRASTS)) >= 4.5
+
+
+# The contrast of each visible text against the first opaque background behind it.
+CONTRASTS = """() => {
+  const numbers = color => color.match(/[\\d.]+/g).map(Number);
+  const linear = c => (c /= 255) <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
+  const behind = element => {
+    const color = numbers(getComputedStyle(element).backgroundColor);
+    return color[3] === 0 ? behind(element.parentElement) : color;
+  };
+  const hasText = e => e.checkVisibility() && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+  return [...document.querySelectorAll("body *")].filter(hasText).map(e => {
+    const pair = [light(numbers(getComputedStyle(e).color)), light(behind(e))];
+    return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
+  });
+}"""

@@ -1,0 +1,195 @@
+"""The page at `/` in a real browser, over a real server whose sessions lose tokens and get back what they need."""
+
+import json
+import re
+
+import pytest
+from browser import SCRIPT, assert_fits_and_can_be_read, chromium, needs_chromium, pages, refused_script
+from http_harness import wait_for
+from playwright.sync_api import expect
+from rescue.harness import Server as RescueService
+
+from .conftest import ENDLESS
+from .harness import running
+from .test_sessions import EVICTS, FACT, QUESTION, stored
+from .test_sessions import page as long_text
+
+pytestmark = needs_chromium
+KEY = "correct-horse-battery"
+FLAGS = (*EVICTS, "--kv-recall", "96", "--max-tokens", "16")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def open_page(browser):
+    with pages(browser) as open_page:
+        yield open_page
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    made = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def server(folder, service, tmp_path_factory):
+    with running(folder, tmp_path_factory.mktemp("page") / "log", *FLAGS, "--rescue", service.url) as made:
+        yield made
+
+
+def say(page, text):
+    """Send a message as a person does; returns when it was answered, with the answer's item."""
+    items = page.locator("#talk > li")
+    count = items.count()
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+    expect(items).to_have_count(count + 2)
+    expect(page.locator("#talk")).to_have_attribute("aria-busy", "false", timeout=60_000)
+    return items.last
+
+
+def never_ends(page):
+    """Requests of this page from now on forbid the tokens that end an answer."""
+
+    def change(route):
+        body = {**json.loads(route.request.post_data), "logit_bias": ENDLESS, "max_tokens": 3000}
+        route.continue_(post_data=json.dumps(body))
+
+    page.route("**/v1/chat/completions", change)
+
+
+def test_a_conversation_is_a_session_and_shows_what_became_of_it(server, service, open_page):
+    page = open_page(server)
+    expect(page.locator("#model")).to_have_text("needle32")
+    page.get_by_text("How the cache is stored").click()
+    expect(page.locator("#stored")).to_contain_text("6 layers: keys in q8, values in q8")
+    expect(page.locator("#stored")).to_contain_text("recency keeps 64 tokens")
+    say(page, long_text())
+    wait_for(lambda: stored(service))
+    answer = say(page, QUESTION)
+    expect(answer.locator(".words")).to_have_text("417295")
+    answer.get_by_text(re.compile(r"Brought back: \d+ tokens")).click()
+    expect(answer.locator(".quotes")).to_contain_text(FACT)
+    figures = re.compile(r"\d+ live\d+ archived\d+ recalled\d+ rescued[\d.]+ MB, fp16 [\d.]+ MB")
+    expect(page.locator("#figures")).to_have_text(figures)
+    live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))
+    assert live > 10 < archived
+    facts = answer.locator(".facts").inner_text()
+    assert re.search(r"[1-9]\d* tokens recalled", facts)
+    assert int(facts.split()[0]) < 200, f"what the session had was read again: {facts}"
+    page.reload()
+    expect(page.locator("#talk > li")).to_have_count(4)
+    expect(page.locator("#figures")).to_have_text(figures)
+    expect(say(page, QUESTION).locator(".words")).to_have_text("417295")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.get_by_role("button", name="Keep")).to_be_focused()
+    page.get_by_role("button", name="Begin anew").click()
+    expect(page.locator("#talk > li")).to_have_count(0)
+    wait_for(lambda: server.metrics()["mlx_tq_sessions"] == 0 and not stored(service))
+
+
+def test_keyboard_only(server, open_page):
+    page = open_page(server)
+    expect(page.get_by_label("Message")).to_be_focused()
+    page.keyboard.type("Hello")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("there")
+    expect(page.get_by_label("Message")).to_have_value("Hello\nthere")
+    never_ends(page)
+    page.keyboard.press("Enter")
+    expect(page.locator("#talk > li .words").last).to_have_text(re.compile(r"\w{2}"), timeout=60_000)
+    expect(page.locator("#talk")).to_have_attribute("aria-busy", "true")
+    page.keyboard.press("Escape")
+    expect(page.locator("#talk")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#talk > li").last.locator(".facts")).to_have_text("stopped")
+    expect(page.locator("#state")).to_have_text("Stopped")
+    wait_for(lambda: server.metrics()["mlx_tq_running"] == 0)
+    page.unroute("**/v1/chat/completions")
+    expect(say(page, f"{FACT} {QUESTION}").locator(".words")).to_have_text("417295")
+    page.keyboard.press("Shift+Tab")
+    expect(page.get_by_role("button", name="Settings")).to_be_focused()
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    page.keyboard.type("You are terse.")
+    for text in ("0", "1"):
+        page.keyboard.press("Tab")
+        page.keyboard.type(text)
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Message")).to_be_focused()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        answer = say(page, QUESTION)
+    expect(answer.locator(".facts")).to_contain_text("1 said, ended at the limit of tokens")
+    body = json.loads(sent.value.post_data)
+    assert body["messages"][0] == {"role": "system", "content": "You are terse."}
+    assert (body["temperature"], body["max_tokens"]) == (0, 1)
+
+
+def test_what_others_wrote_is_never_code(server, open_page):
+    """A user's words, and a model's that nobody can foresee: the stream is one that a server could send."""
+    page = open_page(server)
+    say(page, f"{SCRIPT} and an innocent \u202eneighbour\x1b]0;owned\x07")
+    hostile = {"choices": [{"index": 0, "delta": {"content": f"{SCRIPT} \u202e\x9b31m"}, "finish_reason": "stop"}]}
+    stream = f"data: {json.dumps(hostile)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+    say(page, "Go on")
+    for _ in range(2):  # as it was streamed, and as it is shown again
+        expect(page.locator("#talk .words").first).to_contain_text("[U+202E]neighbour[U+001B]]0;owned[U+0007]")
+        expect(page.locator("#talk .words").last).to_have_text(f"{SCRIPT} [U+202E][U+009B]31m")
+        assert page.locator("#talk img, #talk script").count() == 0
+        page.reload()
+    assert page.title() == "mlx-tq"
+
+
+def test_an_injected_script_would_not_run(server, browser):
+    page = browser.new_page()
+    page.goto(server.url)
+    assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq")
+    page.close()
+
+
+def test_it_fits_and_can_be_read(server, open_page):
+    page = open_page(server)
+    say(page, "x" * 400)
+    page.get_by_text("How the cache is stored").click()
+    for width, scheme in ((320, "light"), (320, "dark"), (768, "dark"), (1600, "light")):
+        page.set_viewport_size({"width": width, "height": 700})
+        page.emulate_media(color_scheme=scheme)
+        assert_fits_and_can_be_read(page)
+        page.get_by_role("button", name="Settings").click()
+        assert_fits_and_can_be_read(page)
+        page.keyboard.press("Escape")
+
+
+def test_the_key_and_the_end(folder, browser, tmp_path):
+    """The page asks for the key, and keeps it in its tab alone; when the server has gone, nothing is lost."""
+    context = browser.new_context()  # its console may show errors
+    page = context.new_page()
+    with running(folder, tmp_path / "log", "--sessions", "0", key=KEY) as server:
+        page.goto(server.url)
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#fault")).to_contain_text("the API key is missing or wrong")
+        expect(page.get_by_label("API key")).to_be_focused()
+        page.get_by_label("API key").fill(KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#stored")).to_contain_text("This server keeps no conversation")
+        expect(page.locator("#fault")).to_be_hidden()
+        expect(say(page, f"{FACT} {QUESTION}").locator(".words")).to_have_text("417295")
+        page.reload()
+        expect(page.locator("#model")).to_have_text("needle32")
+        assert KEY not in page.content()
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    page.get_by_label("Message").fill("Are you there?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#fault")).to_contain_text("The server does not answer")
+    expect(page.get_by_label("Message")).to_have_value("Are you there?")
+    expect(page.locator("#talk > li")).to_have_count(2)
+    context.close()
