@@ -24,6 +24,7 @@ STATUS: dict[type[errors.RescueServiceError], int] = {
     errors.BusyError: 429,
     errors.StoreFullError: 507,
     errors.StoreUnavailableError: 503,
+    errors.EmbedderUnavailableError: 424,
     errors.StoreDamagedError: 503,
 }
 HEADERS = {401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue"'}, 429: {"Retry-After": "1"}}

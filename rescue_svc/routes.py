@@ -15,6 +15,8 @@ from rescue_svc.schemas import (
     MAX_CHUNKS,
     MAX_POSITION,
     DumpAnswer,
+    EmbedAnswer,
+    EmbedRequest,
     ForgetAnswer,
     FoundChunk,
     HealthAnswer,
@@ -89,6 +91,13 @@ async def retrieve(body: RetrieveRequest, service: Service, session_id: SessionI
         for stretch in found.chunks
     ]
     return RetrieveAnswer(chunks=chunks, session_total=found.session_total, mode=found.mode, degraded=found.degraded)
+
+
+@private.post("/embed", responses=error_responses(400, 422, 424))
+def embed(body: EmbedRequest, service: Service) -> EmbedAnswer:
+    """Give the vectors of texts, of which nothing is kept. Without an embedder there are none."""
+    model, vectors = service.embed(body.texts)
+    return EmbedAnswer(model=model, vectors=vectors.tolist())
 
 
 @private.get("/evict/dump", responses=error_responses(422))

@@ -125,6 +125,19 @@ class RetrieveAnswer(BaseModel):
     degraded: str | None = Field(description="why dense scores were wanted and missing, else null")
 
 
+class EmbedRequest(Wire):
+    """Texts that are not kept."""
+
+    texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
+
+
+class EmbedAnswer(BaseModel):
+    """A unit vector for each text, in their order."""
+
+    model: str = Field(description="the embedder; vectors of different ones cannot be compared")
+    vectors: list[list[float]]
+
+
 class DumpAnswer(BaseModel):
     """Where a session's spans stood, in the order of writing."""
 

@@ -3,7 +3,7 @@
 Sampled at temperature 1, 20 at once, by the openai client. What holding costs is timed apart, on the same answers with
 logits that are there: reading the last token, making the mask and applying it.
 
-python -m benchmarks.server.bench_json --model smollm2
+python -m benchmarks.server.bench_json --model smollm2 --dtype float32 --dequantize --kv-profile off
 """
 
 import argparse
@@ -81,12 +81,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--seeds", type=int, default=10)
-    args = parser.parse_args()
-    flags = ["--model", args.model] if args.model else []
+    parser.add_argument("--dtype")
+    parser.add_argument("--dequantize", action="store_true")
+    args, others = parser.parse_known_args()  # the others are the server's
+    flags = [*(["--model", args.model] if args.model else []), *(["--dtype", args.dtype] if args.dtype else [])]
+    flags += [*(["--dequantize"] if args.dequantize else []), *others]
     jobs = [(case, seed) for seed in range(args.seeds) for case in CASES]
+    answers = []
     with serving(*flags) as url, ThreadPoolExecutor(AT_ONCE) as pool:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
-        answers = list(pool.map(lambda job: generate(client, *job), jobs))
+        for answer in pool.map(lambda job: generate(client, *job), jobs):
+            answers.append(answer)
+            print(len(answers), *answer, flush=True)
     ended = [(case, text) for (case, _), (text, finish) in zip(jobs, answers, strict=True) if finish == "stop"]
     model, tokenizer = load(args.model)
     began = time.perf_counter()

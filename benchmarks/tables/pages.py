@@ -14,6 +14,7 @@ from benchmarks.tables import (
     recall,
     rescue,
     rooms,
+    server,
     speed,
     trellis,
 )
@@ -30,6 +31,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **recall.TABLES,
     **rescue.TABLES,
     **speed.TABLES,
+    **server.TABLES,
     **golden.TABLES,
     **published.TABLES,
     **trellis.TABLES,

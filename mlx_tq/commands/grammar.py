@@ -16,8 +16,8 @@ from mlx_tq.errors import ConfigError
 
 MAX_TEXT = 2**16  # characters of a schema or grammar
 
-# Between two parts nothing, a space, or a line break and an indent: a small model would add blanks forever.
-_JSON: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,20})?"}
+# On one line, as Python's json writes it: where blanks are free, a small model adds them forever.
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A state takes 1 to 2 kB. Without the parser's whole state in a message.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 # Compiling recurses, and a chain of references of MAX_TEXT would overflow a thread's usual stack and end the process.
@@ -116,7 +116,7 @@ class Grammars:
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._thoughts_end = tuple(tokenizer.think_end_tokens or ())
         self._channels = bool(tokenizer.response_transitions or tokenizer.structural_markers)
-        with suppress(ValueError):  # of one that is written in Python
+        with suppress(ValueError, RuntimeError):  # one that is written in Python, or that llguidance cannot read
             self._tokenizer = from_tokenizer(tokenizer._tokenizer, eos_token=sorted(self._ends))
         self._compiler = _deep_thread()
 

@@ -2,6 +2,6 @@
 
 from mlx_tq.rescue.client import RescueClient, RescueStats
 from mlx_tq.rescue.service import AUTO, OFF, open_service
-from mlx_tq.rescue.wire import Found, TextSpan
+from mlx_tq.rescue.wire import MAX_TEXT, Embedded, Found, TextSpan
 
-__all__ = ["AUTO", "OFF", "Found", "RescueClient", "RescueStats", "TextSpan", "open_service"]
+__all__ = ["AUTO", "MAX_TEXT", "OFF", "Embedded", "Found", "RescueClient", "RescueStats", "TextSpan", "open_service"]

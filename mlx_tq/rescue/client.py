@@ -18,13 +18,25 @@ from typing import Any, TypeVar
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue.service import Service
 from mlx_tq.rescue.transport import RefusedError, Transport
-from mlx_tq.rescue.wire import MAX_CHUNKS, Found, Range, TextSpan, read_found, read_written, retrieve_body, write_body
+from mlx_tq.rescue.wire import (
+    MAX_CHUNKS,
+    Embedded,
+    Found,
+    Range,
+    TextSpan,
+    read_embedded,
+    read_found,
+    read_written,
+    retrieve_body,
+    write_body,
+)
 
 T = TypeVar("T")
 
 MAX_QUEUED = 16_000_000  # bytes of text
 MAX_CALL = 1_000_000  # bytes of text in one call
 CLOSE_S = 1.0
+EMBED_S = 60.0  # a model may have to be loaded for it
 _OVERHEAD = 200  # bytes of a queued span beside its text
 _NOT_FOUND = 404
 
@@ -134,6 +146,19 @@ class RescueClient:
             return []
         self._count(found=len(found))
         return found[:top_k]
+
+    async def embed(self, texts: Sequence[str]) -> Embedded:
+        """Vectors of texts, `MAX_CHUNKS` at most, of which the service keeps nothing. For callers with a loop.
+
+        Raises:
+            RescueError: it cannot be reached, has no embedder, or did not answer in time.
+        """
+        call = self._transport.call("POST", "/embed", read_embedded, {"texts": list(texts)}, EMBED_S)
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
+        except RuntimeError as error:
+            call.close()
+            raise RescueError("the client of the rescue service is closed") from error
 
     def ready(self, timeout: float) -> bool:
         """Wait until the service is there; False if it is not by then.

@@ -51,8 +51,15 @@ class Transport:
         async with httpx2.AsyncClient(trust_env=False, timeout=None) as self._http:
             yield
 
-    async def call(self, method: str, path: str, read: Callable[[bytes], T], body: dict[str, Any] | None = None) -> T:
-        """What `read` makes of the answer.
+    async def call(
+        self,
+        method: str,
+        path: str,
+        read: Callable[[bytes], T],
+        body: dict[str, Any] | None = None,
+        seconds: float = CALL_S,
+    ) -> T:
+        """What `read` makes of the answer, which may take so many seconds.
 
         Raises:
             RefusedError: the service will not.
@@ -60,7 +67,7 @@ class Transport:
         """
         try:
             address = await self.locate()
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(seconds):
                 found = read(await self._exchange(method, address, path, body))
         except RefusedError:
             self.breaker.worked()
@@ -69,7 +76,7 @@ class Transport:
             self.failed(str(error))
             raise
         except TimeoutError:
-            raise self.failed(f"the rescue service did not answer within {CALL_S:g} s") from None
+            raise self.failed(f"the rescue service did not answer within {seconds:g} s") from None
         except http_errors() as error:
             raise self.failed(f"the rescue service cannot be reached ({_short(error)})") from error
         self.breaker.worked()

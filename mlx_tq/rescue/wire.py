@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 from mlx_tq.errors import RescueError
@@ -33,6 +34,13 @@ class Found(NamedTuple):
     stop: int
     text: str
     similarity: float
+
+
+class Embedded(NamedTuple):
+    """Unit vectors of texts, by the embedder `model`."""
+
+    model: str
+    vectors: list[list[float]]
 
 
 def http_errors() -> tuple[type[Exception], ...]:
@@ -93,6 +101,23 @@ def read_found(answer: bytes) -> list[Found]:
     if not isinstance(chunks, list):
         raise _foreign(f"chunks is {chunks!r:.40}")
     return [_read_chunk(chunk) for chunk in chunks[:MAX_TOP_K]]
+
+
+def read_embedded(answer: bytes) -> Embedded:
+    """The vectors of texts, all of one length.
+
+    Raises:
+        RescueError: the answer is not one of the rescue service.
+    """
+    said = _object(answer)
+    model, vectors = said.get("model"), said.get("vectors")
+    if not isinstance(model, str) or not isinstance(vectors, list):
+        raise _foreign(f"model is {model!r:.40}")
+    lengths = {len(vector) if isinstance(vector, list) else 0 for vector in vectors}
+    numbers = all(isinstance(value, float | int) and isfinite(value) for vector in vectors for value in vector or [])
+    if len(lengths) != 1 or 0 in lengths or not numbers:
+        raise _foreign(f"vectors have the lengths {sorted(lengths)!r:.40}, or are no numbers")
+    return Embedded(model, vectors)
 
 
 def _read_chunk(chunk: Any) -> Found:

@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from mlx_tq.server.answers import Answer
+from mlx_tq.server.embeddings import EmbeddingRequest, embed
 from mlx_tq.server.errors import ApiError, InvalidRequestError, MethodNotAllowedError, NotFoundError, UnavailableError
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
@@ -27,7 +28,7 @@ from mlx_tq.server.report import server_report, session_report
 from mlx_tq.server.response_schemas import ResponseRequest
 from mlx_tq.server.responses import ResponseAnswer
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
-from mlx_tq.server.service import Service
+from mlx_tq.server.service import DEFAULT_MODEL, Service
 from mlx_tq.server.sessions import HEADER, Turn
 from mlx_tq.server.web import HEADERS, PAGE
 
@@ -79,6 +80,7 @@ def create_app(web: Web, origins: list[str]) -> Starlette:
         route("/v1/chat/completions", "POST", _chat),
         route("/v1/completions", "POST", _complete),
         route("/v1/responses", "POST", _respond),
+        route("/v1/embeddings", "POST", _embed),
         route("/v1/models", "GET", _models),
         route("/v1/models/{name:path}", "GET", _model),
         route("/v1/plan", "GET", _plan),
@@ -172,6 +174,11 @@ async def _chat(web: Web, request: Request) -> Response:
 
 async def _complete(web: Web, request: Request) -> Response:
     return await _answer(web, request, parse(CompletionRequest, await web.guard.body(request)))
+
+
+async def _embed(web: Web, request: Request) -> Response:
+    asked = parse(EmbeddingRequest, await web.guard.body(request))
+    return JSONResponse(await embed(asked, web.service.rescue, DEFAULT_MODEL))
 
 
 async def _respond(web: Web, request: Request) -> Response:

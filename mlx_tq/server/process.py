@@ -128,6 +128,7 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str) -> Serv
         conversations=conversations,
         grammars=Grammars(tokenizer),
         sessions=sessions,
+        rescue=client,
         engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions, store),
         metrics=metrics,
         sampling=Sampling(args.temp, args.top_p, args.top_k, args.min_p),

@@ -6,6 +6,7 @@ from typing import Any
 from mlx_tq.commands.grammar import Grammars
 from mlx_tq.commands.preflight import check_memory, check_positions
 from mlx_tq.errors import ConfigError
+from mlx_tq.rescue import RescueClient
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.answers import Answer, MessageReader, TextReader
 from mlx_tq.server.conversation import Conversations
@@ -32,6 +33,7 @@ class Service:
         conversations: makes prompts.
         grammars: that answers are held to.
         sessions: that are kept between requests.
+        rescue: client of the rescue service, or None.
         engine: generates.
         metrics: counts.
         sampling, max_tokens: where a request does not say.
@@ -45,6 +47,7 @@ class Service:
     conversations: Conversations
     grammars: Grammars
     sessions: Sessions
+    rescue: RescueClient | None
     engine: Engine
     metrics: Metrics
     sampling: Sampling

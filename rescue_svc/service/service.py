@@ -141,6 +141,12 @@ class RescueService:
         nearest = index.search(vector, CANDIDATES, excluded)
         return nearest | index.similarities(vector, words.result().keys() - nearest.keys())
 
+    def embed(self, texts: list[str]) -> tuple[str, Vectors]:
+        """Return the embedder's model and the vectors [N, D] of texts. Raises EmbedderUnavailableError."""
+        if self.embedder is None:
+            raise EmbedderUnavailableError(f"no embedder: {self._no_embedder}")
+        return self.embedder.model, self.embedder.bulk(texts)
+
     def dump(self, name: str) -> list[Span]:
         """Return all spans of a session in the order of writing; none for a session that was never written."""
         session = self.store.session(name)

@@ -1,5 +1,7 @@
 """The calls of the API as a client meets them."""
 
+import pytest
+
 
 def ranges(answer):
     return [(chunk["text"], tuple(chunk["token_range"])) for chunk in answer["chunks"]]
@@ -133,3 +135,20 @@ def test_caps_are_clear_and_store_nothing(here):
     everywhere = service.write("b", ("1", 0, 1), ("2", 1, 2), ("3", 2, 3))
     assert (everywhere.status_code, everywhere.json()["code"]) == (507, "store_full")
     assert [s["session_total"] for s in service.sessions().values()] == [3]
+
+
+def test_vectors_of_texts_that_are_not_kept(here):
+    service = here()
+    service.wait_until_embedded()
+    texts = ["the access code is 481729", "rain", "rain"]
+    answer = service.http.post("/embed", json={"texts": texts}).json()
+    assert answer["model"] == "hashing-1"
+    first, second, third = answer["vectors"]
+    assert second == third != first
+    assert sum(value * value for value in first) == pytest.approx(1, abs=1e-5)
+    assert service.sessions() == {}
+
+
+def test_without_an_embedder_there_are_no_vectors(here):
+    refused = here(embedder="none").http.post("/embed", json={"texts": ["rain"]})
+    assert (refused.status_code, refused.json()["code"]) == (424, "embedder_unavailable")

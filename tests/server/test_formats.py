@@ -2,13 +2,19 @@
 
 import json
 import re
+from pathlib import Path
 
 import jsonschema_rs
 import openai
 import pytest
 
+from mlx_tq.errors import ConfigError
+from mlx_tq.models.named import smollm2_path
+
 from .conftest import ENDLESS
-from .harness import together
+from .harness import running, together
+
+CASES = json.loads((Path(__file__).parents[2] / "benchmarks" / "server" / "schemas.json").read_text())
 
 PERSON = {
     "type": "object",
@@ -137,3 +143,34 @@ def test_references_that_would_fill_a_stack(server):
     deep = nested({"const": 1}, 200)
     response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=held_to(deep))
     assert (response.status_code, "recursion" in response.text) == (400, True)
+
+
+def check(server, seeds):
+    """Each schema once a seed, side by side: most end by themselves, and all that do are valid."""
+
+    def ask(case, seed):
+        said = f"Describe {case['asked']} as JSON."
+        options = {"temperature": 1, "seed": seed, "max_tokens": 400, "response_format": held_to(case["schema"])}
+        return lambda: server.chat(said, **options).choices[0]
+
+    ended = 0
+    for seed in seeds:
+        for case, choice in zip(CASES, together([ask(case, seed) for case in CASES]), strict=True):
+            if choice.finish_reason == "stop":
+                ended += 1
+                jsonschema_rs.validate(case["schema"], json.loads(choice.message.content))
+    assert ended >= 0.95 * len(CASES) * len(seeds)
+
+
+def test_answers_over_twenty_schemas_end_and_are_valid(server):
+    check(server, range(1))
+
+
+@pytest.mark.full
+def test_two_hundred_of_a_real_model(tmp_path):
+    try:
+        smollm2_path()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with running("smollm2", tmp_path / "log", "--dtype", "float32", "--dequantize") as server:
+        check(server, range(10))

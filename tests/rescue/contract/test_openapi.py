@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_document_is_true(serve, tmp_path, times):
-    server = serve(embedder="none", max_sessions=10**6, token=TOKEN)
+    server = serve(max_sessions=10**6, token=TOKEN)
     server.write("known", ("a text", 0, 2), ("another", 2, 4))
     run = subprocess.run(
         [
@@ -28,5 +28,5 @@ def test_the_document_is_true(serve, tmp_path, times):
         check=False,
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "Tested: 13" in run.stdout
+    assert "Tested: 14" in run.stdout
     assert not [line for line in server.lines() if line["level"] == "error"]

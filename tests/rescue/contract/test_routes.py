@@ -14,6 +14,7 @@ from ..harness import TOKEN, URL, Here
 ROUTES = {
     ("POST", "/evict/write"): "token",
     ("POST", "/evict/retrieve"): "token",
+    ("POST", "/embed"): "token",
     ("GET", "/evict/dump"): "token",
     ("GET", "/sessions"): "token",
     ("DELETE", "/sessions/{session_id}"): "token",
@@ -30,6 +31,7 @@ ROUTES = {
 GOOD = {
     ("POST", "/evict/write"): {"json": {"session_id": "s", "chunks": [{"text": "t", "token_range": [0, 1]}]}},
     ("POST", "/evict/retrieve"): {"json": {"session_id": "s", "query": "t"}},
+    ("POST", "/embed"): {"json": {"texts": ["t"]}},
     ("GET", "/evict/dump"): {"params": {"session_id": "s"}},
 }
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -38,7 +40,7 @@ EACH_ROUTE = pytest.mark.parametrize("route", ROUTES, ids=" ".join)
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    service = Here(tmp_path_factory.mktemp("guarded") / "data", embedder="none", token=TOKEN)
+    service = Here(tmp_path_factory.mktemp("guarded") / "data", token=TOKEN)
     yield service
     service.stop()
 

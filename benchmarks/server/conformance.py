@@ -1,0 +1,79 @@
+"""What our server and mlx-lm's own answer to forty requests of the official client, beside what is documented.
+
+Both serve the embedded model. A row in which ours is not what is documented says why.
+
+python -m benchmarks.server.conformance
+"""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+
+from benchmarks.server.bench_streams import serving
+from benchmarks.server.requests import REQUESTS, outcome
+from mlx_tq.commands.environment import environment
+from mlx_tq.models import embedded_path
+
+RESULTS = Path(__file__).parents[1] / "results" / "server_conformance.json"
+START_S = 300
+
+
+@contextmanager
+def mlx_lm_serving():
+    """The URL of mlx-lm's own server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(embedded_path()), "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    url, began = f"http://127.0.0.1:{port}", time.monotonic()
+    try:
+        while process.poll() is None and time.monotonic() - began < START_S:
+            try:
+                httpx.get(f"{url}/v1/models")
+                break
+            except httpx.HTTPError:
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def outcomes(url):
+    """What each request gets."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    return [outcome(request, client) for request in REQUESTS]
+
+
+def main():
+    """Ask and write the file."""
+    with serving() as url:
+        ours = outcomes(url)
+    with mlx_lm_serving() as url:
+        theirs = outcomes(url)
+    rows = [
+        {
+            "request": request.name,
+            "documented": request.documented,
+            "ours": {"as_documented": own[0], "seen": own[1]},
+            "mlx_lm": {"as_documented": other[0], "seen": other[1]},
+            "why": request.why if not own[0] else "",
+        }
+        for request, own, other in zip(REQUESTS, ours, theirs, strict=True)
+    ]
+    for row in rows:
+        print(json.dumps(row))
+    report = {"command": "python -m benchmarks.server.conformance", "environment": environment(), "rows": rows}
+    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
