@@ -123,6 +123,28 @@ def archived() -> Table:
     )
 
 
+def skipping() -> Table:
+    """Shares of tiles whose values need not be loaded, by what is known of the others."""
+    about = report("value_skipping.json")
+    rules = ["below 1e-06", "below 0.0001", "at best", *(f"in blocks of {size}" for size in (64, 256, 1024))]
+    rows = [
+        [r["model"], f"{r['tokens']:,}", *(f"{r[rule]:.2f}" if rule in r else "-" for rule in rules)]
+        for r in about["rows"]
+    ]
+    heads = ["largest weight below 1e-6, %", "below 1e-4, %", "2^-9 left out, at best, %"]
+    columns = ["model", "tokens", *heads, *(f"in a block of {size}, %" for size in (64, 256, "1,024"))]
+    return Table("value_skipping.json", about["command"], machine(about), columns, rows, model="models in float32")
+
+
+def skipping_counted() -> Table:
+    """What attention does for a token, and without its value."""
+    about = report("value_skipping_counted.json")
+    rows = [[f"`{r['kernel']}`", f"{r['loaded']:,.0f}", f"{r['lane_operations']:,.0f}"] for r in about["rows"]]
+    columns = ["kernel", "bytes of rows", "lane operations"]
+    source = "value_skipping_counted.json"
+    return Table(source, about["command"], "the simulator of Metal", columns, rows, model="no model: one KV head")
+
+
 def host() -> Table:
     """What a call of a kernel costs the host."""
     about = report("kernels_host.json")
@@ -186,6 +208,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "kernels_counted": counted,
     "kernels_short": short,
     "kernels_archived": archived,
+    "skipping": skipping,
+    "skipping_counted": skipping_counted,
     "kernels_host": host,
     "batch_counted": batch_counted,
     "batch": batch,

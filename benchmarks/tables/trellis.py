@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from benchmarks.tables.markdown import Record, Table, machine, report
 
 _DISTORTION, _COUNTED = "trellis_distortion.json", "trellis_counted.json"
+_DIVERGENCE = "trellis_divergence_embedded.json"
 _GAUSSIAN, _SKETCHES = "Gaussian vectors", "sketches of kernels on the simulator of Metal"
 _READS = {"tq": "tq: a polynomial", "table": "trellis: a table", "computed": "trellis: computed (1MAD)"}
 _TQ_ENCODE = 256  # values of keys and values that `encode` of kernels_counted.json takes a token
@@ -113,7 +114,31 @@ def share() -> Table:
     return Table(_COUNTED, about["command"], machine(about), columns, rows, _SKETCHES, ("kernels_counted.json",))
 
 
+def divergence() -> Table:
+    """Keys and values alike: nearest levels beside trellises of the same bits."""
+    about = report(_DIVERGENCE)
+    rows = []
+    for arm, r in about["results"].items():
+        bits = arm.partition("q")[2][0]
+        plain = about["results"][f"tq{bits}/tq{bits}"]["kld"]
+        row = [_named(arm.partition("/")[0]), f"{r['kld']:.5f} ± {r['kld_error']:.5f}", f"{r['kld'] / plain:.2f}"]
+        rows.append([*row, f"{r['kld_median']:.6f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
+    columns = ["keys and values", "KLD", "of tq's", "median", "top-1 %"]
+    command = f"python -m benchmarks.trellis.evaluate divergence --profiles A,B,... {FLAGS}"
+    return Table(_DIVERGENCE, command, machine(about), columns, rows)
+
+
+def _named(arm: str) -> str:
+    """What a format of the measurement is."""
+    if not arm.startswith("tcq"):
+        return arm.replace(":plain", ", keys not conditioned")
+    bits, _, window = arm.removeprefix("tcq").partition(".")
+    return f"{bits} bits, {1 << int(window)} states"
+
+
+FLAGS = "--dequantize --dtype float32 --chunks 1 --length 1024 --step 64 --kv-prefix 32 --kv-window 64"
 TABLES: dict[str, Callable[[], Table]] = {
+    "trellis_divergence": divergence,
     "trellis_distortion": distortion,
     "trellis_sizes": sizes,
     "trellis_attend": attend,
