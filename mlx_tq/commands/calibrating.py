@@ -112,6 +112,21 @@ def queries_of_questions(
         ConfigError: fewer tokens, or positions of the model, than a text with its facts takes.
         UnsupportedModelError: a model whose queries cannot be followed.
     """
+    asked, heard = listen(model, tokenizer, text, tokens, covariance=covariance, progress=progress)
+    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
+    return asked._replace(stats=mixed)
+
+
+def listen(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int = TOKENS,
+    *,
+    covariance: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Queries, Queries]:
+    """As `queries_of_questions`, before they are mixed: those of questions and answers, and those of the text."""
     length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
     count = max(1, tokens // length)
     make = _caches(model, covariance)
@@ -129,8 +144,7 @@ def queries_of_questions(
                 read(model, twins, turn, STEP)
                 asked.add(twins)
         progress(number * length, count * length)
-    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
-    return Queries(ropes, mixed, asked.tokens)
+    return Queries(ropes, asked.stats, asked.tokens), Queries(ropes, heard.stats, heard.tokens)
 
 
 def save_queries(model: Any, path: str | Path, found: Queries) -> None:
