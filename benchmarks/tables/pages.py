@@ -14,6 +14,7 @@ from benchmarks.tables import (
     recall,
     rescue,
     rooms,
+    shares,
     speed,
 )
 from benchmarks.tables.markdown import Table
@@ -26,6 +27,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **conditioned.TABLES,
     **formats.TABLES,
     **eviction.TABLES,
+    **shares.TABLES,
     **recall.TABLES,
     **rescue.TABLES,
     **speed.TABLES,

@@ -13,6 +13,7 @@ from mlx_tq.config import PROFILES
 
 from .pages import GUIDES, README, name, without_blocks
 
+SHARES = "evict_shares_smollm2.json"
 GUIDE = {page.name: page for page in GUIDES}
 
 
@@ -76,10 +77,14 @@ def streams():
     return f"20 streams gave {min(gains):.1f} to {max(gains):.1f} times the tokens of one"
 
 
-def alive(variant, retention):
-    found = report("quality_sweep_smollm2.json")["results"].values()
+def alive(variant, retention, source="quality_sweep_smollm2.json"):
+    found = report(source)["results"].values()
     rows = [r for r in found if r.get("variant") == variant and r["retention"] == retention and "live" in r]
     return mean(r["live"] / (r["needle"][1] - r["needle"][0]) for r in rows)
+
+
+def at_share(name, retention):
+    return alive(f"triattention:stats={name}.safetensors", retention, SHARES)
 
 
 def text_alone_is_worse_than_chance():
@@ -94,6 +99,17 @@ def default_against_chance():
     return "the default is clearly better than chance at 90 % only"
 
 
+def default_on_another_text():
+    gain = at_share("text50", 90) - alive("random", 90, SHARES)
+    assert gain < 0.08
+    return "and on another text not even there"
+
+
+def a_quarter_of_the_text():
+    assert all(at_share("text25", share) > at_share("text50", share) for share in (90, 75, 50))
+    return "it kept more"
+
+
 CLAIMS = [
     (README, readme_top1),
     (GUIDE["save_memory.md"], guide_top1),
@@ -103,6 +119,8 @@ CLAIMS = [
     (GUIDE["serve.md"], streams),
     (GUIDE["evict.md"], text_alone_is_worse_than_chance),
     (GUIDE["evict.md"], default_against_chance),
+    (GUIDE["evict.md"], default_on_another_text),
+    (GUIDE["evict.md"], a_quarter_of_the_text),
 ]
 
 
