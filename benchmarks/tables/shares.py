@@ -1,14 +1,17 @@
 """How questions and text are mixed in the statistics of eviction, model by model, from evict_shares_*.json."""
 
+from collections.abc import Callable
+
 from benchmarks.tables.eviction import needles, text
-from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report
+from benchmarks.tables.markdown import RESULTS, Record, Table, lines, machine, report
 
 MODELS = {"embedded": "embedded", "smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma 3 270M"}
 RETENTIONS = (90, 75, 50)
+SMOLLM2 = "evict_shares_smollm2.json"
 LABELS = {
     "triattention:stats=questions.safetensors": "questions alone",
-    "triattention:stats=text25.safetensors": "a quarter of the text",
-    "triattention:stats=text50.safetensors": "half of the text (the default)",
+    "triattention:stats=text25.safetensors": "a quarter of the text (the default)",
+    "triattention:stats=text50.safetensors": "half of the text",
     "triattention:stats=both.safetensors": "the larger of both scores",
     "random": "random",
 }
@@ -35,6 +38,15 @@ def shares() -> Table:
     return Table(first, COMMAND, f"{machine(report(first))}, float32", columns, rows, model=which, also=tuple(also))
 
 
+def in_short() -> str:
+    """Those of SmolLM2 without the command, for a guide."""
+    table = shares()
+    rows = [row[1:] for row in table.rows if row[0] == MODELS["smollm2"]]
+    file = f"[{SMOLLM2}](../../benchmarks/results/{SMOLLM2})"
+    about = f"*Tokens alive, answers found; then perplexity. {MODELS['smollm2']}, 1,000 tokens, four codes; {file}.*"
+    return f"{about}\n\n{lines(table.columns[1:], rows)}"
+
+
 def _cell(own: list[tuple[str, Record]], share: int) -> str:
     found = [r for _, r in own if r["retention"] == share and "live" in r]
     return needles(found) if found else "-"
@@ -45,4 +57,4 @@ def _texts(own: list[tuple[str, Record]]) -> list[str]:
     return [text(found) if found else "-" for found in cells]
 
 
-TABLES = {"evict_shares": shares}
+TABLES: dict[str, Callable[[], Table | str]] = {"evict_shares": shares, "evict_shares_in_short": in_short}

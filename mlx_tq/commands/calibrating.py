@@ -1,7 +1,7 @@
 """Gather the statistics of a model's queries: of questions about a text and their answers, of a text, or of both.
 
 A text continues its sentence; a question looks for something far back. Statistics of the one keep little that the
-other needs, so the default is half of each: see docs/measurements/scores.md.
+other needs, so the default is a quarter of the text: see docs/measurements/scores.md.
 """
 
 import copy
@@ -29,7 +29,7 @@ from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.passes import sequence_in
 
 # Of the statistics, the share that is the text's: the means of both are averaged with this weight.
-TEXT_SHARE = 0.5
+TEXT_SHARE = 0.25
 TOKENS = 4096  # that are read for them
 STEP = 512  # tokens read at a time
 _SCENE = 1024  # tokens of a text with a fact of every kind

@@ -13,7 +13,7 @@ from mlx_tq.config import PROFILES
 
 from .pages import GUIDES, README, name, without_blocks
 
-SHARES = "evict_shares_smollm2.json"
+SHARES, QUARTER = "evict_shares_smollm2.json", "triattention:stats=text25.safetensors"
 GUIDE = {page.name: page for page in GUIDES}
 
 
@@ -83,31 +83,24 @@ def alive(variant, retention, source="quality_sweep_smollm2.json"):
     return mean(r["live"] / (r["needle"][1] - r["needle"][0]) for r in rows)
 
 
-def at_share(name, retention):
-    return alive(f"triattention:stats={name}.safetensors", retention, SHARES)
-
-
 def text_alone_is_worse_than_chance():
     shares = (90, 75, 50)
     assert all(alive("triattention:stats=text", share) < alive("random", share) for share in shares)
-    return "a run that learns from text alone keeps less of a fact than chance does"
+    return "A run that learns from text alone keeps less of a fact than chance does"
 
 
 def default_against_chance():
-    gains = [alive("triattention", share) - alive("random", share) for share in (90, 75)]
-    assert gains[0] > 0.08 > gains[1] > 0
-    return "the default is clearly better than chance at 90 % only"
+    gains = [100 * (alive(QUARTER, share, SHARES) - alive("random", share, SHARES)) for share in (90, 75)]
+    assert gains[0] >= 8
+    assert gains[1] >= 10
+    return "The default keeps {:.0f} and {:.0f} points more of a fact than chance at 90 and 75 %".format(*gains)
 
 
-def default_on_another_text():
-    gain = at_share("text50", 90) - alive("random", 90, SHARES)
-    assert gain < 0.08
-    return "and on another text not even there"
-
-
-def a_quarter_of_the_text():
-    assert all(at_share("text25", share) > at_share("text50", share) for share in (90, 75, 50))
-    return "it kept more"
+def default_on_text():
+    rows = {(r["variant"], r["retention"]): r for r in report(SHARES)["results"].values() if "delta" in r}
+    quarter, chance = ([rows[name, share]["delta"] for share in (90, 75)] for name in (QUARTER, "random"))
+    assert all(own <= other for own, other in zip(quarter, chance, strict=True))
+    return "loses no more of the text than chance does"
 
 
 CLAIMS = [
@@ -119,8 +112,7 @@ CLAIMS = [
     (GUIDE["serve.md"], streams),
     (GUIDE["evict.md"], text_alone_is_worse_than_chance),
     (GUIDE["evict.md"], default_against_chance),
-    (GUIDE["evict.md"], default_on_another_text),
-    (GUIDE["evict.md"], a_quarter_of_the_text),
+    (GUIDE["evict.md"], default_on_text),
 ]
 
 
