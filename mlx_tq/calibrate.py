@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text-share",
         type=float,
-        default=0.5,
+        default=0.25,
         metavar="SHARE",
         help="of the text's own queries beside those of questions about it and their answers: 0 for questions alone, "
         "1 for the text alone",

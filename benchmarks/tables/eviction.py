@@ -9,7 +9,7 @@ from functools import cache, partial
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables.markdown import Record, Table, in_order, lines, machine, report
+from benchmarks.tables.markdown import Record, Table, in_order, machine, report
 
 SWEEP, HYBRID = "quality_sweep.json", "quality_sweep_hybrid.json"
 HYBRID_MODEL = "a hybrid of 3.65 million weights"
@@ -44,11 +44,12 @@ HYBRID_LABELS = {
     "random": "random",
 }
 SMOLLM2_LABELS = {
-    "triattention": "v3, questions and text (the default)",
+    "triattention": "v3, questions and text, half each",
     POLICY: "v3, text",
     "random": "random",
 }
-SMOLLM2_COMMAND = """python -m mlx_tq evaluate sweep --model smollm2 --dequantize --dtype float32 --kv-window 64 \\
+SMOLLM2_COMMAND = """python -m mlx_tq calibrate --model smollm2 --dequantize --dtype float32 --text-share 0.5
+python -m mlx_tq evaluate sweep --model smollm2 --dequantize --dtype float32 --kv-window 64 \\
     --prefixes 32 --triggers 32 --warmup 256 --policies triattention,triattention:stats=text,random \\
     --retentions 90,75,50 --max-tokens 24 --once --chunks 0 --kinds multi --depths middle --seeds 4 --lengths 1000
 # and in place of the last line's, for the text: --seeds 0 --chunks 2 --length 1000"""
@@ -185,16 +186,6 @@ def smollm2() -> Table:
     return _table("policy", rows, columns, source=SMOLLM2, command=SMOLLM2_COMMAND, model="SmolLM2-135M-Instruct")
 
 
-def smollm2_in_short() -> str:
-    """The same without its command, for a guide."""
-    table = smollm2()
-    file = f"[{SMOLLM2}](../../benchmarks/results/{SMOLLM2})"
-    return (
-        f"*Tokens alive, answers found; then perplexity. {table.model}, 1,000 tokens, four codes; {file}.*\n\n"
-        + lines(table.columns, table.rows)
-    )
-
-
 def _rows(source: str, columns: dict[str, Callable[[Record], str]], keep: Callable[[Record], bool]) -> Table:
     about = report(source)
     rows = [[show(row) for show in columns.values()] for row in about["rows"] if keep(row)]
@@ -262,7 +253,6 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     "evict_triggers": triggers,
     "evict_hybrid": hybrid,
     "evict_smollm2": smollm2,
-    "evict_smollm2_in_short": smollm2_in_short,
     "evict_cost": cost,
     "evict_formats": key_formats,
     "evict_oracle": oracle,

@@ -15,6 +15,7 @@ from benchmarks.tables import (
     rescue,
     rooms,
     server,
+    shares,
     speed,
     trellis,
 )
@@ -28,6 +29,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **conditioned.TABLES,
     **formats.TABLES,
     **eviction.TABLES,
+    **shares.TABLES,
     **recall.TABLES,
     **rescue.TABLES,
     **speed.TABLES,

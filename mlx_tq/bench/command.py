@@ -154,7 +154,8 @@ def _measure(args: argparse.Namespace) -> tuple[list[Figure], dict[str, str]]:
     left_out: dict[str, str] = {}
     text = load_text()
     for dtype in args.dtypes or [None]:
-        model, tokenizer = load(args.model, dtype=dtype, tokenizer_config={"trust_remote_code": args.trust_remote_code})
+        options = {"trust_remote_code": args.trust_remote_code}
+        model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
         facts = model_facts(model)
         arms, refused = _possible(_arms(args), model)
         ask_beforehand(model, tokenizer, *(arm.config for arm in arms if arm.config is not None))

@@ -17,6 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="measure this model: folder, hub name or GGUF file (default: one layer's attention)")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
+    add("--dequantize", action="store_true", help="make the model's packed weights dense")
     add(
         "--tokens",
         type=int,

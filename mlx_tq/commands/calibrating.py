@@ -1,7 +1,7 @@
 """Gather the statistics of a model's queries: of questions about a text and their answers, of a text, or of both.
 
 A text continues its sentence; a question looks for something far back. Statistics of the one keep little that the
-other needs, so the default is half of each: see docs/measurements/scores.md.
+other needs, so the default is a quarter of the text: see docs/measurements/scores.md.
 """
 
 import copy
@@ -29,7 +29,7 @@ from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.passes import sequence_in
 
 # Of the statistics, the share that is the text's: the means of both are averaged with this weight.
-TEXT_SHARE = 0.5
+TEXT_SHARE = 0.25
 TOKENS = 4096  # that are read for them
 STEP = 512  # tokens read at a time
 _SCENE = 1024  # tokens of a text with a fact of every kind
@@ -112,6 +112,21 @@ def queries_of_questions(
         ConfigError: fewer tokens, or positions of the model, than a text with its facts takes.
         UnsupportedModelError: a model whose queries cannot be followed.
     """
+    asked, heard = listen(model, tokenizer, text, tokens, covariance=covariance, progress=progress)
+    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
+    return asked._replace(stats=mixed)
+
+
+def listen(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int = TOKENS,
+    *,
+    covariance: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Queries, Queries]:
+    """As `queries_of_questions`, before they are mixed: those of questions and answers, and those of the text."""
     length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
     count = max(1, tokens // length)
     make = _caches(model, covariance)
@@ -129,8 +144,7 @@ def queries_of_questions(
                 read(model, twins, turn, STEP)
                 asked.add(twins)
         progress(number * length, count * length)
-    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
-    return Queries(ropes, mixed, asked.tokens)
+    return Queries(ropes, asked.stats, asked.tokens), Queries(ropes, heard.stats, heard.tokens)
 
 
 def save_queries(model: Any, path: str | Path, found: Queries) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_tq.commands.args import OPTIONS, PROFILE, config_from_args, evict_from_args, option_value
 from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
 from mlx_tq.errors import ConfigError
+from mlx_tq.policies import EvictConfig
 from mlx_tq.seam.probe import native_caches
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import planner
@@ -15,6 +16,8 @@ from mlx_tq.sequence.plan import Plan
 
 # Of keys: not conditioned.
 _PLAIN = "plain"
+# Before the budget of an arm that evicts.
+_AT = "@"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ OFF = Arm("off", PROFILES["off"])
 def parse_arm(text: str, **changes: Any) -> Arm:
     """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule, and keys be plain.
 
-    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without conditioning.
+    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without conditioning, `off@90%` and
+    `balanced@90%` with eviction to this budget.
 
     Args:
         text: as above.
@@ -52,18 +56,21 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     Raises:
         ConfigError: an unknown profile, format or scale rule.
     """
-    if text == OFF.name:
+    name, at, budget = text.partition(_AT)
+    if at:
+        changes["evict"] = replace(changes.get("evict") or EvictConfig(), budget=budget)
+    elif name == OFF.name:
         return OFF
-    if text in PROFILES or text in PAIRS:
-        chosen = profile(text)
+    if name in PROFILES or name in PAIRS:
+        chosen = profile(name)
         evict = changes.pop("evict", None) or chosen.evict
         if evict is not None:
             evict = replace(evict, recall="off")  # nothing asks for what left
         return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes, "evict": evict}))
-    key, slash, value = text.partition("/")
+    key, slash, value = name.partition("/")
     if not slash:
         raise ConfigError(
-            f"profile {text!r} is unknown; valid are {', '.join(PROFILES)}, or a pair of formats such as q8/tq4."
+            f"profile {name!r} is unknown; valid are {', '.join(PROFILES)}, or a pair of formats such as q8/tq4."
         )
     for field, part in (("key", key), ("value", value)):
         changes[field], *words = part.split(":")
@@ -95,4 +102,7 @@ def arms_from_args(args: argparse.Namespace) -> list[Arm]:
     names = [name.strip() for name in (args.profiles or args.default_profiles).split(",") if name.strip()]
     if not names:
         raise ConfigError("--profiles is empty; give some, such as off,balanced,q8/tq3.")
-    return [parse_arm(name, **region_changes(args)) for name in dict.fromkeys(names)]
+    changes = region_changes(args)
+    if any(_AT in name for name in names):  # the others keep all
+        return [parse_arm(name, **(changes if _AT in name else changes | {"evict": None})) for name in names]
+    return [parse_arm(name, **changes) for name in dict.fromkeys(names)]

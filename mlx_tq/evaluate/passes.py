@@ -1,5 +1,6 @@
 """Read text through several caches side by side and compare every prediction with that of the fp16 cache."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ class TokenScores:
         nbytes: of all caches after the last chunk, unused capacity included.
         rounds: of eviction, in all chunks.
         kept: of the tokens seen, the share still in the caches at the end of the last chunk.
+        seconds: that reading the last chunk took, where the arms of a step follow each other.
     """
 
     nll: np.ndarray
@@ -41,6 +43,7 @@ class TokenScores:
     nbytes: int
     rounds: int = 0
     kept: float = 1.0
+    seconds: float = 0.0
 
 
 def cut_chunks(tokenizer: Any, text: str, chunks: int, length: int) -> list[list[int]]:
@@ -171,17 +174,20 @@ def read_side_by_side(
     makers = [arm.caches(model, plan) for arm in (OFF, *arms)]
     scores: list[list[np.ndarray]] = [[] for _ in makers]  # each [3, L] of every step
     attended, packed, nbytes = 0, [0] * len(makers), [0] * len(makers)
-    rounds, kept = [0] * len(makers), [1.0] * len(makers)
+    rounds, kept, seconds = [0] * len(makers), [1.0] * len(makers), [0.0] * len(makers)
     with compressed(model):
         for ids in chunks:
             readers = [make() for make in makers]
+            seconds = [0.0] * len(makers)  # kernels were compiled in an earlier chunk
             for start, stop in steps(len(ids) - 1, step):
                 attended += sum(range(start + 1, stop + 1)) if start else 0
                 reference: mx.array | None = None
                 for number, caches in enumerate(readers):
                     body = body_tokens(caches)
+                    started = time.perf_counter()
                     found = log_probabilities(model, ids[start:stop], caches)
                     mx.eval(found)
+                    seconds[number] += time.perf_counter() - started
                     advance(stop - start)
                     reference = found if reference is None else reference
                     if start:
@@ -197,8 +203,10 @@ def read_side_by_side(
     if not all(np.isfinite(part).all() for part in joined):
         raise NonFiniteError("the model's logits are NaN on this text. Check its weights, or load it in float32.")
     return [
-        TokenScores(nll, kld, agrees.astype(bool), count / attended, size, again, share)
-        for (nll, kld, agrees), count, size, again, share in zip(joined, packed, nbytes, rounds, kept, strict=True)
+        TokenScores(nll, kld, agrees.astype(bool), count / attended, size, again, share, taken)
+        for (nll, kld, agrees), count, size, again, share, taken in zip(
+            joined, packed, nbytes, rounds, kept, seconds, strict=True
+        )
     ]
 
 

@@ -23,6 +23,10 @@ class Perplexity:
         delta: change against the fp16 cache in percent.
         delta_error: its standard error, from the differences token by token, which is far smaller than `ppl_error`.
         packed: share of the attended tokens that was packed.
+        nbytes: of the caches after the last chunk, unused capacity included.
+        kept: of the tokens seen, the share still in the caches then.
+        rounds: of eviction, in all chunks.
+        seconds: of reading the last chunk, step by step beside the other arms.
     """
 
     name: str
@@ -32,6 +36,10 @@ class Perplexity:
     delta: float
     delta_error: float
     packed: float
+    nbytes: int
+    kept: float
+    rounds: int
+    seconds: float
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -52,6 +60,10 @@ def summarize_perplexity(name: str, scores: TokenScores, baseline: np.ndarray) -
         delta=100 * (ratio - 1),
         delta_error=100 * ratio * standard_error(difference),
         packed=scores.packed,
+        nbytes=scores.nbytes,
+        kept=scores.kept,
+        rounds=scores.rounds,
+        seconds=scores.seconds,
     )
 
 

@@ -23,10 +23,13 @@ def show_perplexity(results: Results, rows: list[Perplexity]) -> None:
             f"{row.delta:+.3f}",
             f"{row.delta_error:.3f}",
             f"{100 * row.packed:.0f}",
+            f"{100 * row.kept:.0f}",
+            f"{row.nbytes / 1e6:.1f}",
+            f"{row.seconds:.1f}",
         )
         for row in rows
     ]
-    columns = ("cache", "PPL", "+-", "change %", "+-", "packed %")
+    columns = ("cache", "PPL", "+-", "change %", "+-", "packed %", "kept %", "MB", "s")
     results.show(f"Perplexity over {rows[0].tokens:,} tokens", columns, lines)
 
 

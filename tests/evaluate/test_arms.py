@@ -8,6 +8,7 @@ from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import arms_from_args, parse_arm
 from mlx_tq.evaluate.flags import add_arm_arguments
+from mlx_tq.policies import EvictConfig
 
 
 def arms(*words):
@@ -28,6 +29,15 @@ def test_a_profile_a_pair_and_a_pair_with_scale_rules():
     assert (ruled.key, ruled.key_scale, ruled.value, ruled.value_scale) == ("tq3", "matched", "tq4", "raw")
 
 
+def test_some_arms_evict_and_the_others_keep_all():
+    words = ("--profiles", "off,off@90%,small@300", "--kv-evict", "triattention:trigger=32", "--kv-prefix", "32")
+    off, alone, both = (arm.config for arm in arms(*words))
+    assert off.is_off
+    assert (alone.key, alone.value, alone.evict.budget, alone.evict.policy.trigger) == ("fp16", "fp16", "90%", 32)
+    assert (both.key, both.evict.budget, both.prefix) == ("tq4", "300", 32)
+    assert parse_arm("q8/tq3@75%").config.evict == EvictConfig(budget="75%")
+
+
 def test_the_default_the_list_and_the_flags():
     assert [arm.name for arm in arms()] == ["off", "balanced"]
     listed = arms("--profiles", "small, q8/tq2,small", "--kv-window", "64")
@@ -46,6 +56,7 @@ def test_the_default_the_list_and_the_flags():
         (["--profiles", "q8/tq9"], "format 'tq9' is unknown"),
         (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
         (["--profiles", ","], "--profiles is empty"),
+        (["--profiles", "off@most"], "budget 'most' cannot be met"),
         (["--profiles", "small", "--kv-key", "q8"], "--profiles and --kv-key both"),
     ],
 )

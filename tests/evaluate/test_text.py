@@ -44,7 +44,9 @@ def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(exact, ch
     assert found.tokens == len(nll) == LENGTH - 1 - STEP
     assert found.ppl == pytest.approx(np.exp(nll.mean()), rel=1e-5)
     assert found.ppl_error == pytest.approx(np.exp(nll.mean()) * nll.std(ddof=1) / np.sqrt(len(nll)), rel=1e-4)
-    assert (found.delta, found.delta_error, found.packed) == (0, 0, 0)
+    assert (found.delta, found.delta_error, found.packed, found.kept, found.rounds) == (0, 0, 0, 1, 0)
+    assert found.nbytes == sum(each.nbytes for each in cache)
+    assert found.seconds > 0
 
 
 def test_fewer_bits_diverge_more_and_a_second_fp16_cache_by_nothing(scores):

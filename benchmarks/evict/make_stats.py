@@ -1,0 +1,61 @@
+"""Files of query statistics of one model that differ in how questions and text are mixed.
+
+python benchmarks/evict/make_stats.py --model M --dtype float32 --dequantize FOLDER
+
+One reading serves all files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and
+`both.safetensors`, in which a KV head has the mean queries of questions beside those of the text, so that a token
+counts by the larger score.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.commands.calibrating import Queries, listen, save_queries
+from mlx_tq.commands.loading import load_chosen
+from mlx_tq.commands.model_args import add_model_arguments
+from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.config import KVConfig
+from mlx_tq.policies.queries import QueryStats
+from mlx_tq.sequence.compressed import plan_caches
+
+SHARES = {"questions": 0.0, **{f"text{percent}": percent / 100 for percent in (15, 25, 35, 50, 75, 100)}}
+
+
+def beside(model: Any, asked: Queries, heard: Queries) -> Queries:
+    """The heads of both, those of a KV head together."""
+    layers = plan_caches(model, KVConfig()).layers
+
+    def joined(heads: int, a: mx.array, b: mx.array) -> mx.array:
+        parts = [x.reshape(heads, -1, *x.shape[1:]) for x in (a, b)]
+        return mx.concatenate(parts, axis=1).reshape(2 * a.shape[0], *a.shape[1:])
+
+    pairs = zip(layers, asked.stats, heard.stats, strict=True)
+    return asked._replace(
+        stats=[
+            QueryStats(joined(x.slot.heads, a.centre, b.centre), joined(x.slot.heads, a.amplitude, b.amplitude))
+            for x, a, b in pairs
+        ]
+    )
+
+
+def main() -> None:
+    """Gather once, write all."""
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser, adapter=False)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    model, tokenizer = load_chosen(args)
+    asked, heard = listen(model, tokenizer, load_text(), args.tokens, progress=lambda *done: print(*done, flush=True))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, share in SHARES.items():
+        mixed = [a.map(b, share) for a, b in zip(asked.stats, heard.stats, strict=True)]
+        save_queries(model, args.folder / f"{name}.safetensors", asked._replace(stats=mixed))
+    save_queries(model, args.folder / "both.safetensors", beside(model, asked, heard))
+
+
+if __name__ == "__main__":
+    main()
