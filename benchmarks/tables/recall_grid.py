@@ -1,0 +1,102 @@
+"""The tables of the recall grid, from recall_grid.json: where the evidence ranks, what is answered, and prompts."""
+
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+from benchmarks.recall.arms import ARMS
+from benchmarks.tables.markdown import Record, Table, in_order, machine, report
+
+FILE = "recall_grid.json"
+_WHOLE = 0.999
+_SEARCHES = ("queries", "words", "meaning")
+COLUMNS = ["model", "tokens", "questions", "kept"]
+
+
+def cells() -> list[tuple[list[str], list[Record]]]:
+    """What names each cell of the grid, and its rows."""
+    rows = report(FILE)["rows"]
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["asked"], row["kind"], row["budget"]), []).append(row)
+    models, kinds = in_order(rows, "model"), in_order(rows, "kind")
+    order = sorted(found, key=lambda k: (models.index(k[0]), k[1], kinds.index(k[2]), -float(k[3].rstrip("%"))))
+    return [([k[0], f"{k[1]:,}", k[2], k[3]], found[k]) for k in order]
+
+
+def ranks() -> Table:
+    """How often the evidence ranks first, and comes back whole."""
+    lines = []
+    for names, rows in cells():
+        gone = [row for row in rows if any(rank is not None for rank in row["ranks"]["queries"])]
+        cut = [row for row in gone if any(row["cut"])]
+        lines.append(
+            [
+                *names,
+                str(len(gone)),
+                *(_of(gone, lambda row, by=by: _first(row, by), by) for by in _SEARCHES),
+                *(_of(gone, lambda row, by=by: whole(row, by), by, "back") for by in ("queries", "words", "random")),
+                _of(cut, lambda row: whole(row, "queries"), "queries", "back"),
+            ]
+        )
+    columns = [*COLUMNS, "asked", "first by queries", "by words", "by MiniLM"]
+    columns += ["whole back by queries", "by words", "by chance", "of those that an edge cuts, by queries"]
+    return _table(columns, lines)
+
+
+def answers() -> Table:
+    """Right answers, and the mean log-probability of the right answer, by arm."""
+    lines = [[*names, str(len(rows)), *(_answers(rows, arm) for arm in ARMS)] for names, rows in cells()]
+    return _table([*COLUMNS, "asked", *ARMS], lines)
+
+
+def prompts() -> Table:
+    """Documents with a question in one prompt: how often any evidence is back, and how much of it."""
+    rows = report(FILE)["prompts"]
+    lines = []
+    for collection in in_order(rows, "collection"):
+        found = [row for row in rows if row["collection"] == collection]
+        for by in (*_SEARCHES, "random"):
+            own = [row for row in found if by in row["back"]]
+            if own:
+                share = mean(min(1.0, row["back"][by] / row["evidence"]) for row in own)
+                first = sum(row["ranks"][by] == 0 for row in own)
+                some = sum(row["back"][by] > 0 for row in own)
+                lines.append([collection, by, str(len(own)), f"{first}", f"{some}", f"{100 * share:.0f} %"])
+    return _table(["documents", "found by", "asked", "evidence first", "some of it back", "of it back, mean"], lines)
+
+
+def whole(row: Record, arm: str) -> bool:
+    """Whether all evidence is there, back or live."""
+    return all(back + live > _WHOLE for back, live in zip(row["back"][arm], row["live"], strict=True))
+
+
+def _first(row: Record, by: str) -> bool:
+    """No block without evidence ranks above the best one of any part that left."""
+    return not any(rank for rank in row["ranks"][by])
+
+
+def _of(rows: Sequence[Record], holds: Callable[[Record], bool], by: str, field: str = "ranks") -> str:
+    own = [row for row in rows if by in row[field]]
+    return f"{sum(map(holds, own))} of {len(own)}" if own else "-"
+
+
+def _answers(rows: Sequence[Record], arm: str) -> str:
+    own = [row["arms"][arm] for row in rows if arm in row["arms"]]
+    if not own:
+        return "-"
+    right = f"{sum(each['right'] for each in own)}" + ("" if len(own) == len(rows) else f" of {len(own)}")
+    return f"{right} ({mean(each['log'] for each in own):.1f})"
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> Table:
+    about = report(FILE)
+    model = f"the models named, float32, prefix 32, window 64, {about['key']}/{about['value']}"
+    return Table(FILE, about["command"], machine(about), columns, rows, model=model)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "recall_ranks": ranks,
+    "recall_answers": answers,
+    "recall_prompts": prompts,
+}
