@@ -5,7 +5,12 @@ from collections.abc import Callable
 from benchmarks.tables.eviction import needles, text
 from benchmarks.tables.markdown import RESULTS, Record, Table, lines, machine, report
 
-MODELS = {"embedded": "embedded", "smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma 3 270M"}
+MODELS = {
+    "embedded": "embedded",
+    "smollm2": "SmolLM2-135M-Instruct",
+    "smollm2_2000": "SmolLM2-135M-Instruct, 2,000 tokens",
+    "gemma3-270m": "Gemma 3 270M",
+}
 RETENTIONS = (90, 75, 50)
 SMOLLM2 = "evict_shares_smollm2.json"
 LABELS = {
