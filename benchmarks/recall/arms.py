@@ -22,7 +22,6 @@ from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import Scored, choose
 
-ARMS = ("full", "evicted", "quoted", "words", "queries", "random", "oracle")
 Span = tuple[int, int]
 
 

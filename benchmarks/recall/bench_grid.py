@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recall.arms import ARMS, Asked, Recalls, answer, inside, is_cut, places, quoted, recalls, words_order
+from benchmarks.recall.arms import Asked, Recalls, answer, inside, is_cut, places, quoted, recalls, words_order
 from benchmarks.recall.bench_recall import read
 from benchmarks.recall.needles import KINDS, Needle
-from benchmarks.recall.parts import Part
+from benchmarks.recall.parts import ARMS, Part
 from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, scene
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.sequence.archive import Extent

@@ -6,6 +6,9 @@ from typing import Any
 
 from mlx_tq.commands.environment import environment
 
+# What is compared; `arms` has what each is.
+ARMS = ("full", "evicted", "quoted", "words", "queries", "random", "oracle")
+
 
 class Part:
     """Results of one process.

@@ -10,7 +10,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.recall.arms import ARMS
+from benchmarks.recall.parts import ARMS
 from benchmarks.tables.markdown import RESULTS
 from benchmarks.tables.recall_grid import cells
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.recall.arms import ARMS
+from benchmarks.recall.parts import ARMS
 from benchmarks.tables.markdown import Record, Table, in_order, machine, report
 
 FILE = "recall_grid.json"

@@ -67,16 +67,6 @@ def facts_cut_in_two():
     return "a fact cut in two by eviction was found in one case of five"
 
 
-def streams():
-    rates = {
-        (f["profile"], f["streams"]): f["tokens_per_second"]
-        for f in report("server_streams.json")["figures"]
-        if f["prefix"] == "hot"
-    }
-    gains = [rates[profile, 20] / rates[profile, 1] for profile, count in rates if count == 1]
-    return f"20 streams gave {min(gains):.1f} to {max(gains):.1f} times the tokens of one"
-
-
 def alive(variant, retention, source="quality_sweep_smollm2.json"):
     found = report(source)["results"].values()
     rows = [r for r in found if r.get("variant") == variant and r["retention"] == retention and "live" in r]
@@ -109,7 +99,6 @@ CLAIMS = [
     (GUIDE["save_memory.md"], bytes_of_small),
     (GUIDE["chat.md"], facts_that_left),
     (GUIDE["chat.md"], facts_cut_in_two),
-    (GUIDE["serve.md"], streams),
     (GUIDE["evict.md"], text_alone_is_worse_than_chance),
     (GUIDE["evict.md"], default_against_chance),
     (GUIDE["evict.md"], default_on_text),
