@@ -8,11 +8,9 @@ RESCUE_DATA_DIR ?= $(VENV)/rescue-data
 
 extra = $(if $(filter metal,$(BACKEND)),,$(BACKEND))
 comma := ,
-# One test process more than cores, as many tests wait; a file's tests stay together, for what they share, and files in
-# their order.
+# One test process a core; a file's tests stay together, for what they share, and files in their order.
 simulated = tests/kernels/metal
-jobs = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count()) + 1)')
-workers = --numprocesses $(jobs) --dist loadscope --no-loadscope-reorder
+workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 # mlx's Linux wheel brings the reference BLAS, FAISS's brings OpenBLAS: float32 takes a quarter of the time with it.
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
 fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas) OMP_NUM_THREADS=1)

@@ -37,6 +37,7 @@ def test_what_cannot_be_followed(cli, holding, tmp_path):
     refused(cli(*ASK, *holding(CODE), "--draft-model", "x"), "cannot be combined with --draft-model")
 
 
+@pytest.mark.full
 def test_a_grammar_that_grows_too_large_says_so(cli, holding):
     wild = {"type": "string", "pattern": "^(.*a.{1,500}b){1,100}c$"}
     result = cli(*ASK, "-m", 400, "--temp", 3, "--seed", 1, *holding(wild))
