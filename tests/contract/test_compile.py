@@ -14,7 +14,7 @@ from mlx_tq.config import BLOCK, PROFILES
 pytestmark = pytest.mark.usefixtures("compiled")
 
 # The steps pack what the prompt could not yet; few, as mlx's CPU calls a C++ compiler for every graph.
-PROMPT, STEPS = READY - 1, 2
+PLAIN = KVConfig(key="q8", value="q8", prefix=8, window=8, condition=False)
 PACKED, CODED = (KVConfig(key="q8", value=value, prefix=8, window=8) for value in ("q8", "tq4"))
 
 
@@ -24,13 +24,20 @@ def arrays(state):
 
 
 @pytest.mark.parametrize(
-    "config", [PROFILES["off"], PACKED, pytest.param(CODED, marks=pytest.mark.full)], ids=["off", "packed", "coded"]
+    ("config", "prompt", "steps"),
+    [
+        pytest.param(PLAIN, 103, 1, id="plain"),
+        *(
+            pytest.param(config, READY - 1, 2, marks=pytest.mark.full, id=name)
+            for name, config in (("off", PROFILES["off"]), ("packed", PACKED), ("coded", CODED))
+        ),
+    ],
 )
-def test_a_step_compiles_once_a_length(config):
+def test_a_step_compiles_once_a_length(config, prompt, steps):
     """Also where statistics are gathered and blocks are packed."""
     model, traced = build("llama"), []
     model.model.layers = model.model.layers[:1]
-    ids = [(7 * i * i + 3 * i) % 160 for i in range(PROMPT + STEPS)]
+    ids = [(7 * i * i + 3 * i) % 160 for i in range(prompt + steps)]
     caches = make_prompt_cache(model, config)
     kinds = [type(cache) for cache in caches]
 
@@ -41,9 +48,9 @@ def test_a_step_compiles_once_a_length(config):
         return model(token, cache=restored), arrays(cache.state for cache in restored)
 
     with compressed(model):
-        model(mx.array(ids[:PROMPT])[None], cache=caches)
-        assert config.is_off or not caches[0].body_tokens
-        for number, token in enumerate(ids[PROMPT:], start=1):
+        model(mx.array(ids[:prompt])[None], cache=caches)
+        packed = 0 if config.is_off else caches[0].body_tokens
+        for number, token in enumerate(ids[prompt:], start=1):
             state, token = [cache.state for cache in caches], mx.array([[token]])
             compiled = [step(token, state) for _ in range(2)]
             assert len(traced) == number
@@ -52,4 +59,4 @@ def test_a_step_compiles_once_a_length(config):
                 assert mx.allclose(found_logits, logits, rtol=1e-3, atol=1e-3)
                 assert [[x.shape for x in parts] for parts in found] == [[x.shape for x in parts] for parts in after]
     if not config.is_off:
-        assert caches[0].body_tokens >= 2 * BLOCK
+        assert caches[0].body_tokens >= max(2 * BLOCK, packed + BLOCK)
