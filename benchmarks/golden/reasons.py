@@ -12,6 +12,12 @@ _SHOWN_AGAIN = "a loaded conversation shows its plan and its last exchange"
 
 # From before.json to then.json: what the code changed.
 CODE = [
+    Reason(
+        "fields of `evaluate perplexity`",
+        "it also says bytes, rounds and what was kept, for arms with and without eviction",
+        r"^evaluate perplexity .* / (?:nbytes|kept|rounds)$",
+        _NONE,
+    ),
     Reason("bytes that a cache holds", _GROW, r"/ (?:nbytes|compressed)$", less=True),
     Reason(
         "budget in bytes",
@@ -75,7 +81,7 @@ CODE = [
     Reason("words of `calibrate`", "it says how much of the statistics is the text's", r"^calibrate / 0 / err"),
     Reason(
         "statistics of `calibrate`",
-        "half is the text's, and the questions share no wording any more with those that `mlx_tq.evaluate` asks",
+        "a quarter is the text's, and the questions share no wording any more with those that `mlx_tq.evaluate` asks",
         r"^calibrate / 2",
     ),
     Reason(

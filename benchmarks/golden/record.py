@@ -36,7 +36,17 @@ from compare import HERE, NOTHING, differences
 ROOT = HERE.parents[1]
 LIMIT_S = 900
 _LEFT_OUT = {
-    *("environment", "config", "arms", "ttft", "prompt_tps", "generation_tps", "peak_memory", "evict_seconds"),
+    *(
+        "environment",
+        "config",
+        "arms",
+        "ttft",
+        "prompt_tps",
+        "generation_tps",
+        "peak_memory",
+        "evict_seconds",
+        "seconds",
+    ),
     *("median", "low", "high", "id", "created", "index", "versions"),
 }
 _MASKS = (
