@@ -139,6 +139,13 @@ DEFAULTS = [
     ),
     Reason("policy in JSON", "the same", r"eviction / (?:policy|calibration)$"),
     Reason(
+        "a number that an evicting chat says",
+        "by other statistics other tokens stay, and the model guesses another one",
+        r"^chat evicting / 0 / (?:out|err) / \d+$",
+        r'"\d+"',
+        r'"\d+"',
+    ),
+    Reason(
         "a chat's bytes and tokens",
         "the same",
         r"^chat",
