@@ -1,7 +1,7 @@
 """Which contexts, and how many of them at once, fit into a memory: from the byte counts of the plan."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,15 +52,14 @@ def context_limit(model: Any) -> int:
     return model_facts(model).positions or _LONGEST
 
 
-def capacity(
-    model: Any, profile: str, config: KVConfig, available: int, *, contexts: list[int], streams: list[int]
-) -> Capacity:
-    """Count what fits.
+def capacities(
+    model: Any, configs: Mapping[str, KVConfig], available: int, *, contexts: list[int], streams: list[int]
+) -> list[Capacity]:
+    """Count what fits with each configuration.
 
     Args:
         model: of mlx-lm.
-        profile: name of the configuration.
-        config: how caches are stored.
+        configs: how caches are stored, by name.
         available: bytes for caches.
         contexts: tokens of each context.
         streams: numbers of contexts at once.
@@ -68,23 +67,18 @@ def capacity(
     Raises:
         UnsupportedModelError, ConfigError: as `plan_caches`.
     """
-    count, limit = sequence_bytes(model, config), context_limit(model)
-
-    def longest(together: int) -> int:
-        most = available // together
-        return bisect_right(range(limit + 1), most, lo=1, key=count) - 1
-
-    return Capacity(
-        profile,
-        {tokens: count(tokens) for tokens in contexts},
-        {together: longest(together) for together in streams},
-        {tokens: available // count(tokens) for tokens in contexts},
-    )
+    others, lengths = other_bytes(model), range(context_limit(model) + 1)
+    found = []
+    for profile, config in configs.items():
+        count = sequence_bytes(model, config, others)
+        longest = {together: bisect_right(lengths, available // together, lo=1, key=count) - 1 for together in streams}
+        nbytes = {tokens: count(tokens) for tokens in contexts}
+        found.append(Capacity(profile, nbytes, longest, {tokens: available // nbytes[tokens] for tokens in contexts}))
+    return found
 
 
-def sequence_bytes(model: Any, config: KVConfig) -> Bytes:
-    """The bytes of all caches of one sequence by its tokens."""
-    others = _others(model)
+def sequence_bytes(model: Any, config: KVConfig, others: Bytes) -> Bytes:
+    """The bytes of all caches of one sequence by its tokens; `others` are those of `other_bytes`."""
     if config.is_off:
         slots = model_facts(model).slots
         return lambda tokens: others(tokens) + sum(native_bytes(slot, _grown(tokens)) for slot in slots)
@@ -92,8 +86,11 @@ def sequence_bytes(model: Any, config: KVConfig) -> Bytes:
     return lambda tokens: others(tokens) + plan.nbytes(tokens)
 
 
-def _others(model: Any) -> Bytes:
-    """The bytes of caches that are kept as they are: a window of tokens, or a state whose size never changes."""
+def other_bytes(model: Any) -> Bytes:
+    """The bytes of caches that are kept as they are: a window of tokens, or a state whose size never changes.
+
+    Runs the model once on a few tokens.
+    """
     slots = {(slot.index, slot.part) for slot in model_facts(model).slots}
     caches = native_caches(model)
     mx.eval(model(mx.zeros((1, _SAMPLE), mx.int32), cache=caches))

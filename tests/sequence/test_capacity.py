@@ -6,7 +6,7 @@ from zoo import build
 
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import PROFILES
-from mlx_tq.sequence.capacity import capacity, sequence_bytes, weights_nbytes
+from mlx_tq.sequence.capacity import capacities, other_bytes, sequence_bytes, weights_nbytes
 
 TOKENS = 320
 
@@ -21,14 +21,14 @@ def test_bytes_are_those_of_filled_caches(name, profile):
         for size in [64] * (TOKENS // 64 - 1) + [63, 1]:  # a sliding window is whole again once an answer begins
             mx.eval(model(mx.arange(size)[None], cache=caches))
     held = sum(cache.nbytes for cache in caches)
-    assert held <= sequence_bytes(model, config)(TOKENS) <= 1.05 * held
+    assert held <= sequence_bytes(model, config, other_bytes(model))(TOKENS) <= 1.05 * held
 
 
 def test_the_longest_context_fits_and_one_token_more_does_not():
     model = build("llama")
-    count = sequence_bytes(model, PROFILES["small"])
+    count = sequence_bytes(model, PROFILES["small"], other_bytes(model))
     available = count(300)
-    found = capacity(model, "small", PROFILES["small"], available, contexts=[100, 300], streams=[1, 2])
+    (found,) = capacities(model, {"small": PROFILES["small"]}, available, contexts=[100, 300], streams=[1, 2])
     assert found.nbytes == {100: count(100), 300: available}
     assert found.streams == {100: available // count(100), 300: 1}
     for together, longest in found.longest.items():
@@ -37,7 +37,7 @@ def test_the_longest_context_fits_and_one_token_more_does_not():
 
 def test_nothing_fits():
     model = build("llama")
-    found = capacity(model, "off", PROFILES["off"], 10, contexts=[64], streams=[1])
+    (found,) = capacities(model, {"off": PROFILES["off"]}, 10, contexts=[64], streams=[1])
     assert (found.longest, found.streams) == ({1: 0}, {64: 0})
 
 

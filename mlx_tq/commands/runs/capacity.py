@@ -13,7 +13,7 @@ from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import load
 from mlx_tq.seam.known_models import model_facts
-from mlx_tq.sequence.capacity import capacity, context_limit, weights_nbytes
+from mlx_tq.sequence.capacity import capacities, context_limit, weights_nbytes
 
 STREAMS = [1, 2, 4, 8]
 CONTEXTS = [4096, 16384, 65536]
@@ -41,10 +41,7 @@ def run(args: argparse.Namespace) -> int:
             "or smaller weights, or name more memory."
         )
     contexts = [tokens for tokens in CONTEXTS if tokens <= limit] or [limit]
-    found = [
-        capacity(model, name, config, memory - weights, contexts=contexts, streams=STREAMS)
-        for name, config in PROFILES.items()
-    ]
+    found = capacities(model, PROFILES, memory - weights, contexts=contexts, streams=STREAMS)
     if args.json:
         about = {"memory_nbytes": memory, "weights_nbytes": weights, "dtype": dtype, "positions": limit}
         sys.stdout.write(json.dumps({**about, "profiles": [asdict(each) for each in found]}) + "\n")
