@@ -4,6 +4,7 @@ So a format can be tried on one's own conversation before it is trusted with it:
 cache, token by token.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +58,12 @@ class ShadowKVCache(CompressedKVCache):
         trimmed = super().trim(n)
         self._own.trim(trimmed)
         return trimmed
+
+    def fork(self) -> "ShadowKVCache":
+        """A copy of both; it compares for itself."""
+        twin: Any = super().fork()
+        twin.every, twin._own = self.every, copy.deepcopy(self._own)
+        return twin  # type: ignore[no-any-return]
 
     def compressed(self) -> CompressedKVCache:
         """The compressed cache, for a pass that attends to it."""

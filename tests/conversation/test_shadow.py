@@ -1,5 +1,7 @@
 """A conversation in the shadow: it is the model's own, and what is reported is what a compressed cache would do."""
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -89,6 +91,16 @@ def test_predictions_are_those_of_a_compressed_cache(exact):
     expected = (np.exp(own_log) * (own_log - compressed_log)).sum()
     assert shadow.report().tokens[0].position == len(ids)
     assert shadow.report().kld == pytest.approx(expected, rel=1e-3)
+
+
+def test_copies_go_on_as_the_model_would(exact):
+    model, tokenizer, ids = build("llama"), exact[1], prompt(150)
+    shadow, own = Shadow(model, plan_caches(model, CONFIG), every=2), make_prompt_cache(model, OFF)
+    with compressed(model):
+        for caches in (shadow.caches, own):
+            answered(model, tokenizer, ids, caches, 1)
+        said = [answered(model, tokenizer, prompt(9), each, 6) for each in (copy.deepcopy(shadow.caches), own)]
+    assert [reply.token for reply in said[0]] == [reply.token for reply in said[1]]
 
 
 @pytest.mark.parametrize(
