@@ -35,6 +35,24 @@ def exact():
 
 
 @pytest.fixture(scope="module")
+def browser():
+    """The Chromium of this machine."""
+    from browser import chromium  # playwright, which few tests need
+
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture
+def open_page(browser):
+    """What opens a server's page there."""
+    from browser import pages  # likewise
+
+    with pages(browser) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
 def compiled():
     """`mx.compile`, without which `make test` runs: mlx's CPU calls a C++ compiler for every graph, for minutes."""
     mx.enable_compile()

@@ -8,15 +8,13 @@ held to mlx's operations; on one it is timed, and the matrices of a layer of Lla
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.kernels.bench_kernels import seconds
 from benchmarks.trellis import sketches
 from benchmarks.trellis.coder import Trellis
 from benchmarks.trellis.formats import AROUND, USEFUL, WIDEST
@@ -26,7 +24,6 @@ from mlx_tq.kernels.build import backend
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 DIM, TOKENS = 128, (32, 96)  # counted: what the second has more than the first
-CALLS, ROUNDS = 20, 5
 # On a GPU: KV heads, tokens of a context and of a prompt; widths of Llama 3 8B's matrices.
 HEADS, CONTEXT, PROMPT = 8, 32768, 2048
 MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
@@ -95,17 +92,6 @@ def counted() -> dict[str, Any]:
         rows += [encoding(Trellis(bits, widest))]
         rows += [encoding(Trellis(bits, window, around=AROUND)) for window in range(widest, USEFUL[bits] - 1, -1)]
     return {"dim": DIM, "queries": sketches.QUERIES, "attend": attend, "encode": rows}
-
-
-def seconds(call: Callable[[], list[mx.array]]) -> float:
-    """The median time of one of many calls."""
-    mx.eval(call())
-    found = []
-    for _ in range(ROUNDS):
-        started = time.perf_counter()
-        mx.eval([call() for _ in range(CALLS)])
-        found.append((time.perf_counter() - started) / CALLS)
-    return statistics.median(found)
 
 
 def timed() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 from commands.tools import copy_model
+from rescue.harness import Server as RescueService
 
 from mlx_tq.models import load
 
@@ -34,6 +35,14 @@ def server(folder, tmp_path_factory):
     """A server that most tests share."""
     with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A rescue service that finds by words."""
+    made = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield made
+    made.stop()
 
 
 def question(count, key):

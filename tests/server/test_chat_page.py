@@ -4,10 +4,9 @@ import json
 import re
 
 import pytest
-from browser import SCRIPT, assert_fits_and_can_be_read, chromium, needs_chromium, pages, refused_script
+from browser import SCRIPT, assert_fits_and_can_be_read, needs_chromium, refused_script
 from http_harness import wait_for
 from playwright.sync_api import expect
-from rescue.harness import Server as RescueService
 
 from .conftest import ENDLESS
 from .harness import running
@@ -17,25 +16,6 @@ from .test_sessions import page as long_text
 pytestmark = needs_chromium
 KEY = "correct-horse-battery"
 FLAGS = (*EVICTS, "--kv-recall", "96", "--max-tokens", "16")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def open_page(browser):
-    with pages(browser) as open_page:
-        yield open_page
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    made = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
-    yield made
-    made.stop()
 
 
 @pytest.fixture(scope="module")

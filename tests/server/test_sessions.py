@@ -7,7 +7,6 @@ from contextlib import suppress
 import openai
 import pytest
 from http_harness import wait_for
-from rescue.harness import Server as RescueService
 
 from mlx_tq.commands.needles.haystack import load_text
 
@@ -42,13 +41,6 @@ def counts(answer):
     """Of the prompt: all tokens, those that the cache had, those that were brought back."""
     details = answer.usage.prompt_tokens_details
     return answer.usage.prompt_tokens, details.cached_tokens, details.model_extra.get("rescued_tokens")
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    made = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
-    yield made
-    made.stop()
 
 
 @pytest.fixture(scope="module")

@@ -3,24 +3,12 @@
 import re
 
 import pytest
-from browser import SCRIPT, assert_fits_and_can_be_read, chromium, needs_chromium, pages, refused_script
+from browser import SCRIPT, assert_fits_and_can_be_read, needs_chromium, refused_script
 from playwright.sync_api import expect
 
 from ..harness import TOKEN, Server
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def open_page(browser):
-    with pages(browser) as open_page:
-        yield open_page
 
 
 @pytest.fixture(scope="module")
