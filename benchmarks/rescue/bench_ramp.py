@@ -141,13 +141,15 @@ def main() -> None:
     args = parser.parse_args()
     done = json.loads(args.json.read_text()) if args.json.exists() else {"commands": [], "cells": {}}
     cells = done["cells"]
+    named = f"--model {args.model} " if args.model else ""
     command = (
-        f"python -m benchmarks.rescue.bench_ramp --rungs {args.rungs} --seeds {args.seeds} --budgets {args.budgets} "
-        f"--policy {args.policy} --embedder {args.embedder}"
+        f"python -m benchmarks.rescue.bench_ramp {named}--rungs {args.rungs} --seeds {args.seeds} "
+        f"--budgets {args.budgets} --policy {args.policy} --embedder {args.embedder}"
     )
     done["commands"] = sorted({*done["commands"], command})
     done["environment"] = environment()
-    model, tokenizer = load(args.model)
+    dense = {"dtype": "float32", "dequantize": True} if args.model else {}  # a CPU computes faster so
+    model, tokenizer = load(args.model, **dense)
     grid = product(range(args.seeds), map(int, args.rungs.split(",")), DEPTHS, TWINS, args.budgets.split(","))
     with tempfile.TemporaryDirectory() as folder, service(Path(folder) / "service", args.embedder) as running:
         for seed, rung, depth, arm, budget in grid:
