@@ -32,6 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="also the covariance, for --kv-evict expected_attention",
     )
     parser.add_argument(
+        "--losses",
+        action="store_true",
+        help="instead measure what each layer loses, for --kv-mean-bits, and keep it in the user's cache folder",
+    )
+    parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",

@@ -30,7 +30,7 @@ class KVConfig:
     Attributes:
         key: format of keys in the body (see `codec.format_names`), or two, RECENT~COLD, of which older tokens have the
             second; or such for each layer, joined by "+".
-        value: format of values in the body.
+        value: format of values in the body; or one for each layer, joined by "+".
         prefix: first tokens kept in the model's type (sinks, system prompt).
         window: last tokens kept in the model's type. 32 to 63 more stay beside them, so that a trim of up to 32 tokens
             restores exactly what was there.
@@ -46,6 +46,8 @@ class KVConfig:
         condition: keys are stored less the mean of their block, and weighted by what queries of the first 128 tokens
             read of each pair of dims; so nothing is packed before these were seen.
         evict: which tokens leave the cache, or None to keep all.
+        mean_bits: stored bits a value, scales and means included, that all layers may take together; the formats of
+            each are then chosen by what it is known to lose, and take the places of `key` and `value`.
 
     Raises:
         ConfigError: a value that cannot be met, with those that can.
@@ -65,15 +67,13 @@ class KVConfig:
     recent: int = 512
     condition: bool = True
     evict: EvictConfig | None = None
+    mean_bits: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         # An alias and its format are one.
         object.__setattr__(self, "key", SCHEDULE.join(map(_key_name, self.key.split(SCHEDULE))))
-        value = get_format(self.value)
-        object.__setattr__(self, "value", value.name)
-        if value.keys_only:
-            raise ConfigError(f"value is {value.name!r}, which is for keys only: {value.keys_only}. Use tq4 or tq3.")
+        object.__setattr__(self, "value", SCHEDULE.join(map(_value_name, self.value.split(SCHEDULE))))
         CodecOptions(scale=self.key_scale)
         CodecOptions(scale=self.value_scale)
         if self.rotation not in ROTATIONS:
@@ -84,6 +84,11 @@ class KVConfig:
                 raise ConfigError(f"{name} is {value}; it must be 0 or more.")
         if self.recent < BLOCK or self.recent % BLOCK:
             raise ConfigError(f"recent is {self.recent}; it must be a multiple of {BLOCK}, such as 512.")
+        if self.mean_bits is not None and (self.key, self.value) != (KVConfig.key, KVConfig.value):
+            raise ConfigError(
+                f"mean_bits is {self.mean_bits:g} and chooses the formats; key {self.key!r} and value {self.value!r} "
+                "choose them too. Drop one of the two."
+            )
         if self.evict is not None:
             self._check_eviction(self.evict)
 
@@ -110,27 +115,25 @@ class KVConfig:
         return cls(**{**fields, "evict": None if evict is None else EvictConfig(**evict)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return vars(self) | {"evict": None if self.evict is None else self.evict.to_dict()}
+        """Plain data, for JSON; `mean_bits` only until the formats are chosen."""
+        fields = vars(self) | {"evict": None if self.evict is None else self.evict.to_dict()}
+        return {name: value for name, value in fields.items() if name != "mean_bits" or value is not None}
 
-    def key_of(self, layer: int, layers: int) -> str:
-        """The format of the keys of one of `layers` layers.
+    def formats_of(self, layer: int, layers: int) -> tuple[str, str]:
+        """The formats of keys and values of one of `layers` layers.
 
         Raises:
-            ConfigError: the schedule has another length.
+            ConfigError: a schedule has another length.
         """
-        names = self.key.split(SCHEDULE)
-        if len(names) not in (1, layers):
-            raise ConfigError(
-                f"key names {len(names)} formats, and the model has {layers} layers to store. Give one for each of "
-                "them, or a single one."
-            )
-        return names[layer % len(names)]
+        key, value = (
+            _scheduled(side, formats, layer, layers) for side, formats in (("key", self.key), ("value", self.value))
+        )
+        return key, value
 
     @property
     def is_off(self) -> bool:
         """Nothing would be compressed or evicted: mlx-lm's own cache serves."""
-        return self.key == self.value == "fp16" and self.evict is None
+        return self.key == self.value == "fp16" and self.evict is None and self.mean_bits is None
 
     def fingerprint(self) -> str:
         """16 hex digits that differ where two configurations store different bytes."""
@@ -143,6 +146,24 @@ def _key_name(name: str) -> str:
     if len(parts) > 2:
         raise ConfigError(f"key {name!r} names {len(parts)} formats; write one, or RECENT{COLD}COLD, for each layer.")
     return COLD.join(dict.fromkeys(parts))
+
+
+def _value_name(name: str) -> str:
+    """A format of values, without aliases."""
+    found = get_format(name)
+    if found.keys_only:
+        raise ConfigError(f"value is {found.name!r}, which is for keys only: {found.keys_only}. Use tq4 or tq3.")
+    return found.name
+
+
+def _scheduled(side: str, formats: str, layer: int, layers: int) -> str:
+    names = formats.split(SCHEDULE)
+    if len(names) not in (1, layers):
+        raise ConfigError(
+            f"{side} names {len(names)} formats, and the model has {layers} layers to store. Give one for each of "
+            "them, or a single one."
+        )
+    return names[layer % len(names)]
 
 
 @names_settings

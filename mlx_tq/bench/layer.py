@@ -97,7 +97,7 @@ def _arms(profiles: dict[str, KVConfig]) -> dict[str, Callable[[], Cache]]:
         "kv-bits 4": lambda: QuantizedKVCache(bits=4),
     }
     for name, config in profiles.items():
-        spec = CacheSpec.for_layer(config, 0, config.key_of(0, 1), config.value)
+        spec = CacheSpec.for_layer(config, 0, *config.formats_of(0, 1))
         arms[name] = lambda spec=spec: CompressedKVCache(spec)  # type: ignore[misc]
     return arms
 

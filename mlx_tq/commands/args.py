@@ -61,6 +61,13 @@ OPTIONS = (
         "(default: 512)",
     ),
     Option("--kv-value", "value", str, "format of values: the same but for spectral (default: the profile's)"),
+    Option(
+        "--kv-mean-bits",
+        "mean_bits",
+        float,
+        "in the place of a profile: choose the formats of each layer so that a value takes so many bits, such as 4.2, "
+        "scales included; what layers lose is measured once a model (default: none)",
+    ),
     Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type (default: 128)"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type (default: 128)"),
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more (default: 0)"),
@@ -243,6 +250,8 @@ def config_from_args(
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
     named = option_value(args, PROFILE, environ)
+    if "mean_bits" in changes and named is not None:
+        raise ConfigError(f"--kv-mean-bits and the profile {named} both choose formats. Drop one of them.")
     if named is None and base is not None:
         config = replace(base, **changes)
     else:

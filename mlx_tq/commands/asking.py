@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tq.commands.calibrating import queries_of_questions, save_queries
+from mlx_tq.commands.losing import measure_losses
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.commands.progress import prefill_progress
 from mlx_tq.commands.screen import console, warn
@@ -13,17 +14,20 @@ from mlx_tq.models import fingerprint
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.known_queries import kept_queries, make_folder
+from mlx_tq.sequence.losses import kept_losses, known_losses, save_losses
 
 
 def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
-    """Gather the statistics that eviction by `configs` asks for, unless they are known of the model.
+    """Gather what `configs` ask to know of the model: what eviction is to keep, and what each layer loses.
 
-    Where none can be had a warning says why, and the plan that the policy is blind.
+    Where no statistics can be had a warning says why, and the plan that the policy is blind.
 
     Raises:
         MlxTqError: `model` cannot be run under one of these configurations.
     """
     for config in configs:
+        if config.mean_bits is not None and known_losses(fingerprint(model)) is None:
+            measure(model, tokenizer)
         policy = None if config.evict is None else config.evict.policy
         if not isinstance(policy, CalibratedPolicy) or not policy.looks_up or not plan_caches(model, config).is_blind:
             continue
@@ -36,6 +40,20 @@ def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
                 "text that it reads, and may drop what a question will ask for. Name a file with --kv-stats, or say "
                 "--kv-stats text."
             )
+
+
+def measure(model: Any, tokenizer: Any) -> None:
+    """Measure what each layer of the model loses, and keep it in the user's cache folder.
+
+    Raises:
+        MlxTqError: it cannot be measured, or not kept.
+    """
+    path = kept_losses(fingerprint(model))
+    make_folder(path)  # before the work, not after it
+    with prefill_progress(what="measuring what each layer loses, once") as progress:
+        found = measure_losses(model, tokenizer, load_text(), progress)
+    save_losses(path, found)
+    console.print(f"what each layer loses is kept in {path}", style="dim", markup=False, soft_wrap=True)
 
 
 def _gather(model: Any, tokenizer: Any, path: Path, *, covariance: bool) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 from mlx_tq.commands.args import config_from_args
 from mlx_tq.commands.asking import ask_beforehand
+from mlx_tq.config import KVConfig
 from mlx_tq.models import load
 
 
-def load_chosen(args: argparse.Namespace, **tokenizer_config: Any) -> tuple[Any, Any]:
+def load_chosen(args: argparse.Namespace, *configs: KVConfig, **tokenizer_config: Any) -> tuple[Any, Any]:
     """Load the model of --model, --adapter-path, --dtype, --dequantize and --trust-remote-code, and its tokenizer.
 
-    Where the flags of the cache let tokens leave, see that it is known what questions look for.
+    See that all is known of it that the flags of the cache, and further `configs`, ask to know.
 
     Raises:
         MlxTqError: as `models.load`, and as `ask_beforehand`.
@@ -25,5 +26,5 @@ def load_chosen(args: argparse.Namespace, **tokenizer_config: Any) -> tuple[Any,
         trust_remote_code=args.trust_remote_code,
     )
     if hasattr(args, "kv_evict"):
-        ask_beforehand(model, tokenizer, config_from_args(args))
+        ask_beforehand(model, tokenizer, config_from_args(args), *configs)
     return model, tokenizer

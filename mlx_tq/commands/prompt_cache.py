@@ -71,7 +71,7 @@ def make_caches(model: Any, config: KVConfig, max_kv_size: int | None = None) ->
     if config.is_off:
         return PromptCache(make_native_cache(model, max_kv_size), None, config)
     plan = plan_caches(model, config)
-    return PromptCache(build_caches(plan), plan, config)
+    return PromptCache(build_caches(plan), plan, plan.config)
 
 
 def open_prompt_cache(model: Any, args: argparse.Namespace) -> PromptCache:
@@ -111,7 +111,7 @@ def _open_native(model: Any, path: str, args: argparse.Namespace, config: KVConf
         raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again with mlx_tq.cache_prompt.") from error
     if not config.is_off:
         plan = unasked(plan_caches(model, config))
-        return PromptCache(adopt_caches(plan, native), plan, config)
+        return PromptCache(adopt_caches(plan, native), plan, plan.config)
     if len(native) != len(make_native_cache(model)):
         raise CacheFormatError(f"{path} has {len(native)} caches, not one for each of the model's. Pass its own model.")
     for cache in native:

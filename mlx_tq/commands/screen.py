@@ -1,5 +1,6 @@
 """What commands show. The answer goes to stdout; everything else, through here, to stderr."""
 
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -75,6 +76,13 @@ def show_plan(plan: Plan, tokens: int) -> None:
         style="dim",
         soft_wrap=True,
     )
+    if plan.allocation is not None:
+        found = plan.allocation
+        console.print(
+            f"formats for {found.asked:g} bits a value take {found.bits:.2f}, and lose about {found.loss:.2g} nats",
+            style="dim",
+            soft_wrap=True,
+        )
     if any(layer.spec.condition for layer in plan.layers):
         console.print(
             f"keys are stored less the mean of their block, weighted by what the first {LEARNED} tokens' queries read",
@@ -219,6 +227,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             "recall": plan.eviction.config.recall,
             "archive_limit": plan.eviction.config.archive_limit,
         },
+        **({} if plan.allocation is None else {"allocation": asdict(plan.allocation)}),
         "attention": impl.describe(),
         "thresholds": thresholds.table().origin,
     }

@@ -1,6 +1,7 @@
 """The configurations that a measurement compares: profiles by name, and pairs of formats."""
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,8 @@ from mlx_tq.sequence.plan import Plan
 
 # Of keys: not conditioned.
 _PLAIN = "plain"
+# What chooses formats, which an arm's name does.
+_FORMATS = ("key", "value", "mean_bits")
 # Before the budget of an arm that evicts.
 _AT = "@"
 
@@ -47,7 +50,7 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule, and keys be plain.
 
     Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without conditioning, `off@90%` and
-    `balanced@90%` with eviction to this budget.
+    `balanced@90%` with eviction to this budget, `4.2bits` with formats chosen by layer.
 
     Args:
         text: as above.
@@ -67,6 +70,8 @@ def parse_arm(text: str, **changes: Any) -> Arm:
         if evict is not None:
             evict = replace(evict, recall="off")  # nothing asks for what left
         return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes, "evict": evict}))
+    if match := re.fullmatch(r"([\d.]+)bits", name):
+        return Arm(text, KVConfig(**changes, mean_bits=float(match[1])))
     key, slash, value = name.partition("/")
     if not slash:
         raise ConfigError(
@@ -82,7 +87,7 @@ def parse_arm(text: str, **changes: Any) -> Arm:
 def region_changes(args: argparse.Namespace) -> dict[str, Any]:
     """What flags and environment say about everything but the formats."""
     chosen = {option.field: option_value(args, option) for option in OPTIONS}
-    changes = {field: value for field, value in chosen.items() if value is not None and field not in ("key", "value")}
+    changes = {field: value for field, value in chosen.items() if value is not None and field not in _FORMATS}
     return changes | {"evict": evict_from_args(args)}
 
 
@@ -92,13 +97,14 @@ def arms_from_args(args: argparse.Namespace) -> list[Arm]:
     Raises:
         ConfigError: an unknown name, or formats chosen twice.
     """
-    options = [PROFILE, *(option for option in OPTIONS if option.field in ("key", "value"))]
+    options = [PROFILE, *(option for option in OPTIONS if option.field in _FORMATS)]
     flags = [option.flag for option in options if option_value(args, option, {}) is not None]
     if args.profiles is not None and flags:
         raise ConfigError(f"--profiles and {flags[0]} both choose formats. Drop one of them.")
     if args.profiles is None and any(option_value(args, option) is not None for option in options):
         config = config_from_args(args)
-        return [Arm(f"{config.key}/{config.value}", config)]
+        bits = config.mean_bits
+        return [Arm(f"{config.key}/{config.value}" if bits is None else f"{bits:g}bits", config)]
     names = [name.strip() for name in (args.profiles or args.default_profiles).split(",") if name.strip()]
     if not names:
         raise ConfigError("--profiles is empty; give some, such as off,balanced,q8/tq3.")

@@ -72,7 +72,7 @@ def _numbers(text: str, flag: str, least: int = 1) -> list[int]:
 def _perplexity(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
     results = _results(args, arms, ("chunks", "length", "step"))
-    model, tokenizer = load_chosen(args)
+    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     passes = 1 + sum(not arm.config.is_off for arm in arms)
     with progress("perplexity", passes * args.chunks * (args.length - 1)) as advance:
@@ -86,7 +86,7 @@ def _perplexity(args: argparse.Namespace, text: str) -> int:
 def _divergence(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
     results = _results(args, arms, ("chunks", "length", "step"))
-    model, tokenizer = load_chosen(args)
+    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     with progress("divergence", (1 + len(arms)) * args.chunks * (args.length - 1)) as advance:
         rows = divergence.measure_divergence(model, chunks, arms, args.step, advance)
@@ -99,7 +99,7 @@ def _divergence(args: argparse.Namespace, text: str) -> int:
 def _formats(args: argparse.Namespace, text: str) -> int:
     pairs = formats.pairs(args.keys, args.values, args.pairs, **region_changes(args))
     results = _results(args, pairs, ("chunks", "length", "step", "needle_length"), resume=True)
-    model, tokenizer = load_chosen(args)
+    model, tokenizer = load_chosen(args, *(pair.config for pair in pairs))
     chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
     left = [pair for pair in pairs if pair.name not in results.rows]
     passes = len(left) + -(-len(left) // formats.TOGETHER)
@@ -121,7 +121,7 @@ def _formats(args: argparse.Namespace, text: str) -> int:
 def _layers(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
     results = _results(args, arms, ("length", "step", "against", "impl"))
-    model, tokenizer = load_chosen(args)
+    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
     (ids,) = cut_chunks(tokenizer, text, 1, args.length)
     found = []
     with progress("layers", 2 * len(arms) * args.length) as advance:
@@ -165,7 +165,7 @@ def _needle(args: argparse.Namespace, text: str) -> int:
     if args.seeds < 1 or args.max_tokens < 1:
         raise ConfigError(f"--seeds is {args.seeds} and --max-tokens {args.max_tokens}; both must be 1 or more.")
     results = _results(args, arms, ("lengths", "depths", "seeds", "step", "max_tokens"), resume=True)
-    model, tokenizer = load_chosen(args)
+    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
     with progress("needle", (1 + len(arms)) * len(lengths) * len(depths) * args.seeds) as advance:
 
         def report(cell: needle.Cell) -> None:
@@ -273,7 +273,7 @@ def _drift(args: argparse.Namespace, text: str) -> int:
         drift.check_arm(arm)
     sizes = _numbers(args.steps, "--steps")
     results = _results(args, arms, ("length", "steps"))
-    model, tokenizer = load_chosen(args)
+    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
     (ids,) = cut_chunks(tokenizer, text, 1, args.length)
     with progress("drift", (1 + len(arms)) * (1 + len(sizes)) * args.length) as advance:
         rows = [row for arm in (OFF, *arms) for row in drift.measure_drift(model, ids, arm, sizes, advance)]

@@ -18,11 +18,12 @@ from mlx_tq.codec.conditioning import condition
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
-from mlx_tq.evaluate.passes import Advance, check_reading, kl_divergence, log_probabilities, steps
+from mlx_tq.evaluate.passes import Advance, check_reading, steps
 from mlx_tq.kernels import impl
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import cache_parts
+from mlx_tq.sequence.predictions import kl_divergence, log_probabilities
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import compressed, planner
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.sequence.predictions import kl_divergence, log_probabilities
 from mlx_tq.sequence.statistics import tokens_seen
 
 Advance = Callable[[int], None]  # told how many tokens were read
@@ -114,7 +115,7 @@ def check_reading(model: Any, length: int, step: int, arms: Sequence[Arm]) -> No
     last = (length - 2) // step * step
     for arm in arms:
         config = arm.config
-        spec = CacheSpec.for_layer(config, 0, config.key.split(SCHEDULE)[0], config.value)
+        spec = CacheSpec.for_layer(config, 0, *(side.split(SCHEDULE)[0] for side in (config.key, config.value)))
         if not config.is_off and spec.packed_until(last) == config.prefix:
             raise ConfigError(
                 f"{length} tokens in steps of {step} never read a packed one with prefix {config.prefix} and window "
@@ -128,19 +129,6 @@ def why_unpacked(spec: CacheSpec, tokens: int) -> str:
     if replace(spec, condition=False).packed_until(tokens) == spec.prefix:
         return ""
     return f" Or add --kv-condition off: conditioned keys pack none before {READY} tokens were read."
-
-
-def log_probabilities(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
-    """Of the next token after each of `ids`, which are appended to the caches: fp32 [L, V]."""
-    logits = model(mx.array(ids)[None], cache=caches)[0].astype(mx.float32)
-    found: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return found
-
-
-def kl_divergence(reference: mx.array, other: mx.array) -> mx.array:
-    """Of two log-probabilities [..., V], in nats: [...]."""
-    divergence: mx.array = (mx.exp(reference) * (reference - other)).sum(axis=-1)
-    return mx.maximum(divergence, 0)
 
 
 def body_tokens(caches: list[Any]) -> int:

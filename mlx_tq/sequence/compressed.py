@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ from mlx_tq.seam.known_models import model_facts
 from mlx_tq.seam.make_cache import making
 from mlx_tq.seam.probe import native_caches
 from mlx_tq.seam.rope_hooks import hooked
+from mlx_tq.sequence.allocation import allocate
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.fitting import Fitting
 from mlx_tq.sequence.known_queries import known_queries
+from mlx_tq.sequence.losses import Losses, known_losses
 from mlx_tq.sequence.plan import Plan, make_plan
 
 
@@ -87,10 +90,24 @@ def planner(model: Any) -> Callable[[KVConfig], Plan]:
     facts = model_facts(model)
 
     def plan(config: KVConfig) -> Plan:
+        allocation = None
+        if config.mean_bits is not None:
+            config, allocation = allocate(facts, config, config.mean_bits, _losses(model))
         policy = None if config.evict is None else config.evict.policy
-        return make_plan(facts, config, partial(native_caches, model), _calibration(model, policy))
+        planned = make_plan(facts, config, partial(native_caches, model), _calibration(model, policy))
+        return planned if allocation is None else replace(planned, allocation=allocation)
 
     return plan
+
+
+def _losses(model: Any) -> Losses:
+    found = known_losses(fingerprint(model))
+    if found is None:
+        raise ConfigError(
+            "mean_bits is given, but what each layer of this model loses is not known. Run mlx_tq.calibrate --losses "
+            "with it once, or name formats."
+        )
+    return found
 
 
 def _calibration(model: Any, policy: Policy | None) -> Calibration | None:

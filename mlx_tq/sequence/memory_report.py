@@ -62,9 +62,7 @@ def memory_report(
     if config.is_off:
         return MemoryReport(body=0, prefix=0, window=full, fp16=full)
     layers = [
-        LayerPlan(
-            slot, CacheSpec.for_layer(config, slot.index, config.key_of(slot.index, num_layers), config.value), ""
-        )
+        LayerPlan(slot, CacheSpec.for_layer(config, slot.index, *config.formats_of(slot.index, num_layers)), "")
         for slot in slots
     ]
     plan = Plan("", config, [], layers, list)

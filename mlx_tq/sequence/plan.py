@@ -20,6 +20,7 @@ from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.seam.facts import ModelFacts, SlotFacts
+from mlx_tq.sequence.allocation import Allocation
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.footprint import Departures, fp16_bytes, layer_footprint, layer_layout
 
@@ -75,6 +76,7 @@ class Plan:
         layers: the compressed ones.
         native_caches: makes a fresh list of the model's own caches.
         eviction: what evicting caches agree on, or None where all tokens stay.
+        allocation: what the formats are worth, where they were chosen by `mean_bits`.
     """
 
     model_type: str
@@ -83,6 +85,7 @@ class Plan:
     layers: list[LayerPlan]
     native_caches: Callable[[], list[Any]]
     eviction: EvictionPlan | None = None
+    allocation: Allocation | None = None
 
     @property
     def recalls(self) -> bool:
@@ -136,13 +139,13 @@ def make_plan(
     count = len(facts.slots)
     layers = []
     for number, slot in enumerate(facts.slots):
-        chosen = key = config.key_of(number, count)
-        value, note = config.value, ""
+        key, value = chosen = config.formats_of(number, count)
+        note = ""
         if min(number, count - 1 - number) < config.boundary:
             key, value, note = _promote(key), _promote(value), "boundary layer"
         elif config.outlier and slot.key_norm > config.outlier * typical:
             key, note = _promote(key), f"key norm {slot.key_norm:.1f} is {slot.key_norm / typical:.1f}x the median"
-        if (key, value) == (chosen, config.value):
+        if (key, value) == chosen:
             note = ""
         spectral = any(get_format(part).keys_only for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if spectral else None

@@ -63,6 +63,24 @@ def test_plan_says_what_the_kernels_do_not_read(cli):
     assert "no GPU kernels" not in cli(*HI).err
 
 
+def test_formats_are_chosen_for_so_many_bits(cli, tmp_path):
+    """And a file keeps them."""
+    words = (*PACKED[2:], "--kv-mean-bits", 4.2)
+    answer = cli(*ASK, *words, "--json")
+    assert "formats for 4.2 bits a value take 4.1" in answer.err
+    assert answer.json["text"] == "417295"
+    assert answer.json["plan"]["allocation"]["bits"] <= 4.2
+    formats = [layer["key"] for layer in answer.json["plan"]["layers"]]
+    assert len(set(formats)) > 1
+    file = tmp_path / "cache.safetensors"
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *words).code == 0
+    again = cli("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
+    assert (again["text"], [layer["key"] for layer in again["plan"]["layers"]]) == ("417295", formats)
+    refused(cli(*HI, "--kv-mean-bits", 4, "--kv-profile", "small"), "--kv-mean-bits and the profile small both choose")
+    unknown = zoo_model(tmp_path / "short", "llama", max_position_embeddings=400)
+    refused(cli(*HI, "--model", unknown, "--kv-mean-bits", 4), "is measured on 512 tokens", "allows 400 positions")
+
+
 def test_plan_says_which_layers_stay_as_they_are(cli, tmp_path):
     plan = cli(*HI, "--model", zoo_model(tmp_path / "gemma3", "gemma3_text")).err
     assert "KV cache of gemma3_text" in plan

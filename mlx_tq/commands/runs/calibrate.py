@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from mlx_tq.commands.args import check_writable
+from mlx_tq.commands.asking import measure
 from mlx_tq.commands.calibrating import queries_of_questions, queries_of_text, save_queries
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.needles.haystack import load_text
@@ -28,6 +29,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--text-share is {args.text_share:g}; it must be from 0 (questions) to 1 (the text alone).")
     if args.output is not None:
         _check(args.output)
+    if args.losses:
+        if args.output is not None:
+            raise ConfigError("--losses are kept in the user's cache folder; drop -o.")
+        measure(*load_chosen(args))
+        return 0
     try:
         text = load_text() if args.text is None else Path(args.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
