@@ -1,6 +1,7 @@
 """Measure what each layer of a model loses by itself, which `--kv-mean-bits` gives bits by."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mlx_tq.config import SCHEDULE, KVConfig
@@ -15,12 +16,17 @@ TOKENS = 512  # of the text
 STEP = 64  # tokens read at a time
 _FROM = 192  # tokens after which packed ones are attended to
 _FULL = "fp16"
+_FINE = "q8"  # changes little but how the model's type rounds
+_SEEN = 0.1  # of the rounding's loss: what a layer loses beside it is known no better
+_CONFIG = KVConfig(prefix=32, window=32, outlier=0.0)
 
 Progress = Callable[[int, int], None]
 
 
 def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = lambda done, total: None) -> Losses:
-    """Read a text with each layer's keys alone compressed, and with its values, beside the fp16 cache.
+    """Read a text with each layer's keys alone compressed, and with its values, beside the model's own cache.
+
+    Any change lets the model's type round otherwise from there on: what the finest codes lose is subtracted for it.
 
     Args:
         model: of mlx-lm.
@@ -41,7 +47,8 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
         )
     plan = planner(model)
     count = len(plan(KVConfig()).layers)
-    arms = [plan(config) for side in ("key", "value") for config in _alone(side, count)]
+    arms = [plan(replace(_CONFIG, key=_FINE, value=_FINE))]
+    arms += [plan(config) for side in ("key", "value") for config in _alone(side, count)]
     totals = [0.0] * len(arms)
     with compressed(model):
         native = arms[0].native_caches()
@@ -53,8 +60,9 @@ def measure_losses(model: Any, tokenizer: Any, text: str, progress: Progress = l
                 found = kl_divergence(reference, log_probabilities(model, part, caches)).sum()
                 totals[number] += float(found) if start >= _FROM else 0.0
                 progress(start * len(arms) + (number + 1) * len(part), TOKENS * len(arms))
-    means = [total / (TOKENS - _FROM) for total in totals]
-    return Losses(tuple(means[:count]), tuple(means[count:]), TOKENS - _FROM)
+    rounding, *means = (total / (TOKENS - _FROM) for total in totals)
+    losses = tuple(max(mean - rounding, _SEEN * rounding) for mean in means)
+    return Losses(losses[:count], losses[count:], TOKENS - _FROM)
 
 
 def _alone(side: str, layers: int) -> Iterator[KVConfig]:
@@ -63,4 +71,4 @@ def _alone(side: str, layers: int) -> Iterator[KVConfig]:
     for layer in range(layers):
         formats = [MEASURED_AT if number == layer else _FULL for number in range(layers)]
         schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
-        yield KVConfig(**schedule, prefix=32, window=32, outlier=0.0)
+        yield replace(_CONFIG, **schedule)

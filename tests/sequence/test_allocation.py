@@ -77,10 +77,13 @@ def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
         return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
     value = "+".join("tq3" if layer == 4 else "fp16" for layer in range(6))
-    own, other = predictions(profile("off")), predictions(KVConfig(key="fp16", value=value, prefix=32, window=32))
-    lost = (np.exp(own) * (own - other)).sum(axis=-1).mean()
+    own = predictions(profile("off"))
+    lost, rounding = (
+        (np.exp(own) * (own - predictions(KVConfig(**formats, prefix=32, window=32)))).sum(axis=-1).mean()
+        for formats in ({"key": "fp16", "value": value}, {"key": "q8", "value": "q8"})
+    )
     shipped = known_losses(fingerprint(model))
-    assert lost == pytest.approx(shipped.values[4], rel=0.05)  # as far as machines differ
+    assert lost - rounding == pytest.approx(shipped.values[4], rel=0.05)  # as far as machines differ
     assert shipped.values[4] == max(shipped.values)
 
 
@@ -92,7 +95,7 @@ def test_losses_of_all_layers_are_measured_as_they_are_shipped(embedded):
     shipped = known_losses(fingerprint(model))
     assert found.tokens == shipped.tokens == MEASURED - FROM
     assert (found.keys, found.values) == (pytest.approx(shipped.keys, rel=0.1), pytest.approx(shipped.values, rel=0.1))
-    assert seen[-1] == (12 * MEASURED, 12 * MEASURED)
+    assert seen[-1] == (13 * MEASURED, 13 * MEASURED)
 
 
 def test_what_cannot_be_is_said(embedded, monkeypatch, tmp_path):
