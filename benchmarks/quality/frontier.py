@@ -1,6 +1,6 @@
 """All pairs of formats at their stored bits: this package's, those of mlx-lm's quantised cache, and llama.cpp's q4_0.
 
-python benchmarks/quality/frontier.py {ours,plain,field} [flags of `mlx_tq.evaluate formats`]
+python benchmarks/quality/frontier.py {ours,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
 
 mlx-lm's codes are asymmetric integers with an fp16 scale and bias for each group of 32 or 64 values; here they take the
 place of a format of the package, behind the same prefix and window, so that codes are compared and nothing else.
@@ -15,13 +15,13 @@ from mlx_tq.codec.formats.block import BlockCodec, BlockFormat, inverse, scale_b
 from mlx_tq.evaluate.command import run
 from mlx_tq.evaluate.flags import build_parser
 
-_KEYS = ("q8", "tq4", "tq3", "tq2")
-_OTHERS = ("fp8", "q8_0", "tbq4_0", "tbq3_0", "tq3_0", "tq35", "tq25")
-_FIELD = [f"affine{bits}_{group}" for bits in (8, 4, 3, 2) for group in (64, 32)]
+_FIELD = ("affine8_64", "affine4_64", "affine4_32", "affine3_64", "affine3_32", "affine2_64", "affine2_32", "q4_0")
+_OTHERS = ("fp8", "q8_0", "tbq4_0", "tbq3_0", "tq3_0")
 PAIRS = {
-    "ours": [f"{key}/{value}" for key in _KEYS for value in _KEYS if (key, value) != ("tq2", "q8")],
-    "plain": [f"{key}:plain/{value}" for key in _KEYS for value in _KEYS[1:]] + ["q8:plain/q8"],
-    "field": [f"{name}:plain/{name}" for name in (*_FIELD, "q4_0", *_OTHERS)],
+    "ours": "q8/q8 q8/tq4 q8/tq3 tq4/tq4 tq4/tq3 tq4/tq2 tq3/tq4 tq3/tq3 tq3/tq2 tq2/tq3 tq2/tq2".split(),
+    "layers": [f"{bits:g}bits" for bits in (2.6, 3, 3.4, 3.8, 4.3, 5.3, 6.3)],
+    "plain": [f"{name}:plain/{name}" for name in ("q8", "tq4", "tq3", "tq2")],
+    "field": [f"{name}:plain/{name}" for name in (*_FIELD, *_OTHERS)],
 }
 
 
@@ -108,9 +108,10 @@ class Q4Zero(BlockFormat):
 
 def main() -> int:
     """`mlx_tq.evaluate formats` with the pairs of a group."""
-    group, *words = sys.argv[1:]
+    groups, *words = sys.argv[1:]
+    pairs = [pair for group in groups.split("+") for pair in PAIRS[group]]
     formats._registry.cache_clear()  # the configuration was imported before these formats
-    return run(build_parser().parse_args(["formats", "--pairs", ",".join(PAIRS[group]), *words]))
+    return run(build_parser().parse_args(["formats", "--pairs", ",".join(pairs), *words]))
 
 
 if __name__ == "__main__":
