@@ -18,7 +18,10 @@ from mlx_tq.evaluate.flags import build_parser
 _FIELD = ("affine8_64", "affine4_64", "affine4_32", "affine3_64", "affine3_32", "affine2_64", "affine2_32", "q4_0")
 _OTHERS = ("fp8", "q8_0", "tbq4_0", "tbq3_0", "tq3_0")
 PAIRS = {
-    "ours": "q8/q8 q8/tq4 q8/tq3 tq4/tq4 tq4/tq3 tq4/tq2 tq3/tq4 tq3/tq3 tq3/tq2 tq2/tq3 tq2/tq2".split(),
+    "ours": [
+        *("q8/q8", "q8/tq4", "q8/tq3", "tq4/tq4", "tq4/tq3", "tq4/tq2"),
+        *("tq3/tq4", "tq3/tq3", "tq3/tq2", "tq2/tq3", "tq2/tq2"),
+    ],
     "layers": [f"{bits:g}bits" for bits in (2.6, 3, 3.4, 3.8, 4.3, 5.3, 6.3)],
     "plain": [f"{name}:plain/{name}" for name in ("q8", "tq4", "tq3", "tq2")],
     "field": [f"{name}:plain/{name}" for name in (*_FIELD, *_OTHERS)],

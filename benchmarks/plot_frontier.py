@@ -1,0 +1,44 @@
+"""Plot divergence against stored bits on three models: python -m benchmarks.plot_frontier writes results/frontier.svg.
+
+The line is the Pareto front of each model: no pair of as few bits diverges less.
+"""
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.frontier import bits, kind, measured
+from benchmarks.tables.markdown import RESULTS
+
+COLOURS = {"conditioned keys": "#08519c", "by layer": "#238b45", "plain keys": "#9ecae1", "others'": "#8a8a8a"}
+NAMED = {"affine4_32/affine4_32", "q4_0/q4_0", "affine2_32/affine2_32", "affine8_64/affine8_64"}
+
+
+def main() -> None:
+    """Draw and write the plot."""
+    about = measured()
+    figure, axes = plt.subplots(1, len(about), figsize=(4.4 * len(about), 4.2), squeeze=False)
+    for axis, (model, found) in zip(axes[0], about.items(), strict=True):
+        rows = sorted(found["results"].values(), key=lambda row: (bits(row), row["kld"]))
+        for name, colour in COLOURS.items():
+            own = [row for row in rows if kind(row["name"]) == name]
+            axis.plot([bits(r) for r in own], [r["kld"] for r in own], "o", ms=4, color=colour, label=name)
+        front = [row for i, row in enumerate(rows) if all(row["kld"] < other["kld"] for other in rows[:i])]
+        axis.plot([bits(r) for r in front], [r["kld"] for r in front], "-", lw=0.8, color="#444444", zorder=0)
+        for row in rows:
+            name = row["name"].replace(":plain", "")
+            if row in front or name in NAMED:
+                axis.annotate(name, (bits(row), row["kld"]), textcoords="offset points", xytext=(4, 2), fontsize=6)
+        axis.set(yscale="log", xlabel="stored bits a value", title=MODELS[model])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("KL divergence, nats")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "frontier.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
