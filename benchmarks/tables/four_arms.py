@@ -1,0 +1,59 @@
+"""The four arms of report 001 side by side: whole and evicted, in the model's type and compressed."""
+
+from collections.abc import Callable
+
+from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.markdown import RESULTS, Record, lines, machine, report
+
+ARMS = {"off": "fp16", "balanced": "TQ", "off@90%": "V3", "balanced@90%": "TQ and V3"}
+LENGTHS = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000)}
+_FLAGS = "--profiles off,balanced,off@90%,balanced@90% --kv-evict triattention --kv-prefix 32 --kv-window 64"
+_COMMAND = f"""python -m mlx_tq evaluate perplexity {_FLAGS} \\
+    --length L --chunks N --step S --dtype float32 [--model M --dequantize]
+python -m mlx_tq evaluate needle {_FLAGS.replace("triattention", "triattention:warmup=256")} \\
+    --lengths L,... --seeds 2 --step 256 --dtype float32 [--model M --dequantize]"""
+
+
+def four_arms() -> str:
+    """A row for each model, length and arm; what was not measured is named below."""
+    files, rows, missing = [], [], []
+    for model, lengths in LENGTHS.items():
+        for length in lengths:
+            name = f"four_arms_{model}_{length}.json"
+            if not (RESULTS / name).exists():
+                missing.append(f"{MODELS[model]} at {length:,}")
+                continue
+            files.append(name)
+            about = report(name)
+            rows += [
+                [f"{MODELS[model]}, {length:,}", label, *_cells(about["results"][arm])] for arm, label in ARMS.items()
+            ]
+    head = f"*{machine(report(files[0]))}; {', '.join(f'[{n}](../../benchmarks/results/{n})' for n in files)}.*"
+    columns = ["model, tokens", "arm", "perplexity", "change %", "kept %", "MB", "reading, s"]
+    parts = ["```", _COMMAND, "```", "", head, "", lines(columns, rows)]
+    return "\n".join([*parts, *(["", f"Not measured: {', '.join(missing)}."] if missing else [])])
+
+
+def _cells(r: Record) -> list[str]:
+    change = f"{r['delta']:+.2f} ± {r['delta_error']:.2f}"
+    return [f"{r['ppl']:.2f}", change, f"{100 * r['kept']:.0f}", f"{r['nbytes'] / 1e6:.1f}", f"{r['seconds']:.0f}"]
+
+
+def found() -> str:
+    """Needles found of those that the fp16 cache finds, by arm and length."""
+    files = [name for name in (f"four_arms_needles_{model}.json" for model in MODELS) if (RESULTS / name).exists()]
+    rows = []
+    for name in files:
+        cells = list(report(name)["results"].values())
+        model = MODELS[name.removeprefix("four_arms_needles_").removesuffix(".json")]
+        for length in sorted({cell["tokens"] for cell in cells}):
+            row = [f"{model}, {length:,}"]
+            for arm in ARMS:
+                own = [c["verdict"] for c in cells if (c["name"], c["tokens"]) == (arm, length)]
+                row.append(f"{own.count('PASS')} of {len(own) - own.count('VOID')}")
+            rows.append(row)
+    head = f"*{machine(report(files[0]))}; {', '.join(f'[{n}](../../benchmarks/results/{n})' for n in files)}.*"
+    return "\n".join([head, "", lines(["model, tokens", *ARMS.values()], rows)])
+
+
+TABLES: dict[str, Callable[[], str]] = {"four_arms": four_arms, "four_arms_needles": found}
