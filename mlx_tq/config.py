@@ -93,9 +93,10 @@ class KVConfig:
             self._check_eviction(self.evict)
 
     def _check_eviction(self, evict: EvictConfig) -> None:
-        if COLD in self.key:
+        if COLD in self.key and evict.recalls:
             raise ConfigError(
-                f"key is {self.key!r}; tokens of two key formats cannot be evicted. Use one, or no evict."
+                f"key is {self.key!r} and recall {evict.recall}; tokens with keys of two formats leave for good. Use "
+                'one format, or recall="off" (--kv-recall off).'
             )
         tokens = parse_budget(evict.budget).tokens
         if tokens is not None and tokens <= self.prefix + self.window:

@@ -56,11 +56,11 @@ def _index(settings: Settings) -> str:
 
 
 def _embedder(settings: Settings) -> str:
-    name, why_not = choose_embedder(settings.embedder, settings.model_path)
-    if name is None:
+    chosen, why_not = choose_embedder(settings.embedder, settings.model_path)
+    if chosen is None:
         return f"none, BM25 answers alone: {why_not}"
-    if name != "minilm":
-        return name
+    if chosen.name != "minilm":
+        return chosen.name if chosen.folder is None else f"{chosen.name} in {chosen.folder}, its vectors {chosen.model}"
     folder = find_model(settings.model_path)
     verify_weights(folder)
     return f"minilm in {folder}, weights verified, torch {_version('torch')}"

@@ -70,7 +70,10 @@ class Settings(BaseSettings):
     )
     allowed_hosts: Names = Field([], description="further names that a Host header may carry, with commas between")
 
-    embedder: str = Field("auto", description="auto, minilm, hashing, none, or the name of an installed one")
+    embedder: str = Field(
+        "auto",
+        description="auto, minilm, hashing, none, sentence-transformers:NAME_OR_FOLDER, or an installed one's name",
+    )
     model_path: Path | None = Field(None, description="folder of all-MiniLM-L6-v2; else the hub cache or the wheel")
     embed_batch: Count = Field(16, description="texts embedded at once in the background")
     embed_timeout_s: Seconds = Field(30.0, description="an embedder silent for longer is restarted")

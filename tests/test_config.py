@@ -152,8 +152,9 @@ def test_what_stays_by_rule_must_fit_the_budget():
 def test_keys_of_two_formats():
     assert KVConfig(key="turbo4~turbo3").key == "tq4~tq3"
     assert KVConfig(key="tq4~turbo4").key == "tq4"
-    with pytest.raises(ConfigError, match="tokens of two key formats cannot be evicted"):
-        KVConfig(key="tq4~tq3", evict=EvictConfig())
+    assert KVConfig(key="tq4~tq3", evict=EvictConfig()).evict.recall == "off"
+    with pytest.raises(ConfigError, match="tokens with keys of two formats leave for good"):
+        KVConfig(key="tq4~tq3", evict=EvictConfig(recall=256))
 
 
 def test_plain_data_and_back():

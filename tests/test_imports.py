@@ -40,7 +40,7 @@ ONLY = {
     "config": set(),
 }
 NO_HTTP = {"fastapi", "starlette", "uvicorn"}  # the service knows none
-TORCH = {"rescue_svc.embed.minilm"}  # the only one that imports it, where the child calls it
+TORCH = {"rescue_svc.embed.minilm", "rescue_svc.embed.sentence_models"}  # where the child calls them
 
 
 class Import(NamedTuple):

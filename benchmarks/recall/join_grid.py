@@ -84,9 +84,9 @@ def main() -> None:
     args = parser.parse_args()
     embedder = None
     if args.embedder:
-        from rescue_svc.embed import embedder_class
+        from rescue_svc.embed import load_embedder
 
-        embedder = embedder_class(args.embedder)(None)
+        embedder = load_embedder(args.embedder)
     rows, prompts, about = [], [], {}
     for path in sorted(args.folder.glob("*.json")):
         part = json.loads(path.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from mlx_tq import load
 from mlx_tq.commands.needles.haystack import build_scene, code_word, load_text
 from mlx_tq.commands.needles.questions import KINDS
 from mlx_tq.conversation.spans import make_spans
-from rescue_svc.embed import embedder_class
+from rescue_svc.embed import load_embedder
 
 FLOORS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
 SEEDS, TOKENS, BLOCK, OTHERS = 10, 2000, 64, 60
@@ -133,7 +133,7 @@ def main() -> None:
     }
     tables: dict[str, dict[str, Any]] = {}
     for name in args.embedders:
-        embedder = embedder_class(name)(None)
+        embedder = load_embedder(name)
         for collection, questions in collections.items():
             row = tables.setdefault(collection, {})[name] = measure(questions, embedder.embed)
             print(f"{name:8} {collection:16} {json.dumps(row)}", flush=True)

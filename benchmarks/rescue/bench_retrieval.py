@@ -17,7 +17,7 @@ from benchmarks.rescue.baseline import PlainBM25
 from benchmarks.rescue.collections import Collection, cranfield, qmsum
 from benchmarks.rescue.measures import measure
 from benchmarks.rescue.results import save
-from rescue_svc.embed import embedder_class
+from rescue_svc.embed import load_embedder
 from rescue_svc.schemas import RetrieveRequest
 from rescue_svc.service.rank import fuse
 from rescue_svc.settings import Caps
@@ -122,7 +122,7 @@ def bench(collections: list[Collection], embedders: list[str]) -> dict[str, dict
 
     meanings: dict[str, list[Scores]] = {}
     all_words: list[Scores] = []
-    loaded = {name: embedder_class(name)(None) for name in embedders}
+    loaded = {name: load_embedder(name) for name in embedders}
     for collection in collections:
         plain = PlainBM25(collection.documents)
         add("plain BM25", [plain.rank(query, DEPTH) for query in collection.queries])

@@ -6,20 +6,26 @@ Once a token is older than `recent` packed ones, its key is decoded and stored a
 as it is, to the bit. A conditioned key is decoded to what was encoded of it, so it stays conditioned by its weights and
 its mean. The block that went cold last keeps its recent form for one block more, so that a trim of up to 32 tokens
 leads back to exactly the cache that never saw them. Attention decodes the cold tokens for each step.
+
+Tokens may leave, cold and recent ones by the same scores: those of the decoded keys. They leave for good, as their rows
+have no one form in which they could come back.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_rows
 from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import SequencePart
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.conditioning import Conditioning, unconditioned
+from mlx_tq.codec.conditioning import Conditioning, decode, unconditioned
+from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.rows import RowLayout
+from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.regions import Regions, splice
 
 
@@ -42,15 +48,18 @@ class TieredView(StepView):
         """All that the last query sees."""
         return self.regions.tokens + self.cold.shape[2]
 
+    def cold_keys(self) -> mx.array:
+        """The keys of the cold tokens as they were before they were conditioned, fp32 [B, H, n, D]."""
+        keys = self.cold_layout.key.decode(self.cold_layout.keys(self.cold))
+        known = self.cold_conditioning
+        return keys if known is None else unconditioned(keys, known, self.regions.layout.key.rotation)
+
     def undivided(self) -> Regions:
         """The same tokens, the cold ones decoded and put behind the prefix."""
-        layout, rows, recent, known = self.cold_layout, self.cold, self.regions, self.cold_conditioning
-        keys = layout.key.decode(layout.keys(rows))
-        if known is not None:
-            keys = unconditioned(keys, known, recent.layout.key.rotation)
+        layout, rows, recent = self.cold_layout, self.cold, self.regions
         return replace(
             recent,
-            full_keys=splice(recent.keys, recent.prefix, keys),
+            full_keys=splice(recent.keys, recent.prefix, self.cold_keys()),
             full_values=splice(recent.values, recent.prefix, layout.value.decode(layout.values(rows))),
             prefix=recent.prefix + rows.shape[2],
             beside=recent.beside + rows.shape[2],
@@ -62,7 +71,7 @@ class TieredKVCache(CompressedKVCache):
 
     def __init__(self, spec: CacheSpec, number: int = 0, sequence: SequencePart | None = None) -> None:
         super().__init__(spec, number, sequence)
-        # Positions [prefix, cold end) lie in a buffer of their own; the body's rows are those of [cooled, packed).
+        # What is stored of [prefix, cold end) lies in a buffer of its own; the body's rows are of [cooled, packed).
         self._cold: mx.array | None = None  # uint32 [B, H, capacity, W]
         self._cooled = spec.prefix
 
@@ -85,7 +94,46 @@ class TieredKVCache(CompressedKVCache):
     @property
     def body_tokens(self) -> int:
         """Tokens that attention reads packed, cold ones too."""
-        return self._packed(self.offset) - self.spec.prefix
+        return self._stored(self._packed(self.offset))
+
+    def body(self) -> tuple[mx.array, RowLayout, Conditioning | None]:
+        """All packed tokens with keys in the model's type, for scores: rows of two formats have no layout in common.
+
+        Raises:
+            CacheFormatError: nothing is packed.
+        """
+        view = self._whole_view()
+        if not isinstance(view, TieredView):
+            return super().body()
+        recent, cold = view.regions, view.cold_layout
+        exact = get_format("fp16").codec(recent.layout.key.head_dim, self.spec.key_options, recent.full_keys.dtype)
+        layout, parts = RowLayout(exact, recent.layout.value), []
+        parts.append(layout.join(exact.encode(view.cold_keys()), cold.values(view.cold)))
+        if recent.body:
+            rows, own = recent.packed(), recent.layout
+            keys = decode(own.key, own.keys(rows), recent.conditioning)
+            parts.append(layout.join(exact.encode(keys), own.values(rows)))
+        return mx.concatenate(parts, axis=2), layout, None
+
+    def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
+        """As of `CompressedKVCache`: each of the tiers keeps its own; returns arrays that wait for both."""
+        view = self._whole_view()
+        if not isinstance(view, TieredView):
+            return super().compact(kept, positions)
+        cold, rows = view.cold.shape[2], view.regions.stored()
+        stay, later = kept[kept < cold], kept[kept >= cold] - cold
+        self._cooled = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
+        self._cold = compact(view.cold, mx.array(stay, mx.int32), body_capacity(max(1, len(stay))))
+        body = compact(rows, mx.array(later, mx.int32), body_capacity(max(1, len(later))))
+        both: mx.array = mx.depends(self.replace_body(body, positions), self._cold)
+        return both
+
+    def _whole_view(self) -> StepView | None:
+        """What the next token would attend to; None where nothing is packed."""
+        if self._rows is None or self._full is None:
+            return None
+        packed = self._packed(self.offset)
+        return self._view(self._full, packed, self.offset, packed)
 
     @property
     def body_nbytes(self) -> int:
@@ -95,8 +143,9 @@ class TieredKVCache(CompressedKVCache):
 
     def _cold_body(self) -> mx.array | None:
         """The cold rows without spare capacity."""
-        end = self._cold_end(self._packed(self.offset)) - self.spec.prefix
-        return None if self._cold is None else self._cold[:, :, :end]
+        return (
+            None if self._cold is None else self._cold[:, :, : self._stored(self._cold_end(self._packed(self.offset)))]
+        )
 
     def fork(self) -> "TieredKVCache":
         """A copy that shares no change with this one."""
@@ -108,8 +157,20 @@ class TieredKVCache(CompressedKVCache):
     def _arrays(self) -> list[mx.array]:
         return super()._arrays() + ([] if self._cold is None else [self._cold])
 
+    def _stored(self, position: int) -> int:
+        """How many tokens are stored between the prefix and a position."""
+        gaps = self._gaps
+        if position < gaps.floor:
+            return int(np.searchsorted(gaps.kept, position))
+        return position - self.spec.prefix - gaps.evicted
+
     def _row(self, position: int) -> int:
-        return position - self._cooled
+        return self._stored(position) - self._stored(self._cooled)
+
+    def _conditioning(self, packed: int) -> Conditioning | None:
+        known = super()._conditioning(packed)
+        # Where tokens have left, the numbers of means begin with those of the cold rows.
+        return known if known is None or known.index is None else known.after(self._stored(self._cooled))
 
     def _cold_end(self, packed: int) -> int:
         """The position before which tokens are cold when those before `packed` are packed."""
@@ -120,10 +181,11 @@ class TieredKVCache(CompressedKVCache):
 
     def _view(self, full: Pair, tail: int, length: int, packed: int) -> StepView:
         view = super()._view(full, tail, length, packed)
-        count, rows = self._cold_end(packed) - self.spec.prefix, view.regions.rows
+        end, rows = self._cold_end(packed), view.regions.rows
+        count = self._stored(end)
         if self._cold is None or rows is None or count == 0:
             return view
-        twice = self._row(self.spec.prefix + count)  # rows of cold tokens that have not left the body
+        twice = self._row(end)  # rows of cold tokens that have not left the body
         conditioning = view.regions.conditioning
         return TieredView(
             replace(
@@ -134,18 +196,18 @@ class TieredKVCache(CompressedKVCache):
             ),
             cold=self._cold[:, :, :count],
             cold_layout=self._cold_layout(full),
-            cold_conditioning=None if conditioning is None else replace(conditioning, first=0),
+            cold_conditioning=None if conditioning is None else replace(conditioning, index=self._mean_of_row, first=0),
         )
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         super()._pack(full, packed, target)
         start, stop = self._cold_end(packed), self._cold_end(target)
-        if self._rows is None or stop == start:
+        if self._rows is None or self._row(stop) == self._row(start):
             return
         layout, cold = self._layout(full), self._cold_layout(full)
         rows = self._rows[:, :, self._row(start) : self._row(stop)]
         rows = cold.join(cold.key.encode(layout.key.decode(layout.keys(rows))), layout.values(rows))
-        self._cold = write_rows(self._cold, rows, start - self.spec.prefix)
+        self._cold = write_rows(self._cold, rows, self._stored(start))
 
     def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
         kept = super()._retain(full, tail, packed)

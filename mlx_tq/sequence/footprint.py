@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mlx_tq.cache.buffers import body_capacity
+from mlx_tq.cache.buffers import STEP, body_capacity
 from mlx_tq.cache.conditioner import SKIP
 from mlx_tq.cache.layer import HEALTH
 from mlx_tq.cache.spec import LEARNED, READY, CacheSpec
@@ -65,7 +65,7 @@ def layer_footprint(slot: SlotFacts, spec: CacheSpec, tokens: int, left: Departu
     packed = spec.packed_until(tokens)
     body = slot.heads * spec.body_nbytes(packed, layout, dtype)
     most = packed if left is None else max(spec.prefix, tokens - spec.window)  # those that stay are no whole blocks
-    rows = slot.heads * spec.body_nbytes(most, layout, dtype, body_capacity)
+    rows = slot.heads * _row_bytes(slot, spec, most, left)
     learned = slot.heads * layout.learned_bytes if body else 0
     weights = slot.heads * slot.key_dim * WEIGHT if spec.condition and tokens >= READY else 0
     asked = _asked_bytes(slot, spec, tokens)
@@ -76,6 +76,16 @@ def layer_footprint(slot: SlotFacts, spec: CacheSpec, tokens: int, left: Departu
         window=native_bytes(slot, max(0, tokens - spec.originals_from(packed))),
         allocated=rows + learned + _mean_bytes(slot, spec, most, left) + weights + asked + originals + HEALTH,
     )
+
+
+def _row_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, left: Departures | None) -> int:
+    """Bytes of a KV head's buffers of rows; at most, where tokens have left that had keys of two formats."""
+    dtype, layout = dtype_of(slot.dtype), layer_layout(slot, spec)
+    full = spec.body_nbytes(packed, layout, dtype, body_capacity)
+    if left is None or not spec.cold or packed == spec.prefix:
+        return full
+    cold = spec.cold_layout(layout, dtype).nbytes
+    return max(full, body_capacity(packed - spec.prefix + BLOCK) * cold) + STEP * (layout.nbytes + cold)
 
 
 def _mean_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, left: Departures | None) -> int:

@@ -57,8 +57,11 @@ class LayerPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Of a packed token and KV head, a recent one."""
-        return layer_layout(self.slot, self.spec).nbytes
+        """Of a packed token and KV head; of two formats the smaller."""
+        layout = layer_layout(self.slot, self.spec)
+        if not self.spec.cold:
+            return layout.nbytes
+        return min(layout.nbytes, self.spec.cold_layout(layout, dtype_of(self.slot.dtype)).nbytes)
 
     def fp16_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same tokens at 16 bits, whatever the model's type is."""

@@ -5,13 +5,13 @@ embedder that died is back. What it adds to BERT is the mean over the word piece
 """
 
 import hashlib
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rescue_svc.embed.hub import hub_folders, stay_offline
 from rescue_svc.embed.types import Vectors
 from rescue_svc.errors import EmbedderUnavailableError
 
@@ -32,7 +32,7 @@ def find_model(model_path: Path | None) -> Path:
         if not (model_path / WEIGHTS).is_file():
             raise EmbedderUnavailableError(f"model_path {model_path} holds no {WEIGHTS}; name a folder of {REPOSITORY}")
     else:
-        found = [folder for folder in (*_hub_folders(), *_wheel_folders()) if (folder / WEIGHTS).is_file()]
+        found = [folder for folder in (*hub_folders(REPOSITORY), *_wheel_folders()) if (folder / WEIGHTS).is_file()]
         if not found:
             raise EmbedderUnavailableError(
                 f"{REPOSITORY} is not on this machine; "
@@ -64,8 +64,7 @@ class MiniLMEmbedder:
     def __init__(self, model_path: Path | None = None) -> None:
         folder = find_model(model_path)
         verify_weights(folder)
-        # No request ever leaves the machine, not even to ask for a newer model; and stderr is for lines of JSON.
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        stay_offline()
         import torch  # seconds of imports: in the child only
         from transformers import BertModel, BertTokenizerFast  # likewise
 
@@ -83,14 +82,6 @@ class MiniLMEmbedder:
             real = pieces["attention_mask"][..., None]  # [N, T, 1], 0 where it pads
             means = (states * real).sum(1) / real.sum(1)
             return np.asarray(self._torch.nn.functional.normalize(means), np.float32)
-
-
-def _hub_folders() -> list[Path]:
-    """Folders of the model in the hub's cache, the newest first."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    snapshots = (cache / f"models--{REPOSITORY.replace('/', '--')}" / "snapshots").glob("*")
-    return sorted(snapshots, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
 def _wheel_folders() -> list[Path]:

@@ -12,13 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from rescue_svc.embed import child
-from rescue_svc.embed.registry import embedder_class
+from rescue_svc.embed.registry import Choice
 from rescue_svc.embed.types import Vectors
 from rescue_svc.errors import EmbedderUnavailableError
 
@@ -46,13 +45,13 @@ class Job:
 class EmbedWorker:
     """Embeds in a child process that is started when needed, replaced when it dies or hangs, and ended when idle."""
 
-    def __init__(self, name: str, model_path: Path | None, *, timeout_s: float, idle_s: float) -> None:
-        chosen = embedder_class(name)
-        self.name, self.model, self.dim, self.floor = name, chosen.model, chosen.dim, chosen.floor
+    def __init__(self, choice: Choice, *, timeout_s: float, idle_s: float) -> None:
+        self.name, self.model, self.floor = choice.name, choice.model, choice.floor
         self.state: State = "starting"
         self.reason: str | None = "the embedder is loading"
         self.starts = 0
-        self._model_path = model_path
+        self._choice = choice
+        self._dim = choice.dim
         self._timeout_s = timeout_s
         self._idle_s = idle_s
         self._numbers = itertools.count()
@@ -69,6 +68,12 @@ class EmbedWorker:
     def pid(self) -> int | None:
         """Process id of the child, if there is one."""
         return self._process.pid if self._process else None
+
+    def dim(self) -> int:
+        """Return the length of the vectors; raise EmbedderUnavailableError where only a load to come tells it."""
+        if self._dim is None:
+            raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
+        return self._dim
 
     def question(self, text: str) -> "Future[Vectors]":
         """Ask for the vector [1, D] of a question, which may have to wait for a start; who gives up cancels it.
@@ -138,7 +143,7 @@ class EmbedWorker:
             wanted = _wanted(jobs)
             if not wanted:
                 return
-            vectors = self._ask([text for job in wanted for text in job.texts])
+            vectors = self._ask(wanted[0].priority, [text for job in wanted for text in job.texts])
         except EmbedderUnavailableError as error:
             for job in wanted or _wanted(jobs):
                 job.answer.set_exception(error)
@@ -148,11 +153,11 @@ class EmbedWorker:
             job.answer.set_result(vectors[first : first + len(job.texts)])
             first += len(job.texts)
 
-    def _ask(self, texts: list[str]) -> Vectors:
+    def _ask(self, priority: int, texts: list[str]) -> Vectors:
         assert self._pipe is not None  # noqa: S101 - _start set it; this tells the type checker
         self._last_use = time.monotonic()
         try:
-            self._pipe.send_bytes(json.dumps(texts).encode())
+            self._pipe.send_bytes(json.dumps([priority == QUESTION, texts]).encode())
             answer = self._receive(self._timeout_s)
         except (EOFError, OSError):
             self._replace("the embedder process died")
@@ -164,7 +169,7 @@ class EmbedWorker:
             ) from None
         if answer[:1] != child.VECTORS:
             raise EmbedderUnavailableError(f"the embedder failed on a text: {answer[1:].decode()}")
-        return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim)
+        return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim())
 
     def _receive(self, timeout_s: float) -> bytes:
         """Return the child's next frame; raises TimeoutError, or EOFError when it is gone."""
@@ -185,7 +190,7 @@ class EmbedWorker:
             answer = self._receive(LOAD_TIMEOUT_S)
         except (EOFError, OSError, TimeoutError):
             answer = child.FAILED + b"the embedder process could not start, or ended while it was loading"
-        if answer != child.READY:
+        if answer[:1] != child.READY:
             reason = answer[1:].decode()
             self._failures += 1
             # Logged before the state says it: who reads the state finds the reason in the log.
@@ -195,6 +200,7 @@ class EmbedWorker:
             self._stopping.wait(min(2.0**self._failures, LONGEST_PAUSE_S))
             raise EmbedderUnavailableError(reason)
         self._failures = 0
+        self._dim = int(answer[1:])
         self._last_use = time.monotonic()
         self.state, self.reason = "ready", None
 
@@ -203,7 +209,7 @@ class EmbedWorker:
         self._pipe, theirs = context.Pipe()
         with theirs:  # closed here, the pipe ends when the child does
             process = context.Process(
-                target=child.serve, args=(theirs, self.name, self._model_path), name="rescue-embedder", daemon=True
+                target=child.serve, args=(theirs, self._choice), name="rescue-embedder", daemon=True
             )
             process.start()
         self._process = process

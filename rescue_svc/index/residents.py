@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rescue_svc.index import snapshot
 from rescue_svc.index.engines import ENGINES, Engine, EngineName
@@ -33,7 +33,7 @@ class Resident:
 class Residents:
     """Indexes of the sessions in use, at most `max_bytes` of vectors; the one used longest ago leaves first."""
 
-    def __init__(self, store: Store, engine: EngineName, model: str, dim: int, max_bytes: int) -> None:
+    def __init__(self, store: Store, engine: EngineName, model: str, dim: Callable[[], int], max_bytes: int) -> None:
         self.engine = engine
         self._store = store
         self._model = model
@@ -71,7 +71,7 @@ class Residents:
         """Return how many indexes are in memory and how many bytes of vectors they hold."""
         with self._lock:
             vectors = sum(len(resident.engine) for resident in self._residents.values())
-            return len(self._residents), vectors * self._dim * BYTES_PER_FLOAT
+            return len(self._residents), vectors * self._dim() * BYTES_PER_FLOAT if vectors else 0
 
     def save_all(self) -> None:
         """Save every index in memory, for a quick next start."""
@@ -87,7 +87,7 @@ class Residents:
         if resident is None:
             resident = self._load(session)
         with resident.lock:
-            newer = self._store.vectors(session, self._model, resident.last, self._dim)
+            newer = self._store.vectors(session, self._model, resident.last, self._dim())
             if len(newer.spans):
                 resident.engine.add(newer.spans, newer.vectors)
             resident.last = newer.last
@@ -98,13 +98,13 @@ class Residents:
         with self._loading:
             resident = self._residents.get(session)
             if resident is None:
-                resident = self._from_snapshot(session) or Resident(ENGINES[self.engine](self._dim), 0)
+                resident = self._from_snapshot(session) or Resident(ENGINES[self.engine](self._dim()), 0)
                 with self._lock:
                     self._residents[session] = resident
         return resident
 
     def _from_snapshot(self, session: int) -> Resident | None:
-        found = snapshot.load(snapshot.path_of(self._store.directory, session), self.engine, self._model, self._dim)
+        found = snapshot.load(snapshot.path_of(self._store.directory, session), self.engine, self._model, self._dim())
         if found is None:
             return None
         engine, last = found
@@ -126,6 +126,6 @@ class Residents:
                     snapshot.path_of(self._store.directory, session),
                     resident.engine,
                     self._model,
-                    self._dim,
+                    self._dim(),
                     resident.last,
                 )

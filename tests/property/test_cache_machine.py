@@ -146,7 +146,7 @@ class Model:
 
     def lose(self, positions):
         self.gone |= set(positions)
-        self.originals = self.floor = self.packed
+        self.originals, self.recents, self.floor = self.packed, self.cold, self.packed
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -161,19 +161,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         key=st.sampled_from(formats_of(DIMS[0], keys=True)),
-        kind=st.sampled_from(["plain", "evicts", "evicts", "evicts", "tq2", "q8_0"]),
+        kind=st.sampled_from(["plain", "evicts", "evicts", "evicts", "tq2", "q8_0", "evicts tq2", "evicts q8_0"]),
         value=st.sampled_from(formats_of(DIMS[1], keys=False)),
         prefix=st.sampled_from([0, 1, 40]),
         window=st.sampled_from([0, 1, 31]),
         condition=st.booleans(),
     )
     def start(self, key, kind, value, prefix, window, condition):
-        key = f"{key}~{kind}" if kind in format_names() and kind != key else key
+        evicts, cold = kind.startswith("evicts"), kind.split()[-1]
+        key = f"{key}~{cold}" if cold in format_names() and cold != key else key
         sizes = {"prefix": prefix, "window": window, "recent": RECENT, "condition": condition}
         self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
         self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
-        if kind == "evicts":
+        if evicts:
             config = EvictConfig(f"random:trigger={TRIGGER}")
             sequence = Sequence(EvictionPlan(config, Budget(tokens=prefix + self.spec.window + ROOM), LAYERS), {})
         self.caches = [make_cache(self.spec, number, sequence) for number in range(LAYERS)]
@@ -302,6 +303,22 @@ def histories(count):
 
 TestCacheMachine = histories(30)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
+
+
+@pytest.mark.parametrize("condition", [False, True])
+def test_tokens_of_both_tiers_leave(condition):
+    """In several rounds, with tokens in between that go cold behind those that left."""
+    state = CacheMachine()
+    state.start(key="q8", kind="evicts tq2", value="tq4", prefix=1, window=31, condition=condition)
+    for _ in range(4):
+        state.append_many(count=61, times=1)
+        state.append_a_few(count=1)
+        state.equals_the_list()
+    assert min(state.model.gone) < state.model.cold <= max(state.model.gone) + RECENT
+    state.copy(onto_copy=True, how="fork")
+    state.store(through="file")
+    state.equals_the_list()
+    state.teardown()
 
 
 @pytest.mark.parametrize("condition", [False, True])

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from http_harness import wait_for
 
-from rescue_svc.embed import choose_embedder, embedder_class, minilm
+from rescue_svc.embed import choose_embedder, minilm
 from rescue_svc.embed.hashing import HashingEmbedder
+from rescue_svc.embed.registry import embedder_class
 from rescue_svc.errors import EmbedderUnavailableError, SettingsError
 
 REAL = pytest.mark.skipif(

@@ -32,7 +32,7 @@ QUESTION = "which fact about the owl?"
 def opened(folder: Path):
     """A store with its indexes, closed cleanly unless something is raised."""
     store = Store(folder, CAPS)
-    residents = Residents(store, "faiss", EMBEDDER.model, EMBEDDER.dim, 2**30)
+    residents = Residents(store, "faiss", EMBEDDER.model, lambda: EMBEDDER.dim, 2**30)
     while spans := store.pending(EMBEDDER.model, 0, 64):
         store.store_vectors(EMBEDDER.model, spans, EMBEDDER.embed([span.text for span in spans]))
     yield store, residents

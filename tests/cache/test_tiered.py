@@ -1,0 +1,81 @@
+"""Keys of two formats where tokens leave: what is scored is what attention reads, and bytes stay in their bounds."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from zoo import build
+
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.config import KVConfig
+from mlx_tq.policies import EvictConfig
+from mlx_tq.policies.policy import PackedLayer
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, plan_caches
+from mlx_tq.sequence.footprint import Departures, layer_footprint
+from mlx_tq.sequence.passes import compressed_caches, sequence_in
+
+from .tools import feed, make_cache, random_pair
+
+KEYS, VALUES = random_pair(500)
+MODEL = build("llama", mx.float32)
+
+
+def scored_and_read(cache):
+    """Keys and values of the body as policies decode them, and as attention does."""
+    layer = PackedLayer(*cache.body())
+    layer = layer.part(0, cache.body_tokens)
+    keys = layer.keys(), layer.layout.value.decode(layer.layout.values(layer.rows))
+    start = cache.spec.prefix
+    read = (handle.materialize()[:, :, start : start + cache.body_tokens] for handle in cache.keys_and_values())
+    return [(np.array(a, np.float32), np.array(b, np.float32)) for a, b in zip(keys, read, strict=True)]
+
+
+@pytest.mark.parametrize("key", ["tq4~tq2", "q8~spectral8", "fp16~q8_0", "tq35~tq3"])
+@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
+def test_policies_score_the_keys_that_attention_reads(key, condition):
+    """Before anything left, after, and when more went cold since."""
+    cache = make_cache(key, "tq4", recent=64, condition=condition)
+    rng = np.random.default_rng(1)
+    for count in (190, 110, 90, 47):
+        feed(cache, KEYS, VALUES, [count])
+        for scored, read in scored_and_read(cache):
+            assert np.abs(scored - read).max() <= 2e-3 * np.abs(read).max()  # fp16 beside fp32
+        kept = np.sort(rng.choice(cache.body_tokens, cache.body_tokens // 2, replace=False))
+        positions = cache.body_positions[kept]
+        before = [read[:, :, kept] for _, read in scored_and_read(cache)]
+        mx.eval(cache.compact(kept, positions))
+        assert cache.body_positions.tolist() == positions.tolist()
+        after = [read for _, read in scored_and_read(cache)]
+        assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["knorm:trigger=16", "triattention:warmup=64:trigger=16:stats=text"])
+def test_a_model_evicts_from_both_tiers_within_its_forecast(policy):
+    config = KVConfig("q8~tq2", "tq4", prefix=4, window=24, recent=32, evict=EvictConfig(policy, 120))
+    plan = plan_caches(MODEL, config)
+    caches = build_caches(plan)
+    with compressed(MODEL):
+        for start in range(0, 480, 24):
+            ids = [(7 * i * i + 3) % 160 for i in range(start, start + 24)]
+            mx.eval(MODEL(mx.array([ids]), cache=caches))
+            layers = compressed_caches(caches)
+            left = Departures(start + 24, 1)
+            slot, spec = plan.layers[0].slot, layers[0].spec
+            most = layer_footprint(slot, spec, layers[0].size(), left if layers[0]._gaps.evicted else None)
+            assert layers[0].nbytes <= most.allocated
+    assert sequence_in(caches).stats.rounds > 3
+    assert layers[0].size() <= 120 + 16 + 24
+    gone = np.setdiff1d(np.arange(480), layers[0].positions)
+    assert gone.min() < 100
+    assert gone.max() > 400
+
+
+def test_the_smaller_format_fills_a_budget_in_bytes():
+    """A token of two formats takes no more than one of the larger, so that no fewer stay."""
+    tokens = []
+    for key in ("q8", "q8~tq2"):
+        evict = EvictConfig("knorm:trigger=16", "2MB")
+        tokens.append(plan_caches(MODEL, KVConfig(key, "tq4", prefix=4, window=24, recent=32, evict=evict)))
+    one, two = (plan.eviction.budget.tokens for plan in tokens)
+    assert one < two
+    assert CacheSpec.for_layer(tokens[1].config, 0, "q8~tq2", "tq4").cold == "tq2"
