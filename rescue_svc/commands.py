@@ -23,10 +23,11 @@ from rescue_svc.errors import (
     SettingsError,
     StoreUnavailableError,
 )
-from rescue_svc.index import remove_orphans, remove_snapshot
+from rescue_svc.index import remove_orphans
+from rescue_svc.opening import open_all
 from rescue_svc.service import RescueService
 from rescue_svc.settings import Settings
-from rescue_svc.store import Store, copies
+from rescue_svc.store import copies
 from rescue_svc.store.files import DATABASE, connect, sqlite_errors
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def _answer(settings: Settings, ending: Ending, listener: socket.socket) -> None
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         protocol = connections(max(CONNECTIONS, 4 * settings.max_in_flight))
-        where = {"url": url, "data_dir": str(settings.data_dir), "connections": protocol.most}
+        where = {"url": url, "store": service.store.about(), "connections": protocol.most}
         log.info("listening", extra=where)
         config = uvicorn.Config(
             create_app(service),
@@ -145,10 +146,10 @@ def forget(settings: Settings, session: str) -> None:
 
 
 def _forget_here(settings: Settings, session: str) -> int:
-    store = Store(settings.data_dir, settings.caps())
+    store, index = open_all(settings, "", 0)
     try:
         forgotten = store.forget(session)
-        remove_snapshot(settings.data_dir, forgotten.id)
+        index.forget(forgotten.id)
     finally:
         store.close()
     return forgotten.spans

@@ -10,8 +10,8 @@ from rescue_svc.embed import choose_embedder
 from rescue_svc.embed.minilm import find_model, verify_weights
 from rescue_svc.errors import DirectoryInUseError, RescueServiceError
 from rescue_svc.index import choose_engine
+from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
-from rescue_svc.store import Store
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def _store(settings: Settings) -> str:
     if not settings.data_dir.exists():
         return f"{settings.data_dir} will be made"
     try:
-        store = Store(settings.data_dir, settings.caps())
+        store, _ = open_all(settings, "", 0)
     except DirectoryInUseError:
         return f"{settings.data_dir} is in use by a running service"
     sessions = store.sessions()
     store.close()
-    return f"{settings.data_dir}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans, all whole"
+    return f"{store.about()}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans, all whole"
 
 
 def _version(package: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError
 from rescue_svc.index import Residents
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Store
+from rescue_svc.store import NewSpan, SqliteStore
 
 MODEL, DIM = "test-1", 4
 CAPS = Caps(session_spans=4, spans=6, sessions=3)
@@ -14,7 +14,7 @@ CAPS = Caps(session_spans=4, spans=6, sessions=3)
 
 @pytest.fixture
 def store(tmp_path):
-    made = Store(tmp_path / "data", CAPS)
+    made = SqliteStore(tmp_path / "data", CAPS)
     yield made
     made.close()
 

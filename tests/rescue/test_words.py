@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Store, words
+from rescue_svc.store import NewSpan, SqliteStore, budget, words
 
 CAPS = Caps(10**6, 10**6, 10)
 # Each word is in about half as many spans as the one before.
@@ -15,8 +15,8 @@ VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """With a budget of four."""
-    monkeypatch.setattr(words, "MIN_POSTINGS", 4)
-    made = Store(tmp_path, CAPS)
+    monkeypatch.setattr(budget, "MIN_POSTINGS", 4)
+    made = SqliteStore(tmp_path, CAPS)
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ import pytest
 from http_harness import wait_for
 
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Store
+from rescue_svc.store import NewSpan, SqliteStore
 from rescue_svc.store.files import DATABASE, connect
 from rescue_svc.store.migrations import MIGRATIONS, migrate
 
@@ -134,7 +134,7 @@ def test_kill_at_every_statement_of_a_migration(tmp_path, version):
     connection.close()
     assert len(moments) > 6
     for moment in moments:
-        store = Store(moment, CAPS)
+        store = SqliteStore(moment, CAPS)
         assert store.write("s", [NewSpan(0, 1, -1, 0.0, "after")]) == (1, 1)
         store.close()
 

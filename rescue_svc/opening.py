@@ -1,0 +1,16 @@
+"""Opens what the settings name: the store, and the index over its vectors."""
+
+from rescue_svc.index import Residents, choose_engine, remove_orphans
+from rescue_svc.settings import Settings
+from rescue_svc.store import Index, SqliteStore, Store
+
+
+def open_all(settings: Settings, model: str, dim: int) -> tuple[Store, Index]:
+    """Return the store, and the index over its vectors [N, `dim`] of `model`.
+
+    Raises SettingsError, StoreUnavailableError, DirectoryInUseError or StoreDamagedError.
+    """
+    engine = choose_engine(settings.index)
+    store = SqliteStore(settings.data_dir, settings.caps())
+    remove_orphans(settings.data_dir, {session.id for session in store.sessions()})
+    return store, Residents(store, engine, model, dim, settings.max_index_mb * 2**20)
