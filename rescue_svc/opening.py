@@ -1,5 +1,6 @@
 """Opens what the settings name: the store, and the index over its vectors."""
 
+from rescue_svc.errors import SettingsError
 from rescue_svc.index import Residents, choose_engine, remove_orphans
 from rescue_svc.settings import Settings
 from rescue_svc.store import Index, SqliteStore, Store
@@ -10,7 +11,19 @@ def open_all(settings: Settings, model: str, dim: int) -> tuple[Store, Index]:
 
     Raises SettingsError, StoreUnavailableError, DirectoryInUseError or StoreDamagedError.
     """
+    if settings.store is not None:
+        return _postgres(settings, settings.store.get_secret_value(), model, dim)
     engine = choose_engine(settings.index)
     store = SqliteStore(settings.data_dir, settings.caps())
     remove_orphans(settings.data_dir, {session.id for session in store.sessions()})
     return store, Residents(store, engine, model, dim, settings.max_index_mb * 2**20)
+
+
+def _postgres(settings: Settings, url: str, model: str, dim: int) -> tuple[Store, Index]:
+    try:
+        from rescue_svc import postgres  # psycopg, which only its users have
+    except ImportError as error:
+        raise SettingsError("a store on PostgreSQL needs psycopg: `pip install -e '.[postgres]'`") from error
+    connections = postgres.Connections(url)
+    store = postgres.PostgresStore(connections, settings.caps(), hnsw=settings.index != "exact")
+    return store, postgres.PostgresIndex(connections, model, dim, "exact" if settings.index == "exact" else "hnsw")

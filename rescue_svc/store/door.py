@@ -1,8 +1,8 @@
 """The door of a store: all that the service asks of whatever keeps its spans, its words and its vectors.
 
-SQLite with indexes in memory stands behind it (`rescue_svc.store`, `rescue_svc.index`). Every call is safe from many
-threads. Any of them raises StoreUnavailableError while the store is out of reach, and StoreDamagedError where a row is
-not what was written.
+Two stand behind it: SQLite with indexes in memory (`rescue_svc.store`, `rescue_svc.index`), and PostgreSQL with its
+own (`rescue_svc.postgres`). Every call is safe from many threads. Any of them raises StoreUnavailableError while the
+store is out of reach, and StoreDamagedError where a row is not what was written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
 
-IndexName = Literal["faiss", "numpy"]
+IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
 
 
 class Store(Protocol):
