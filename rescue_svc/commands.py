@@ -60,7 +60,7 @@ def _answer(settings: Settings, ending: Ending, listener: socket.socket) -> None
     service = RescueService(settings)
     ending.listen()
     try:
-        if not settings.ephemeral:
+        if not settings.ephemeral and settings.store is None:
             keep(settings.data_dir)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -107,6 +107,8 @@ def doctor(settings: Settings, as_json: bool = False) -> None:
 
 def rebuild(settings: Settings) -> None:
     """Make the database anew and drop the index files, which are built again when needed."""
+    if settings.store is not None:
+        raise SettingsError("rebuild makes a database of SQLite anew; of PostgreSQL restore a dump with pg_restore")
     found = copies.rebuild(settings.data_dir)
     remove_orphans(settings.data_dir, set())
     _print(f"kept {found.spans} spans and {found.vectors} vectors, lost {found.lost} spans")
@@ -116,12 +118,35 @@ def rebuild(settings: Settings) -> None:
 
 def backup(settings: Settings, folder: str) -> None:
     """Copy the database into a new folder."""
-    size = copies.backup(settings.data_dir, Path(folder).expanduser().absolute())
-    _print(f"{folder}: {size} bytes; use it with --data-dir. Forgetting a session does not reach into backups")
+    path = Path(folder).expanduser().absolute()
+    if settings.store is None:
+        size, use = copies.backup(settings.data_dir, path), "use it with --data-dir"
+    else:
+        from rescue_svc.postgres import dump  # psycopg, which only its users have
+
+        size, use = dump.backup(settings.store.get_secret_value(), path), f"pg_restore takes {dump.DUMP}"
+    _print(f"{folder}: {size} bytes; {use}. Forgetting a session does not reach into backups")
 
 
 def sessions(settings: Settings, as_json: bool = False) -> None:
     """List the sessions straight from the database, whether or not a service runs."""
+    rows = _sessions_of_folder(settings) if settings.store is None else _sessions_of_store(settings)
+    if as_json:
+        _print_json([dict(zip(("session_id", "spans", "text_bytes"), row, strict=True)) for row in rows])
+    else:
+        for name, spans, size in rows:
+            _print(f"{name:<64} {spans:>8} spans {size:>12} bytes")
+
+
+def _sessions_of_store(settings: Settings) -> list[tuple[str, int, int]]:
+    store, _ = open_all(settings, "", 0)
+    try:
+        return [(session.name, session.spans, session.text_bytes) for session in store.sessions()]
+    finally:
+        store.close()
+
+
+def _sessions_of_folder(settings: Settings) -> list[tuple[str, int, int]]:
     path = settings.data_dir / DATABASE
     if not path.exists():
         raise StoreUnavailableError(f"{settings.data_dir} holds no {DATABASE}; name the service's --data-dir")
@@ -129,11 +154,7 @@ def sessions(settings: Settings, as_json: bool = False) -> None:
         connection = connect(path)
         rows = connection.execute("SELECT name, spans, text_bytes FROM sessions ORDER BY updated DESC").fetchall()
         connection.close()
-    if as_json:
-        _print_json([dict(zip(("session_id", "spans", "text_bytes"), row, strict=True)) for row in rows])
-    else:
-        for name, spans, size in rows:
-            _print(f"{name:<64} {spans:>8} spans {size:>12} bytes")
+    return rows
 
 
 def forget(settings: Settings, session: str) -> None:
