@@ -16,7 +16,7 @@ openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/f
 fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas) OMP_NUM_THREADS=1)
 pytest = $(BIN)/python -m pytest $(workers)
 
-.PHONY: demo rescue smollm2 test test-kernels test-full check format bench browser minilm clean
+.PHONY: demo rescue postgres smollm2 test test-kernels test-full check format bench browser minilm clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
@@ -29,6 +29,10 @@ smollm2: | $(VENV)/core
 
 rescue: $(VENV)/rescue
 	$(BIN)/mlx-tq-rescue serve --data-dir $(RESCUE_DATA_DIR)
+
+# A PostgreSQL with pgvector in a temporary folder, to try RESCUE_STORE on; Ctrl-C ends it and all that it holds.
+postgres: $(VENV)/dev
+	$(BIN)/python tests/postgres_server.py
 
 # Without mx.compile but where it is tested: mlx's CPU calls a C++ compiler for every graph.
 test: $(VENV)/dev

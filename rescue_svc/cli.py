@@ -9,7 +9,7 @@ from rescue_svc.errors import RescueServiceError, SettingsError
 from rescue_svc.settings import Settings, load_settings
 
 RUN_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
-NOT_A_FLAG = "token"  # a flag would show it in the list of processes
+NOT_FLAGS = ("token", "store")  # a flag would show them, passwords too, in the list of processes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -17,7 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     settings = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     group = settings.add_argument_group("settings", "each is also a variable: --data-dir is RESCUE_DATA_DIR")
     for name, field in Settings.model_fields.items():
-        if name != NOT_A_FLAG:
+        if name not in NOT_FLAGS:
             group.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=field.description)
     parser = argparse.ArgumentParser(prog="mlx-tq-rescue", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

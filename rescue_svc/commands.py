@@ -23,10 +23,11 @@ from rescue_svc.errors import (
     SettingsError,
     StoreUnavailableError,
 )
-from rescue_svc.index import remove_orphans, remove_snapshot
+from rescue_svc.index import remove_orphans
+from rescue_svc.opening import open_all
 from rescue_svc.service import RescueService
 from rescue_svc.settings import Settings
-from rescue_svc.store import Store, copies
+from rescue_svc.store import copies
 from rescue_svc.store.files import DATABASE, connect, sqlite_errors
 
 log = logging.getLogger(__name__)
@@ -59,12 +60,12 @@ def _answer(settings: Settings, ending: Ending, listener: socket.socket) -> None
     service = RescueService(settings)
     ending.listen()
     try:
-        if not settings.ephemeral:
+        if not settings.ephemeral and settings.store is None:
             keep(settings.data_dir)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         protocol = connections(max(CONNECTIONS, 4 * settings.max_in_flight))
-        where = {"url": url, "data_dir": str(settings.data_dir), "connections": protocol.most}
+        where = {"url": url, "store": service.store.about(), "connections": protocol.most}
         log.info("listening", extra=where)
         config = uvicorn.Config(
             create_app(service),
@@ -106,6 +107,8 @@ def doctor(settings: Settings, as_json: bool = False) -> None:
 
 def rebuild(settings: Settings) -> None:
     """Make the database anew and drop the index files, which are built again when needed."""
+    if settings.store is not None:
+        raise SettingsError("rebuild makes a database of SQLite anew; of PostgreSQL restore a dump with pg_restore")
     found = copies.rebuild(settings.data_dir)
     remove_orphans(settings.data_dir, set())
     _print(f"kept {found.spans} spans and {found.vectors} vectors, lost {found.lost} spans")
@@ -115,12 +118,35 @@ def rebuild(settings: Settings) -> None:
 
 def backup(settings: Settings, folder: str) -> None:
     """Copy the database into a new folder."""
-    size = copies.backup(settings.data_dir, Path(folder).expanduser().absolute())
-    _print(f"{folder}: {size} bytes; use it with --data-dir. Forgetting a session does not reach into backups")
+    path = Path(folder).expanduser().absolute()
+    if settings.store is None:
+        size, use = copies.backup(settings.data_dir, path), "use it with --data-dir"
+    else:
+        from rescue_svc.postgres import dump  # psycopg, which only its users have
+
+        size, use = dump.backup(settings.store.get_secret_value(), path), f"pg_restore takes {dump.DUMP}"
+    _print(f"{folder}: {size} bytes; {use}. Forgetting a session does not reach into backups")
 
 
 def sessions(settings: Settings, as_json: bool = False) -> None:
     """List the sessions straight from the database, whether or not a service runs."""
+    rows = _sessions_of_folder(settings) if settings.store is None else _sessions_of_store(settings)
+    if as_json:
+        _print_json([dict(zip(("session_id", "spans", "text_bytes"), row, strict=True)) for row in rows])
+    else:
+        for name, spans, size in rows:
+            _print(f"{name:<64} {spans:>8} spans {size:>12} bytes")
+
+
+def _sessions_of_store(settings: Settings) -> list[tuple[str, int, int]]:
+    store, _ = open_all(settings)
+    try:
+        return [(session.name, session.spans, session.text_bytes) for session in store.sessions()]
+    finally:
+        store.close()
+
+
+def _sessions_of_folder(settings: Settings) -> list[tuple[str, int, int]]:
     path = settings.data_dir / DATABASE
     if not path.exists():
         raise StoreUnavailableError(f"{settings.data_dir} holds no {DATABASE}; name the service's --data-dir")
@@ -128,11 +154,7 @@ def sessions(settings: Settings, as_json: bool = False) -> None:
         connection = connect(path)
         rows = connection.execute("SELECT name, spans, text_bytes FROM sessions ORDER BY updated DESC").fetchall()
         connection.close()
-    if as_json:
-        _print_json([dict(zip(("session_id", "spans", "text_bytes"), row, strict=True)) for row in rows])
-    else:
-        for name, spans, size in rows:
-            _print(f"{name:<64} {spans:>8} spans {size:>12} bytes")
+    return rows
 
 
 def forget(settings: Settings, session: str) -> None:
@@ -145,10 +167,10 @@ def forget(settings: Settings, session: str) -> None:
 
 
 def _forget_here(settings: Settings, session: str) -> int:
-    store = Store(settings.data_dir, settings.caps())
+    store, index = open_all(settings)
     try:
         forgotten = store.forget(session)
-        remove_snapshot(settings.data_dir, forgotten.id)
+        index.forget(forgotten.id)
     finally:
         store.close()
     return forgotten.spans

@@ -10,8 +10,8 @@ from rescue_svc.embed import choose_embedder
 from rescue_svc.embed.minilm import find_model, verify_weights
 from rescue_svc.errors import DirectoryInUseError, RescueServiceError
 from rescue_svc.index import choose_engine
+from rescue_svc.opening import open_all
 from rescue_svc.settings import Settings
-from rescue_svc.store import Store
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ def _fts5() -> Finding:
 
 
 def _index(settings: Settings) -> str:
+    if settings.store is not None:
+        return "an exact scan, in the database" if settings.index == "exact" else "pgvector's HNSW, in the database"
     engine = choose_engine(settings.index)
     if engine == "numpy":
         return "numpy; `pip install faiss-cpu` searches large sessions faster"
@@ -67,15 +69,16 @@ def _embedder(settings: Settings) -> str:
 
 
 def _store(settings: Settings) -> str:
-    if not settings.data_dir.exists():
+    if settings.store is None and not settings.data_dir.exists():
         return f"{settings.data_dir} will be made"
     try:
-        store = Store(settings.data_dir, settings.caps())
+        store, _ = open_all(settings)
     except DirectoryInUseError:
         return f"{settings.data_dir} is in use by a running service"
     sessions = store.sessions()
     store.close()
-    return f"{settings.data_dir}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans, all whole"
+    whole = ", all whole" if settings.store is None else ""
+    return f"{store.about()}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans{whole}"
 
 
 def _version(package: str) -> str:

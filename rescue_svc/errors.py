@@ -10,7 +10,7 @@ RescueServiceError
 ├── SessionFullError            a session at its cap of spans
 ├── BusyError                   more requests at once than the service takes
 ├── StoreFullError              the disk or a global cap is full
-├── StoreUnavailableError       the data directory cannot be read or written now
+├── StoreUnavailableError       the data directory or the PostgreSQL server cannot be used now
 │   └── DirectoryInUseError     another process holds the data directory
 ├── StoreDamagedError           the data on disk is not what was written
 ├── EmbedderUnavailableError    no dense vectors now; retrieval goes on with BM25
@@ -82,7 +82,7 @@ class StoreFullError(RescueServiceError):
 
 
 class StoreUnavailableError(RescueServiceError):
-    """The data directory cannot be read or written now."""
+    """The data directory or the PostgreSQL server cannot be used now."""
 
     code = "store_unavailable"
 

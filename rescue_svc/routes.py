@@ -160,8 +160,8 @@ def hibernate(session_id: SessionInPath, service: Service) -> ResidenceAnswer:
 @private.post("/sessions/{session_id}/resume", responses=error_responses(404, 422))
 def resume(session_id: SessionInPath, service: Service) -> ResidenceAnswer:
     """Bring a session's index to memory ahead of a question."""
-    vectors = service.resume(session_id)
-    return ResidenceAnswer(session_id=session_id, resident=service.embedder is not None, vectors=vectors)
+    resident, vectors = service.resume(session_id)
+    return ResidenceAnswer(session_id=session_id, resident=resident, vectors=vectors)
 
 
 @public.get("/healthz")
@@ -184,7 +184,7 @@ def readyz(service: Service) -> ReadyAnswer:
     return ReadyAnswer(
         retrieval="hybrid" if embedder.state == "ready" else "bm25",
         embedder=embedder,
-        index=service.engine,
+        index=service.index,
         sessions=len(kept),
         spans=sum(session.spans for session in kept),
     )

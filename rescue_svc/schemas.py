@@ -221,7 +221,7 @@ class ReadyAnswer(BaseModel):
     status: Literal["ready"] = "ready"
     retrieval: Literal["hybrid", "bm25"]
     embedder: EmbedderInfo
-    index: Literal["faiss", "numpy"]
+    index: Literal["faiss", "numpy", "hnsw", "exact"]
     sessions: int
     spans: int
 

@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     data_dir: Path = Field(
         default_factory=default_data_dir, description="folder of the database and the index snapshots"
     )
+    store: SecretStr | None = Field(
+        None, description="postgresql://USER@HOST:PORT/DATABASE for several services at once; else SQLite in data_dir"
+    )
     host: str = Field("127.0.0.1", description="address to listen on; any but loopback needs a token")
     port: int = Field(5054, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     token: SecretStr | None = Field(
@@ -86,7 +89,9 @@ class Settings(BaseSettings):
     max_sessions: Count = Field(1_000, description="sessions in all")
     max_in_flight: Count = Field(64, description="requests at once; further ones are answered 429")
     max_index_mb: Count = Field(1024, description="memory for indexes; the ones used longest ago leave first")
-    index: Literal["auto", "faiss", "numpy"] = Field("auto", description="auto is faiss where it is installed")
+    index: Literal["auto", "faiss", "numpy", "hnsw", "exact"] = Field(
+        "auto", description="faiss or numpy of SQLite, hnsw or exact of PostgreSQL; auto is the first that there is"
+    )
     ephemeral: bool = Field(
         False,
         description="end when standard input does and delete what was written; data_dir is then a folder that is empty "
@@ -116,6 +121,22 @@ class Settings(BaseSettings):
     def caps(self) -> Caps:
         """Return the caps of the store."""
         return Caps(self.max_session_spans, self.max_spans, self.max_sessions)
+
+    @model_validator(mode="after")
+    def _one_store(self) -> "Settings":
+        given = self.store is not None
+        if self.store and not self.store.get_secret_value().startswith(("postgresql://", "postgres://")):
+            raise ValueError(
+                "store is no PostgreSQL URL; give postgresql://USER@HOST:PORT/DATABASE, or none for SQLite"
+            )
+        if given and self.ephemeral:
+            raise ValueError("an ephemeral service deletes what it wrote, and a store is shared; give one of the two")
+        if self.index in (("faiss", "numpy") if given else ("hnsw", "exact")):
+            ours = "hnsw, exact or auto" if given else "faiss, numpy or auto"
+            raise ValueError(
+                f"index={self.index} is of the other store; of {'PostgreSQL' if given else 'SQLite'} it is {ours}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _needs_token(self) -> "Settings":

@@ -23,7 +23,7 @@ LAYERS = {
     ],
     "rescue_svc": [
         *({"errors"}, {"schemas", "settings", "log_limit", "metrics", "web", "connections"}, {"logs"}, {"store"}),
-        *({"index", "embed"}, {"service", "guard", "middleware"}, {"routes"}, {"app"}),
+        *({"index", "embed", "postgres"}, {"opening"}, {"service", "guard", "middleware"}, {"routes"}, {"app"}),
         *({"doctor", "launchd", "ephemeral", "ending"}, {"commands"}, {"cli"}, {"__main__"}),
     ],
 }

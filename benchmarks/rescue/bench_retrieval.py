@@ -21,7 +21,7 @@ from rescue_svc.embed import load_embedder
 from rescue_svc.schemas import RetrieveRequest
 from rescue_svc.service.rank import fuse
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Store, words
+from rescue_svc.store import NewSpan, SqliteStore, words
 
 DEPTH = 100
 DEFAULT_ALPHA = RetrieveRequest.model_fields["hybrid_alpha"].default
@@ -73,7 +73,7 @@ def with_store(collection: Collection, tokenizer: str) -> list[Scores]:
     """Return the scores of the service's own BM25 for each query, by document."""
     chosen, words.TOKENIZER = words.TOKENIZER, tokenizer
     with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder), Caps(10**6, 10**6, 10))
+        store = SqliteStore(Path(folder), Caps(10**6, 10**6, 10))
         numbers = list(collection.documents)
         spans = [NewSpan(n, n + 1, -1, 0.0, collection.documents[n]) for n in numbers]
         store.write("bench", spans)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Store
+from rescue_svc.store import NewSpan, SqliteStore
 
 WORDS_A_SPAN = 60
 VOCABULARY = 30_000
@@ -24,7 +24,7 @@ def text(rng: random.Random, words: int = WORDS_A_SPAN) -> str:
 def fill(directory: Path, session: str, spans: int) -> None:
     """Write a session of this many spans with a vector each, and close the directory cleanly."""
     rng, generator = random.Random(spans), np.random.default_rng(spans)
-    store = Store(directory, Caps(10**7, 10**7, 10**4))
+    store = SqliteStore(directory, Caps(10**7, 10**7, 10**4))
     for first in range(0, spans, 1000):
         numbers = range(first, min(first + 1000, spans))
         store.write(session, [NewSpan(10 * n, 10 * n + 9, -1, 0.0, text(rng)) for n in numbers])

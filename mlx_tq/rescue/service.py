@@ -30,7 +30,7 @@ TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
 
 _COMMAND = (sys.executable, "-m", "rescue_svc", "serve")
 # Settings of a private service that are ours to choose; the environment may say the rest, such as RESCUE_EMBEDDER.
-_OURS = ("RESCUE_DATA_DIR", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
+_OURS = ("RESCUE_DATA_DIR", "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
 _START_S, _STOP_S, _PROBE_S = 60.0, 5.0, 0.5
 _QUERY_S = "0.4"  # a question's vector may take so long; then words alone answer, still within a turn's patience
 

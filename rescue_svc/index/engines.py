@@ -161,7 +161,7 @@ class NumpyEngine:
 ENGINES: dict[EngineName, type[FaissEngine] | type[NumpyEngine]] = {"faiss": FaissEngine, "numpy": NumpyEngine}
 
 
-def choose_engine(setting: Literal["auto", "faiss", "numpy"]) -> EngineName:
+def choose_engine(setting: str) -> EngineName:
     """Return the engine to use; raise SettingsError when faiss is asked for by name and not installed."""
     installed = setting != "numpy" and _faiss_loads()
     if setting == "faiss" and not installed:

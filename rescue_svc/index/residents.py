@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from rescue_svc.index import snapshot
 from rescue_svc.index.engines import ENGINES, Engine, EngineName
-from rescue_svc.store import Store, Vectors
+from rescue_svc.store import SqliteStore, Vectors
 
 BYTES_PER_FLOAT = 4
 
@@ -33,8 +33,10 @@ class Resident:
 class Residents:
     """Indexes of the sessions in use, at most `max_bytes` of vectors; the one used longest ago leaves first."""
 
-    def __init__(self, store: Store, engine: EngineName, model: str, dim: Callable[[], int], max_bytes: int) -> None:
-        self.engine = engine
+    def __init__(
+        self, store: SqliteStore, engine: EngineName, model: str, dim: Callable[[], int], max_bytes: int
+    ) -> None:
+        self.name = engine
         self._store = store
         self._model = model
         self._dim = dim
@@ -98,13 +100,13 @@ class Residents:
         with self._loading:
             resident = self._residents.get(session)
             if resident is None:
-                resident = self._from_snapshot(session) or Resident(ENGINES[self.engine](self._dim()), 0)
+                resident = self._from_snapshot(session) or Resident(ENGINES[self.name](self._dim()), 0)
                 with self._lock:
                     self._residents[session] = resident
         return resident
 
     def _from_snapshot(self, session: int) -> Resident | None:
-        found = snapshot.load(snapshot.path_of(self._store.directory, session), self.engine, self._model, self._dim())
+        found = snapshot.load(snapshot.path_of(self._store.directory, session), self.name, self._model, self._dim())
         if found is None:
             return None
         engine, last = found

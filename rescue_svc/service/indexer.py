@@ -5,11 +5,12 @@ import threading
 
 from rescue_svc.embed import EmbedWorker
 from rescue_svc.errors import EmbedderUnavailableError, RescueServiceError
-from rescue_svc.store import Store
+from rescue_svc.store import Pending, Store, Vectors
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
+LOOK_S = 5.0  # another process on the same store may have ended before it embedded what it wrote
 TRIES = 3
 
 
@@ -20,7 +21,6 @@ class Indexer:
         self._store = store
         self._embedder = embedder
         self._batch = batch
-        self._after = 0  # every span up to here has its vector, or was given up
         self._failures = 0
         self._work = threading.Event()
         self._stopping = threading.Event()
@@ -38,23 +38,22 @@ class Indexer:
         self._thread.join()
 
     def _run(self) -> None:
-        self._work.set()
         while not self._stopping.is_set():
-            self._work.wait()
-            self._work.clear()
             try:
                 while not self._stopping.is_set() and self._embed_some():
                     pass
             except RescueServiceError as error:
                 log.warning("embedding is tried again", extra={"code": error.code})
                 self._stopping.wait(PAUSE_S)
-                self._work.set()
+            else:
+                self._work.wait(LOOK_S)
+                self._work.clear()
 
     def _embed_some(self) -> bool:
         """Embed the next batch; tell whether there was one. After a failure texts go one by one: one may be bad."""
-        spans = self._store.pending(self._embedder.model, self._after, 1 if self._failures else self._batch)
-        if not spans:
-            return False
+        return self._store.embed_next(self._embedder.model, 1 if self._failures else self._batch, self._vectors)
+
+    def _vectors(self, spans: list[Pending]) -> Vectors:
         try:
             vectors = self._embedder.bulk([span.text for span in spans])
         except EmbedderUnavailableError:
@@ -62,9 +61,8 @@ class Indexer:
             # While the embedder is down no text is to blame: it stays pending.
             if self._failures > TRIES and self._embedder.state == "ready":
                 log.warning("a span cannot be embedded and is left to BM25", extra={"span": spans[0].span})
-                self._after, self._failures = spans[0].span, 0
+                self._store.give_up(self._embedder.model, spans[0].span)
+                self._failures = 0
             raise
         self._failures = 0
-        self._store.store_vectors(self._embedder.model, spans, vectors)
-        self._after = spans[-1].span
-        return True
+        return vectors

@@ -7,13 +7,13 @@ from typing import Literal
 
 from rescue_svc.embed import EmbedWorker, choose_embedder
 from rescue_svc.errors import EmbedderUnavailableError, SessionNotFoundError
-from rescue_svc.index import Residents, choose_engine, remove_orphans, remove_snapshot
 from rescue_svc.metrics import Metrics
+from rescue_svc.opening import open_all
 from rescue_svc.schemas import EmbedderInfo, RetrieveRequest
 from rescue_svc.service.indexer import Indexer
 from rescue_svc.service.rank import Found, Scored, each_alone, fuse, join_neighbours, merge_ranges
 from rescue_svc.settings import Settings
-from rescue_svc.store import READERS, NewSpan, Session, Span, Store, Vectors
+from rescue_svc.store import READERS, IndexName, NewSpan, Session, Span, Vectors
 
 # How deep each ranking is read before they are fused.
 CANDIDATES = 100
@@ -45,25 +45,23 @@ class RescueService:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.engine = choose_engine(settings.index)
         chosen, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
-        self.store = Store(settings.data_dir, settings.caps())
-        remove_orphans(settings.data_dir, {session.id for session in self.store.sessions()})
+        self.store, self._index = open_all(settings, chosen.model if chosen else "", self._dim)
         self._words = ThreadPoolExecutor(READERS, "words")  # more threads would wait for a connection
         self.embedder: EmbedWorker | None = None
         if chosen is not None:
             self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
             self._indexer = Indexer(self.store, self.embedder, settings.embed_batch)
-            self._residents = Residents(
-                self.store, self.engine, self.embedder.model, self.embedder.dim, settings.max_index_mb * 2**20
-            )
+
+    def _dim(self) -> int:
+        return self.embedder.dim() if self.embedder else 0
 
     def close(self) -> None:
         """Finish: end the embedder, save the indexes, seal the store."""
         if self.embedder:
             self.embedder.close()
             self._indexer.close()
-            self._residents.save_all()
+            self._index.save_all()
         self._words.shutdown()
         self.store.close()
 
@@ -135,7 +133,7 @@ class RescueService:
         self, session: Session, vector: Vectors, excluded: set[int], words: Future[dict[int, float]]
     ) -> dict[int, float]:
         """Return the cosines of the nearest spans, and of those that the words found."""
-        index = self._residents.current(session.id)
+        index = self._index.current(session.id)
         nearest = index.search(vector, CANDIDATES, excluded)
         return nearest | index.similarities(vector, words.result().keys() - nearest.keys())
 
@@ -164,7 +162,7 @@ class RescueService:
             SessionState(
                 session,
                 self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
-                self._residents.is_resident(session.id) if self.embedder else False,
+                self._index.is_resident(session.id),
             )
             for session in self.store.sessions()
         ]
@@ -172,22 +170,25 @@ class RescueService:
     def forget(self, name: str) -> int:
         """Forget a session for good; return how many spans it held. Raises SessionNotFoundError."""
         session = self.store.forget(name)
-        if self.embedder:
-            self._residents.forget(session.id)
-        else:
-            remove_snapshot(self.settings.data_dir, session.id)
+        self._index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
         return session.spans
 
     def hibernate(self, name: str) -> int:
         """Let a session's index leave memory; return how many vectors it held. The next question brings it back."""
         session = self._existing(name)
-        return self._residents.hibernate(session.id) if self.embedder else 0
+        return self._index.hibernate(session.id)
 
-    def resume(self, name: str) -> int:
-        """Bring a session's index to memory ahead of a question; return how many vectors it holds."""
+    def resume(self, name: str) -> tuple[bool, int]:
+        """Make a session's index ready ahead of a question; tell whether it is in memory, and its count of vectors."""
         session = self._existing(name)
-        return self._residents.resume(session.id) if self.embedder else 0
+        vectors = self._index.resume(session.id) if self.embedder else 0
+        return self._index.is_resident(session.id), vectors
+
+    @property
+    def index(self) -> IndexName:
+        """What searches by meaning."""
+        return self._index.name
 
     def _existing(self, name: str) -> Session:
         session = self.store.session(name)
@@ -214,7 +215,7 @@ class RescueService:
         self.metrics.embedder_ready.set(info.state == "ready")
         self.metrics.refresh_recent()
         if self.embedder:
-            indexes, size = self._residents.sizes()
+            indexes, size = self._index.sizes()
             self.metrics.indexes.set(indexes)
             self.metrics.index_bytes.set(size)
             self.metrics.embedder_starts.set(self.embedder.starts)

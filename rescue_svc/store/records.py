@@ -16,6 +16,18 @@ COLUMNS = "id, start, stop, layer, score, text, digest, seal"
 
 
 @dataclass(frozen=True)
+class Session:
+    """A session's row."""
+
+    id: int
+    name: str
+    spans: int
+    text_bytes: int
+    created: float
+    updated: float
+
+
+@dataclass(frozen=True)
 class NewSpan:
     """A span that a client sends."""
 
@@ -40,6 +52,15 @@ class Span(NewSpan):
     """A span that the store gave an id."""
 
     id: int
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A span that waits for its vector."""
+
+    span: int
+    session: int
+    text: str
 
 
 def span_of_row(row: SpanRow, session: str) -> Span:

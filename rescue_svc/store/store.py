@@ -5,35 +5,22 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError, StoreUnavailableError
 from rescue_svc.settings import Caps
 from rescue_svc.store import check, files, vectors, words
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, NewSpan, Span, Vectors, span_of_row
+from rescue_svc.store.records import COLUMNS, NewSpan, Pending, Session, Span, Vectors, span_of_row
 
 log = logging.getLogger(__name__)
 
 READERS = 4
 
 
-@dataclass(frozen=True)
-class Session:
-    """A session's row."""
-
-    id: int
-    name: str
-    spans: int
-    text_bytes: int
-    created: float
-    updated: float
-
-
-class Store:
+class SqliteStore:
     """Spans of all sessions, in one SQLite database of one process. Safe to call from many threads.
 
     Raises DirectoryInUseError, StoreUnavailableError or StoreDamagedError when it cannot be opened.
@@ -46,6 +33,7 @@ class Store:
         self._writing = threading.Lock()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._common_words: dict[int, dict[str, int]] = {}
+        self._embedded: dict[str, int] = {}  # by model: every span up to here has its vector, or was given up
         try:
             with files.sqlite_errors():
                 self._open(directory / files.DATABASE)
@@ -76,6 +64,10 @@ class Store:
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         files.seal_open(self.directory)
         (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
+
+    def about(self) -> str:
+        """Say where the spans are."""
+        return str(self.directory)
 
     def close(self) -> None:
         """Empty the log into the database, seal it and free the directory."""
@@ -255,7 +247,19 @@ class Store:
 
     # Vectors
 
-    def pending(self, model: str, after: int, limit: int) -> list[vectors.Pending]:
+    def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
+        """Give the next spans, in the order of writing, the vectors that `embed` makes; tell whether there were any."""
+        spans = self.pending(model, self._embedded.get(model, 0), limit)
+        if spans:
+            self.store_vectors(model, spans, embed(spans))
+            self._embedded[model] = spans[-1].span
+        return bool(spans)
+
+    def give_up(self, model: str, span: int) -> None:
+        """Leave a span without a vector until the next start: it cannot be embedded."""
+        self._embedded[model] = span
+
+    def pending(self, model: str, after: int, limit: int) -> list[Pending]:
         """Return the next spans past id `after` that have no vector of `model`."""
         with self._read() as connection:
             return vectors.pending(connection, model, after, limit)
@@ -265,7 +269,7 @@ class Store:
         with self._read() as connection:
             return vectors.count_pending(connection, model)
 
-    def store_vectors(self, model: str, spans: Sequence[vectors.Pending], matrix: Vectors) -> None:
+    def store_vectors(self, model: str, spans: Sequence[Pending], matrix: Vectors) -> None:
         """Store one vector a span, [N, D], in one transaction."""
         with self._write() as connection:
             vectors.store(connection, model, spans, matrix)

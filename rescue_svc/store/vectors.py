@@ -7,16 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rescue_svc.store.records import Vectors, vector_of_row, vector_seal
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A span that waits for its vector."""
-
-    span: int
-    session: int
-    text: str
+from rescue_svc.store.records import Pending, Vectors, vector_of_row, vector_seal
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,10 @@ A table of its own keeps word statistics from leaking between sessions, and forg
 import re
 import sqlite3
 
+from rescue_svc.store import budget
+
 # unicode61 splits words in any script; porter lets "evicted" find "evicts". Measured in benchmarks/rescue.
 TOKENIZER = "porter unicode61 remove_diacritics 2"
-MAX_TERMS = 64
-# FTS5 scores about a million postings a second. A query may touch this many, or a sixteenth of the session if that is
-# more; its commonest words, which say least, are left out beyond that.
-MIN_POSTINGS = 2048
-POSTINGS_SHARE = 16
 
 
 def table_name(session: int) -> str:
@@ -70,7 +67,7 @@ def search(
     `spans` is the size of the session; `excluded` ids are passed over. `common` remembers, from call to call, words
     that stand in at least so many spans: a session only grows. FTS5 fixes k1 = 1.2 and b = 0.75.
     """
-    terms = _rarest_terms(connection, session, query, max(MIN_POSTINGS, spans // POSTINGS_SHARE), common)
+    terms = _rarest_terms(connection, session, query, budget.postings(spans), common)
     if not terms:
         return {}
     name = table_name(session)
@@ -83,20 +80,20 @@ def search(
 
 
 def _rarest_terms(
-    connection: sqlite3.Connection, session: int, query: str, budget: int, common: dict[str, int]
+    connection: sqlite3.Connection, session: int, query: str, most: int, common: dict[str, int]
 ) -> list[str]:
-    """Return the query's words as quoted FTS5 strings, the commonest left out once the budget of postings is spent."""
+    """Return the query's words as quoted FTS5 strings, the commonest left out once `most` postings are spent."""
     name = table_name(session)
-    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_TERMS]
+    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[: budget.MAX_TERMS]
     # The count stops at the budget, so a word that stands everywhere costs no more than one that just fits.
-    count = f"SELECT count(*) FROM (SELECT 1 FROM {name} WHERE {name} MATCH ? LIMIT {budget:d})"  # noqa: S608
+    count = f"SELECT count(*) FROM (SELECT 1 FROM {name} WHERE {name} MATCH ? LIMIT {most:d})"  # noqa: S608
     counted = []
     for word in words:
-        postings = min(common.get(word, 0), budget)
-        if postings < budget:
+        postings = min(common.get(word, 0), most)
+        if postings < most:
             postings = connection.execute(count, (f'"{word}"',)).fetchone()[0]
-            if postings == budget:
-                common[word] = budget
+            if postings == most:
+                common[word] = most
         counted.append((postings, f'"{word}"'))
     terms: list[str] = []
     spent = 0
@@ -104,7 +101,7 @@ def _rarest_terms(
         if not postings:
             continue
         spent += postings
-        if terms and spent > budget:
+        if terms and spent > most:
             break
         terms.append(term)
     return terms

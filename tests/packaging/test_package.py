@@ -158,6 +158,7 @@ WORKS = {
     "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",
     "rescue": "import httpx2, mlx_tq.rescue.transport, rescue_svc.app",
+    "postgres": "import rescue_svc.app, rescue_svc.postgres",
 }
 # Too large to fetch for a test: that they can be installed together is what pip says.
 RESOLVED = {

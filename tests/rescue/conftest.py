@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import postgres_server
 import pytest
 
 from .harness import Here, Server
@@ -24,15 +25,61 @@ def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
     return lambda count: count // request.param
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[postgres_server.PostgresServer]:
+    """A server for tests that each have databases of their own there."""
+    if lacking := postgres_server.missing():
+        pytest.skip(lacking)
+    server = postgres_server.PostgresServer(fsync="off")  # none of them pulls a plug
+    yield server
+    server.stop()
+
+
+class Sqlite:
+    """Services that keep all in their data folders."""
+
+    def __call__(self, data_dir: Path) -> dict[str, str]:
+        """The settings of a service."""
+        return {}
+
+    def files(self, data_dir: Path) -> list[Path]:
+        """Every file that may hold what a service was given."""
+        return [path for path in data_dir.rglob("*") if path.is_file()]
+
+
+class Postgres(Sqlite):
+    """Services that keep all in a database, one for each data folder."""
+
+    def __init__(self, server: postgres_server.PostgresServer) -> None:
+        self.server = server
+
+    def __call__(self, data_dir: Path) -> dict[str, str]:
+        return {"store": self.server.database(data_dir)}
+
+    def files(self, data_dir: Path) -> list[Path]:
+        mine = self.server.sql(
+            "SELECT oid FROM pg_database WHERE datname = current_database()", self(data_dir)["store"]
+        )
+        others = {path for path in (self.server.data / "base").iterdir() if path.name != str(mine[0][0])}
+        return [path for path in super().files(self.server.data) if not others & {*path.parents}]
+
+
+@pytest.fixture(scope="session")
+def kept_in(request: pytest.FixtureRequest) -> Sqlite:
+    """Where services keep what they are given. EACH_STORE asks for SQLite, then for PostgreSQL."""
+    on_postgres = getattr(request, "param", "sqlite") == "postgres"
+    return Postgres(request.getfixturevalue("postgres")) if on_postgres else Sqlite()
+
+
 def starting(kind: Any, end: Callable[[Any], None]) -> Any:
     """A fixture that starts services on `tmp_path / "data"` or another folder; they end with the test."""
 
     @pytest.fixture
-    def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    def start(tmp_path: Path, kept_in: Sqlite) -> Iterator[Callable[..., Any]]:
         with ExitStack() as stack:
 
             def started(data_dir: Path = tmp_path / "data", **settings: object) -> Any:
-                service = kind(data_dir, **settings)
+                service = kind(data_dir, **kept_in(data_dir) | settings)
                 stack.callback(end, service)
                 return service
 
@@ -46,8 +93,9 @@ serve = starting(Server, Server.kill)  # in processes of their own
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+def shared(tmp_path_factory: pytest.TempPathFactory, kept_in: Sqlite) -> Iterator[Here]:
     """One service for tests that only add sessions of their own."""
-    service = Here(tmp_path_factory.mktemp("shared") / "data")
+    folder = tmp_path_factory.mktemp("shared") / "data"
+    service = Here(folder, **kept_in(folder))
     yield service
     service.stop()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 from fastapi.testclient import TestClient
 from http_harness import ServerProcess, wait_for
 
@@ -23,6 +24,7 @@ from rescue_svc.settings import load_settings
 
 URL = "http://127.0.0.1:5054"
 TOKEN = "a-token-of-the-tests"
+EACH_STORE = pytest.mark.parametrize("kept_in", ["sqlite", "postgres"], indirect=True)
 
 
 class Calls:

@@ -14,7 +14,7 @@ from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.errors import StoreDamagedError, StoreUnavailableError
 from rescue_svc.index import Residents
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, Store, copies, files
+from rescue_svc.store import NewSpan, SqliteStore, copies, files
 
 TYPED = (StoreDamagedError, StoreUnavailableError)
 CAPS = Caps(10**6, 10**6, 10**4)
@@ -31,7 +31,7 @@ QUESTION = "which fact about the owl?"
 @contextmanager
 def opened(folder: Path):
     """A store with its indexes, closed cleanly unless something is raised."""
-    store = Store(folder, CAPS)
+    store = SqliteStore(folder, CAPS)
     residents = Residents(store, "faiss", EMBEDDER.model, lambda: EMBEDDER.dim, 2**30)
     while spans := store.pending(EMBEDDER.model, 0, 64):
         store.store_vectors(EMBEDDER.model, spans, EMBEDDER.embed([span.text for span in spans]))
@@ -149,7 +149,7 @@ CHANGES = [
 @pytest.mark.parametrize(("statement", "says"), CHANGES)
 def test_a_row_that_was_changed_is_found(changed, statement, says):
     with pytest.raises(StoreDamagedError, match=says):
-        Store(changed(statement), CAPS)
+        SqliteStore(changed(statement), CAPS)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_rebuild_says_what_it_kept(pristine, copy, changed):
 
 
 def test_a_rebuild_that_finds_nothing_does_not_send_to_itself(tmp_path):
-    Store(tmp_path, CAPS).close()
+    SqliteStore(tmp_path, CAPS).close()
     with (tmp_path / files.DATABASE).open("r+b") as file:
         file.truncate(5000)
     with pytest.raises(StoreDamagedError, match="to begin with an empty store") as found:

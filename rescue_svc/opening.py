@@ -1,0 +1,33 @@
+"""Opens what the settings name: the store, and the index over its vectors."""
+
+from collections.abc import Callable
+
+from rescue_svc.errors import SettingsError
+from rescue_svc.index import Residents, choose_engine, remove_orphans
+from rescue_svc.settings import Settings
+from rescue_svc.store import Index, SqliteStore, Store
+
+
+def open_all(settings: Settings, model: str = "", dim: Callable[[], int] = int) -> tuple[Store, Index]:
+    """Return the store, and the index over its vectors [N, D] of `model`; `dim` tells D once it is needed.
+
+    Without a model there are no vectors to search.
+
+    Raises SettingsError, StoreUnavailableError, DirectoryInUseError or StoreDamagedError.
+    """
+    if settings.store is not None:
+        return _postgres(settings, settings.store.get_secret_value(), model)
+    engine = choose_engine(settings.index)
+    store = SqliteStore(settings.data_dir, settings.caps())
+    remove_orphans(settings.data_dir, {session.id for session in store.sessions()})
+    return store, Residents(store, engine, model, dim, settings.max_index_mb * 2**20)
+
+
+def _postgres(settings: Settings, url: str, model: str) -> tuple[Store, Index]:
+    try:
+        from rescue_svc import postgres  # psycopg, which only its users have
+    except ImportError as error:
+        raise SettingsError("a store on PostgreSQL needs psycopg: `pip install -e '.[postgres]'`") from error
+    connections = postgres.Connections(url)
+    store = postgres.PostgresStore(connections, settings.caps(), hnsw=settings.index != "exact")
+    return store, postgres.PostgresIndex(connections, model, "exact" if settings.index == "exact" else "hnsw")

@@ -1,0 +1,73 @@
+"""The shape of the database: what all sessions share, as an ordered list of steps, and the two tables of each session.
+
+A session has tables of its own, so that no search sees another's words or vectors, an index by HNSW holds nothing else,
+and forgetting it is dropping whole files: a row that is deleted leaves its bytes in the page.
+"""
+
+import psycopg
+
+from rescue_svc.errors import StoreDamagedError
+from rescue_svc.postgres.connections import LOCK, SCHEMA
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE SEQUENCE span_ids",
+        """CREATE TABLE sessions (
+            id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text COLLATE "C" NOT NULL UNIQUE,
+            spans bigint NOT NULL DEFAULT 0, text_bytes bigint NOT NULL DEFAULT 0, words bigint NOT NULL DEFAULT 0,
+            created double precision NOT NULL, updated double precision NOT NULL, model text)""",
+        # Spans that wait for a vector. Rows of a session that is forgotten go when the next batch is taken.
+        "CREATE TABLE queue (span bigint PRIMARY KEY, session bigint NOT NULL)",
+        "CREATE INDEX ON queue (session)",
+        # The words come here one by one, lower case and without diacritics; all that is left to do is to stem them.
+        "CREATE TEXT SEARCH DICTIONARY porter (TEMPLATE = pg_catalog.snowball, LANGUAGE = porter)",
+        "CREATE TEXT SEARCH DICTIONARY plain (TEMPLATE = pg_catalog.simple)",
+        "CREATE TEXT SEARCH CONFIGURATION words (PARSER = pg_catalog.default)",
+        "ALTER TEXT SEARCH CONFIGURATION words ADD MAPPING FOR asciiword, word, numword WITH porter",
+        "ALTER TEXT SEARCH CONFIGURATION words ADD MAPPING FOR int, uint, float, sfloat, version WITH plain",
+    ),
+)
+
+
+def migrate(connection: psycopg.Connection) -> None:
+    """Take the steps that are missing, all in one transaction; raises StoreDamagedError for a newer database."""
+    with connection.transaction():
+        connection.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK])
+        if not connection.execute("SELECT to_regclass(%s)", [f"{SCHEMA}.version"]).fetchone()[0]:  # type: ignore[index]
+            connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
+            connection.execute(f"CREATE TABLE {SCHEMA}.version AS SELECT 0 AS steps")
+        connection.execute(f"SET LOCAL search_path = {SCHEMA}")
+        done: int = connection.execute("SELECT steps FROM version").fetchone()[0]  # type: ignore[index]
+        if done > len(MIGRATIONS):
+            raise StoreDamagedError(
+                f"the database has version {done}, this program knows {len(MIGRATIONS)}; "
+                "upgrade mlx-tq or restore a dump"
+            )
+        for step in (statement for steps in MIGRATIONS[done:] for statement in steps):
+            connection.execute(step)
+        connection.execute("UPDATE version SET steps = %s", [len(MIGRATIONS)])
+
+
+def create_tables(connection: psycopg.Connection, session: int) -> None:
+    """Make the tables of a new session.
+
+    Nothing of text, words and vectors is sampled for the planner: its statistics would outlive the session.
+    """
+    connection.execute(
+        f"""
+        CREATE TABLE spans_{session:d} (
+            id bigint PRIMARY KEY, start bigint NOT NULL, stop bigint NOT NULL, layer integer NOT NULL,
+            score double precision NOT NULL, length integer NOT NULL, text text NOT NULL, digest bytea NOT NULL UNIQUE,
+            words tsvector NOT NULL);
+        ALTER TABLE spans_{session:d} ALTER text SET STATISTICS 0, ALTER words SET STATISTICS 0,
+            ALTER digest SET STATISTICS 0;
+        CREATE INDEX ON spans_{session:d} (start, stop);
+        CREATE INDEX ON spans_{session:d} USING gin (words) WITH (gin_pending_list_limit = 256);
+        CREATE TABLE vectors_{session:d} (span bigint PRIMARY KEY, vector vector NOT NULL);
+        ALTER TABLE vectors_{session:d} ALTER vector SET STATISTICS 0"""
+    )
+
+
+def drop_tables(connection: psycopg.Connection, session: int) -> None:
+    """Drop the tables of a session with all that belongs to them."""
+    connection.execute(f"DROP TABLE spans_{session:d}, vectors_{session:d}")

@@ -1,0 +1,12 @@
+"""How much of a question the search by words looks at: its words, rarest first, until they cost too much."""
+
+MAX_TERMS = 64
+# FTS5 scores about a million postings a second. A query may touch this many, or a sixteenth of the session if that is
+# more; its commonest words, which say least, are left out beyond that.
+MIN_POSTINGS = 2048
+POSTINGS_SHARE = 16
+
+
+def postings(spans: int) -> int:
+    """Return how many postings a query of a session of this size may touch."""
+    return max(MIN_POSTINGS, spans // POSTINGS_SHARE)

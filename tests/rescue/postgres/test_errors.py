@@ -1,0 +1,154 @@
+"""What is wrong with a server is said at the start: what it is, and what to do; no message holds the password."""
+
+import socket
+import struct
+import threading
+
+import pytest
+
+from rescue_svc.errors import SettingsError, StoreDamagedError, StoreUnavailableError
+from rescue_svc.settings import load_settings
+
+from ..harness import command
+
+PASSWORD = "Xylophonquartz"
+
+
+def role(server, name, *statements):
+    """A role of few rights."""
+    for statement in (f"DROP ROLE IF EXISTS {name}", f"CREATE ROLE {name} LOGIN", *statements):
+        server.sql(statement)
+    return name
+
+
+def nowhere(server):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return f"postgresql://u:{PASSWORD}@127.0.0.1:{port}/rescue"
+
+
+def no_database(server):
+    return server.url("nowhere")
+
+
+def no_role(server):
+    return server.url(user="stranger")
+
+
+def no_right_to_make_tables(server):
+    url = server.database()
+    server.sql("CREATE EXTENSION vector", url)
+    return url.replace("postgres@", role(server, "guest") + "@")
+
+
+def no_right_to_add_pgvector(server):
+    return server.database().replace("postgres@", role(server, "visitor") + "@")
+
+
+def no_pgvector(server):
+    bare = role(server, "bare", "ALTER ROLE bare SET extension_control_path = '/nowhere'")
+    return server.database().replace("postgres@", bare + "@")
+
+
+def old_pgvector(server):
+    url = server.database()
+    server.sql("CREATE EXTENSION vector", url)
+    server.sql("UPDATE pg_extension SET extversion = '0.7.4' WHERE extname = 'vector'", url)
+    return url
+
+
+def another_encoding(server):
+    server.sql("DROP DATABASE IF EXISTS bytes")
+    server.sql("CREATE DATABASE bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    return server.url("bytes")
+
+
+def a_standby(server):
+    url = server.database()
+    server.sql(f"ALTER DATABASE {url.partition('@/')[2].partition('?')[0]} SET default_transaction_read_only = on")
+    return url
+
+
+def old_server(server):
+    """Speaks the first words of PostgreSQL's protocol, version 3."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def message(kind, body):
+        return kind + struct.pack("!i", len(body) + 4) + body
+
+    def answer():
+        with listener, listener.accept()[0] as client:
+            client.recv(4096)
+            said = {"server_version": "13.5", "server_encoding": "UTF8", "client_encoding": "UTF8"}
+            status = [message(b"S", f"{name}\0{value}\0".encode()) for name, value in said.items()]
+            hello = [message(b"R", bytes(4)), *status, message(b"K", bytes(8)), message(b"Z", b"I")]
+            client.sendall(b"".join(hello))
+            client.recv(4096)
+
+    threading.Thread(target=answer, daemon=True).start()
+    where = f"127.0.0.1:{listener.getsockname()[1]}"
+    return f"postgresql://u:{PASSWORD}@{where}/rescue?sslmode=disable&gssencmode=disable"
+
+
+WRONG = {
+    nowhere: r"no connection to postgresql://127.0.0.1:\d+/rescue: .*[Cc]onnection refused.*; check RESCUE_STORE",
+    no_database: 'no connection to .*: .*database "nowhere" does not exist',
+    no_role: 'no connection to .*: .*role "stranger" does not exist',
+    no_right_to_make_tables: r"the role of RESCUE_STORE lacks a right \(permission denied for database .*\); grant it",
+    no_right_to_add_pgvector: "may not add pgvector to .*; have an administrator run `CREATE EXTENSION vector`",
+    no_pgvector: "the server of .* has no pgvector; install 0.8 or later",
+    old_pgvector: "has pgvector 0.7.4; 0.8 or later is needed: .* `ALTER EXTENSION vector UPDATE`",
+    another_encoding: "has the encoding SQL_ASCII; make a database in UTF8",
+    a_standby: "takes no writes now; name its primary in RESCUE_STORE",
+    old_server: "is PostgreSQL 13.5; 15 or later is needed",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_what_is_wrong_is_said(postgres, opening, wrong):
+    with pytest.raises(StoreUnavailableError, match=WRONG[wrong]) as found:
+        opening(wrong(postgres))
+    assert PASSWORD not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"store": f"mysql://u:{PASSWORD}@localhost/x"}, "store is no PostgreSQL URL"),
+        ({"store": f"postgresql://u:{PASSWORD}@localhost:a port/x"}, "store is no PostgreSQL URL"),
+        ({"store": "postgresql://localhost/x", "ephemeral": "true"}, "give one of the two"),
+        ({"store": "postgresql://localhost/x", "index": "faiss"}, "hnsw"),
+        ({"index": "hnsw"}, "faiss"),
+    ],
+)
+def test_settings_that_cannot_be_met(opening, settings, says):
+    with pytest.raises(SettingsError, match=says) as found:
+        opening(settings.pop("store", None), **settings)
+    assert PASSWORD not in str(found.value)
+    assert PASSWORD not in repr(load_settings(store=f"postgresql://u:{PASSWORD}@localhost/x"))
+
+
+def test_the_store_of_a_newer_version_is_left_alone(postgres, opening):
+    url = postgres.database()
+    opening(url)[0].write("s", [])
+    postgres.sql("UPDATE mlx_tq_rescue.version SET steps = 99", url)
+    with pytest.raises(StoreDamagedError, match="version 99, this program knows 1; upgrade"):
+        opening(url)
+
+
+def test_doctor_says_what_the_server_is_and_what_it_lacks(postgres, monkeypatch):
+    monkeypatch.setenv("RESCUE_STORE", postgres.database())
+    well = command("doctor", "--embedder", "none")
+    assert well.code == 0, well.out
+    assert "pgvector's HNSW" in well.out
+    assert "PostgreSQL 18" in well.out
+    assert "page checksums on, forgotten text leaves the disk at once: 0 sessions, 0 spans" in well.out
+    monkeypatch.setenv("RESCUE_STORE", nowhere(postgres))
+    ill = command("doctor", "--embedder", "none")
+    assert (ill.code, "BAD store" in ill.out) == (1, True)
+    for words in (("sessions",), ("serve", "--port", "0"), ("forget", "s"), ("backup", "nowhere")):
+        said = command(*words).err
+        assert "127.0.0.1" in said
+        assert PASSWORD not in said
+    assert "restore a dump" in command("rebuild").err

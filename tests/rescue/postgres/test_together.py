@@ -1,0 +1,176 @@
+"""Several services on one database: they share sessions and the queue; tables are made once, dumped and restored."""
+
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from rescue_svc.errors import SessionNotFoundError, StoreUnavailableError
+from rescue_svc.postgres import schema, vectors
+from rescue_svc.store import NewSpan
+
+from ..harness import Here, command
+
+DIM = 4
+
+
+def spans(first, count, text="fact"):
+    return [NewSpan(n, n + 1, -1, 0.0, f"{text} number {n}") for n in range(first, first + count)]
+
+
+def unit(waiting):
+    return np.eye(DIM, dtype=np.float32)[[item.span % DIM for item in waiting]]
+
+
+def test_they_make_the_tables_once_and_write_one_session(postgres, opening):
+    url = postgres.database()
+    with ThreadPoolExecutor(4) as together:
+        stores = [store for store, _ in together.map(lambda _: opening(url), range(4))]
+        written = list(together.map(lambda n: stores[n % 4].write("s", spans(n * 10, 20)), range(12)))
+    assert (
+        sum(new for new, _ in written) == max(total for _, total in written) == 130
+    )  # the halves that overlap count once
+    for store in stores:
+        session = store.session("s")
+        assert (session.spans, len(store.spans(session)), store.count_pending("test-1")) == (130, 130, 130)
+        assert list(store.bm25(session, "129", 8, set())) == [
+            span.id for span in store.spans(session) if span.start == 129
+        ]
+
+
+def test_each_span_is_embedded_by_one_of_them(postgres, opening):
+    """While one works on its spans the others take the next; what one drops is there for all."""
+    url = postgres.database()
+    first, second = (opening(url)[0] for _ in range(2))
+    first.write("s", spans(0, 6))
+    seen = []
+
+    def slowly(waiting):
+        seen.extend(item.span for item in waiting)
+        assert second.embed_next("test-1", 2, lambda others: seen.extend(item.span for item in others) or unit(others))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        first.embed_next("test-1", 2, slowly)
+    assert seen == [1, 2, 3, 4]
+    assert first.count_pending("test-1") == 4
+    while second.embed_next("test-1", 2, lambda rest: seen.extend(item.span for item in rest) or unit(rest)):
+        pass
+    assert seen[4:] == [1, 2, 5, 6]
+    assert first.count_pending("test-1") == 0
+
+
+def test_a_session_may_be_forgotten_while_it_is_embedded_and_read(postgres, opening):
+    url = postgres.database()
+    (first, index), (second, _) = opening(url), opening(url)
+    first.write("s", spans(0, 4))
+    session = first.session("s")
+
+    def forgotten_meanwhile(waiting):
+        assert second.forget("s").spans == 4
+        return unit(waiting)
+
+    assert first.embed_next("test-1", 4, forgotten_meanwhile)
+    query = np.eye(DIM, dtype=np.float32)[0]
+    assert index.current(session.id).search(query, 8, set()) == index.current(session.id).similarities(query, [1]) == {}
+    assert (first.bm25(session, "fact", 8, set()), first.spans(session), first.page(session, 0, 9)) == ({}, [], [])
+    assert first.count_pending("test-1") == 0
+    while first.embed_next("test-1", 4, unit):
+        pass
+    with pytest.raises(SessionNotFoundError):
+        first.forget("s")
+
+
+def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
+    url = postgres.database()
+    stores = [opening(url)[0] for _ in range(2)]
+    done = threading.Event()
+
+    def embed():
+        while not done.is_set():
+            stores[0].embed_next("test-1", 8, unit)
+
+    def work(n):
+        for step in range(6):
+            stores[n % 2].write(f"s{n % 3}", spans(100 * n + step, 2, "other"))
+            with suppress(SessionNotFoundError):  # another has just done it
+                assert stores[(n + step) % 2].forget(f"s{n % 3}").spans > 0
+
+    with ThreadPoolExecutor(5) as threads:
+        embedding = threads.submit(embed)
+        for each in [threads.submit(work, n) for n in range(4)]:
+            each.result()
+        done.set()
+        embedding.result()
+    for session in stores[0].sessions():
+        assert len(stores[0].spans(session)) == session.spans
+    left = postgres.sql("SELECT relname FROM pg_class WHERE relname ~ '^(spans|vectors)_[0-9]+$'", url)
+    ids = [session.id for session in stores[0].sessions()]
+    assert {name for (name,) in left} == {f"{kind}_{session}" for session in ids for kind in ("spans", "vectors")}
+
+
+def test_a_migration_that_fails_leaves_nothing(postgres, opening, monkeypatch):
+    url = postgres.database()
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "MIGRATIONS", ((*schema.MIGRATIONS[0], "SELECT * FROM nowhere"),))
+        with pytest.raises(StoreUnavailableError):
+            opening(url)
+    found = postgres.sql("SELECT to_regnamespace('mlx_tq_rescue')", url)
+    assert found == [(None,)]
+    assert opening(url)[0].write("s", spans(0, 1)) == (1, 1)
+
+
+def test_a_large_session_gets_an_index_and_finds_the_same(postgres, opening, monkeypatch):
+    """By HNSW, and exactly; also where most of what is near is left out."""
+    monkeypatch.setattr(vectors, "HNSW_FROM", 300)
+    url, dim = postgres.database(), 16
+    store, hnsw = opening(url, dim=dim)
+    exact = opening(url, dim=dim, index="exact")[1]
+    rng = np.random.default_rng(1)
+
+    def random(waiting):
+        made = rng.standard_normal((len(waiting), dim)).astype(np.float32)
+        return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+    for first in range(0, 400, 100):
+        store.write("s", spans(first, 100))
+        store.embed_next("test-1", 100, random)
+    (session,) = store.sessions()
+    assert postgres.sql(f"SELECT indexdef FROM pg_indexes WHERE indexname = 'nearest_{session.id}'", url)
+    for excluded in (set(), set(range(1, 380))):
+        query = random([None])[0]
+        truth = exact.current(session.id).search(query, 10, excluded)
+        found = hnsw.current(session.id).search(query, 10, excluded)
+        assert list(truth.values()) == sorted(truth.values(), reverse=True)
+        assert len(found.keys() & truth.keys()) >= 9
+        assert not found.keys() & excluded
+
+
+def test_a_dump_is_the_store_again(postgres, tmp_path, monkeypatch):
+    url = postgres.database()
+    service = Here(tmp_path, store=url)
+    service.write("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
+    service.wait_until_embedded()
+    expected = service.retrieve("s", "backup")
+    monkeypatch.setenv("RESCUE_STORE", url)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "there is no pg_dump" in command("backup", tmp_path / "monday").err
+    monkeypatch.setenv("PATH", str(postgres.bin))
+    said = command("backup", tmp_path / "monday")
+    assert said.code == 0, said.err
+    assert "exists" in command("backup", tmp_path / "monday").err
+    service.write("s", ("after the backup", 9, 12))
+    service.stop()
+    restored = postgres.database()
+    postgres.sql("CREATE EXTENSION vector", restored)
+    subprocess.run([postgres.bin / "pg_restore", "--dbname", restored, tmp_path / "monday" / "rescue.dump"], check=True)
+    service = Here(tmp_path, store=restored)
+    service.wait_until_embedded()
+    assert service.retrieve("s", "backup") == expected
+    assert service.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
+    service.stop()
+    assert command("sessions").out.split()[:3] == ["s", "3", "spans"]
+    assert command("forget", "s").out == "s: 3 spans forgotten\n"
