@@ -6,12 +6,14 @@ from typing import Any
 from mlx_tq.commands.args import config_from_args
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.models import load
+from mlx_tq.ranks.group import ALONE, Ranks
 
 
-def load_chosen(args: argparse.Namespace, **tokenizer_config: Any) -> tuple[Any, Any]:
+def load_chosen(args: argparse.Namespace, ranks: Ranks = ALONE, **tokenizer_config: Any) -> tuple[Any, Any]:
     """Load the model of --model, --adapter-path, --dtype, --dequantize and --trust-remote-code, and its tokenizer.
 
-    Where the flags of the cache let tokens leave, see that it is known what questions look for.
+    Of several ranks each gets its part. Where the flags of the cache let tokens leave, see that it is known what
+    questions look for.
 
     Raises:
         MlxTqError: as `models.load`, and as `ask_beforehand`.
@@ -20,6 +22,7 @@ def load_chosen(args: argparse.Namespace, **tokenizer_config: Any) -> tuple[Any,
         args.model,
         dtype=args.dtype,
         dequantize=args.dequantize,
+        ranks=ranks,
         adapter_path=getattr(args, "adapter_path", None),
         tokenizer_config={"trust_remote_code": args.trust_remote_code, **tokenizer_config},
         trust_remote_code=args.trust_remote_code,
