@@ -6,6 +6,7 @@ MlxTqError
 ├── KernelUnavailableError  a GPU kernel that could not be built or run
 ├── NonFiniteError          a model that produced NaN or infinite keys, values or logits
 ├── CacheFormatError        a cache or file that is damaged, foreign or of another configuration
+├── RankError               processes that run one model together disagree, or one is gone
 └── RescueError             the rescue service was asked for and did not answer
 
 A message says what went wrong, the offending value, what would be valid, and what to do.
@@ -34,6 +35,18 @@ class NonFiniteError(MlxTqError):
 
 class CacheFormatError(MlxTqError):
     """A cache or cache file that is damaged, foreign or of another configuration."""
+
+
+class RankError(MlxTqError):
+    """Processes that run one model together disagree, or one is gone.
+
+    Attributes:
+        everywhere: it is raised on all of them, and told once.
+    """
+
+    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 class RescueError(MlxTqError):

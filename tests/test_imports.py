@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 # modules that share a line do not import each other.
 LAYERS = {
     "mlx_tq": [
-        *({"errors"}, {"atomic_files", "user_folders"}, {"codec"}, {"kernels"}, {"policies"}, {"config"}, {"models"}),
+        *({"errors"}, {"atomic_files", "user_folders"}, {"codec"}, {"kernels"}, {"ranks"}, {"policies"}, {"config"}),
+        {"models"},
         *({"cache"}, {"seam"}, {"sequence"}, {"prefixes"}, {"rescue"}, {"conversation"}, {"commands"}),
         {"chat", "server", "evaluate", "bench", "generate", "cache_prompt", "calibrate", "doctor", "store"},
         *({"demo"}, {"cli"}, {"__main__"}),
@@ -36,6 +37,7 @@ ONLY = {
     "user_folders": set(),
     "codec": {"mlx", "numpy"},
     "kernels": {"mlx"},
+    "ranks": {"mlx", "mlx_lm", "numpy"},
     "policies": {"mlx", "numpy"},
     "config": set(),
 }

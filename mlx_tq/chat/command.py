@@ -7,11 +7,13 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_tq.chat.loop import Chat
 from mlx_tq.chat.screen import show_banner, show_last_exchange
 from mlx_tq.commands.args import SHADOW, chooses_rescue, config_from_args, option_value, rescue_from_args, with_blocks
+from mlx_tq.commands.joining import join_ranks
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.preflight import check_arguments
 from mlx_tq.commands.prompts import template_config
 from mlx_tq.commands.screen import console, show_shadow
 from mlx_tq.commands.stores import chosen_store
+from mlx_tq.config import RescueConfig
 from mlx_tq.conversation import Session
 from mlx_tq.rescue import AUTO, OFF
 
@@ -25,11 +27,14 @@ def run(args: argparse.Namespace) -> int:
         MlxTqError: whatever stands in the way of a conversation.
     """
     check_arguments(args)
+    ranks = join_ranks(args)
     config = config_from_args(args)
     rescue = rescue_from_args(args, default=AUTO if config.evict else OFF)
     if rescue.service != OFF:
         config = with_blocks(config, args)
-    model, tokenizer = load_chosen(args)
+    if not ranks.is_first:  # the first one asks for all
+        rescue = RescueConfig(service=OFF)
+    model, tokenizer = load_chosen(args, ranks=ranks)
     warnings: list[str] = []
     with Session(
         model,
@@ -40,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         template=template_config(args),
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
-        sampler=make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k),
+        sampler=ranks.choosing(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
         seed=args.seed,
         store=chosen_store(args),
         shadow=option_value(args, SHADOW),
@@ -53,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if session.rescue.service == AUTO and session.client is not None:
             session.client.ready(_START_S)
         console.print("type a message; /help shows what else there is", style="dim")
-        code = Chat(session, warnings).run()
+        code = Chat(session, warnings, ranks).run()
         if session.shadow is not None:
             show_shadow(session.shadow.report())
         return code

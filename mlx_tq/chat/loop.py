@@ -4,16 +4,19 @@ import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mlx_tq.chat.screen import show_banner, show_last_exchange, show_memory, show_stats, show_turn
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
+from mlx_tq.commands.joining import collect_stats, show_ranks
 from mlx_tq.commands.progress import prefill_progress
 from mlx_tq.commands.screen import console, warn
 from mlx_tq.conversation import Session
+from mlx_tq.conversation.recall import archive_warning
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.ranks.group import ALONE, Ranks
 
 with suppress(ImportError):  # not on every system; without it lines cannot be edited
     import readline  # gives input() its history and editing
@@ -40,15 +43,16 @@ class Chat:
     Args:
         session: to talk in.
         warnings: that the session leaves, to be shown when its answer has its line to itself.
+        ranks: that talk together; the first one reads.
     """
 
-    def __init__(self, session: Session, warnings: list[str]) -> None:
-        self._session, self._warnings = session, warnings
+    def __init__(self, session: Session, warnings: list[str], ranks: Ranks = ALONE) -> None:
+        self._session, self._warnings, self._ranks = session, warnings, ranks
         self._terminal = sys.stdin.isatty()
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text cost their line, not the chat
         self._commands: dict[str, Callable[[str], None]] = {
-            "/stats": lambda _: show_stats(session),
+            "/stats": self._stats,
             "/save": self._save,
             "/load": self._load,
             "/reset": self._reset,
@@ -60,25 +64,32 @@ class Chat:
         warned = False
         while True:
             try:
-                message = self._read()
+                said = self._ranks.wait_for(self._next)
                 warned = False
-            except EOFError:
-                return DONE
             except KeyboardInterrupt:
                 if warned or not self._terminal:
                     return INTERRUPTED
                 warned = True
                 console.print("\nCtrl-C once more leaves", style="dim")
                 continue
-            if message.strip() in ("/quit", "/exit"):
+            if said is None or said[0].strip() in ("/quit", "/exit"):
                 return DONE
-            self._take(message)
+            self._take(*said)
 
-    def _take(self, message: str) -> None:
+    def _next(self) -> tuple[str, bool] | None:
+        """The next message and whether it is a command; None where the input ends."""
+        try:
+            message = self._read()
+        except EOFError:
+            return None
+        name = message.strip().partition(" ")[0]
+        return message, message.startswith("/") and "\n" not in message and not _is_path(name)
+
+    def _take(self, message: str, is_command: bool) -> None:
         """Do what a message says. What cannot be done is said, and the conversation goes on."""
         try:
-            name, _, rest = message.strip().partition(" ")
-            if message.startswith("/") and "\n" not in message and not _is_path(name):
+            if is_command:
+                name, _, rest = message.strip().partition(" ")
                 if name not in self._commands:
                     raise ConfigError(
                         f"{name} is no command; valid are {', '.join(self._commands)}, /quit. A message may begin with "
@@ -95,11 +106,12 @@ class Chat:
     def _answer(self, message: str) -> None:
         before = len(self._session.turns)
         try:
-            with _stops(self._session), prefill_progress() as progress:
+            with _stops(self._session) if self._ranks.is_alone else nullcontext(), prefill_progress() as progress:
                 for piece in self._session.respond(message, progress=progress):
                     say(piece)
         except KeyboardInterrupt:  # the second one in a turn
-            pass
+            if not self._ranks.is_alone:  # which may be at different tokens
+                raise
         say("\n")
         if len(self._session.turns) > before:
             show_turn(self._session)
@@ -128,15 +140,26 @@ class Chat:
             raise EOFError
         return line.rstrip("\n")
 
+    def _stats(self, _: str) -> None:
+        show_stats(self._session)
+        if not self._ranks.is_alone:
+            show_ranks(collect_stats(self._ranks, self._session.stats, archive_warning(self._session.cache)))
+
     def _save(self, path: str) -> None:
+        self._check_alone("/save")
         self._session.save(_named(path, "/save"))
         console.print(f"saved to {path}", style="dim", markup=False)
 
     def _load(self, path: str) -> None:
+        self._check_alone("/load")
         self._session.load(_named(path, "/load"))
         show_banner(self._session)
         show_last_exchange(self._session)
         show_memory(self._session.stats)
+
+    def _check_alone(self, name: str) -> None:
+        if not self._ranks.is_alone:
+            raise ConfigError(f"{name} is for one process: each of {self._ranks.size} ranks has a part of the cache.")
 
     def _reset(self, _: str) -> None:
         self._session.reset()

@@ -46,6 +46,13 @@ class Option(NamedTuple):
 PROFILE = Option(
     "--kv-profile", "profile", str, f"how the KV cache is stored: {', '.join(PROFILES)} (default: {DEFAULT_PROFILE})"
 )
+MEAN_BITS = Option(
+    "--kv-mean-bits",
+    "mean_bits",
+    float,
+    "in the place of a profile: choose the formats of each layer so that a value takes so many bits, such as 4.2, "
+    "scales included; what layers lose is measured once a model (default: none)",
+)
 OPTIONS = (
     Option(
         "--kv-key",
@@ -61,13 +68,7 @@ OPTIONS = (
         "(default: 512)",
     ),
     Option("--kv-value", "value", str, "format of values: the same but for spectral (default: the profile's)"),
-    Option(
-        "--kv-mean-bits",
-        "mean_bits",
-        float,
-        "in the place of a profile: choose the formats of each layer so that a value takes so many bits, such as 4.2, "
-        "scales included; what layers lose is measured once a model (default: none)",
-    ),
+    MEAN_BITS,
     Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type (default: 128)"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type (default: 128)"),
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more (default: 0)"),

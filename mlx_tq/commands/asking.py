@@ -10,8 +10,9 @@ from mlx_tq.commands.progress import prefill_progress
 from mlx_tq.commands.screen import console, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.models import fingerprint
+from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.known_queries import kept_queries, make_folder
 from mlx_tq.sequence.losses import kept_losses, known_losses, save_losses
@@ -56,8 +57,19 @@ def measure(model: Any, tokenizer: Any) -> None:
     console.print(f"what each layer loses is kept in {path}", style="dim", markup=False, soft_wrap=True)
 
 
+def _agree_on_folder(path: Path, ranks: Ranks) -> None:
+    """As `make_folder`; where one rank has none, none of them begins the work."""
+    refused: ConfigError | None = None
+    try:
+        make_folder(path)
+    except ConfigError as error:
+        refused = error
+    if ranks.any([refused is not None])[0]:
+        raise refused or ConfigError("another rank has no folder for them.")
+
+
 def _gather(model: Any, tokenizer: Any, path: Path, *, covariance: bool) -> None:
-    make_folder(path)  # before the work, not after it
+    _agree_on_folder(path, ranks_of(model))  # before the work, not after it
     with prefill_progress(what="asking the model questions, once") as progress:
         found = queries_of_questions(model, tokenizer, load_text(), covariance=covariance, progress=progress)
     save_queries(model, path, found)

@@ -16,7 +16,7 @@ from mlx_tq.commands.needles.questions import scenes
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import read
 from mlx_tq.errors import ConfigError
-from mlx_tq.models import fingerprint
+from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
 from mlx_tq.policies.calibration import save_calibration
 from mlx_tq.policies.calibrator import SKIP, Calibrator
@@ -148,8 +148,9 @@ def listen(
 
 
 def save_queries(model: Any, path: str | Path, found: Queries) -> None:
-    """Write what was gathered of `model`; raises as `save_calibration`."""
-    save_calibration(path, fingerprint(model), found.ropes, found.stats)
+    """Write what was gathered of `model`, by each rank of its heads; raises as `save_calibration`."""
+    ranks = ranks_of(model)
+    save_calibration(path, fingerprint(model), found.ropes, [stats.of_all(ranks) for stats in found.stats])
 
 
 def _caches(model: Any, covariance: bool) -> Callable[[], list[Any]]:

@@ -13,9 +13,15 @@ from pathlib import Path
 
 from mlx_tq.commands.args import check_environment, choose_impl
 from mlx_tq.commands.foreign_text import readable
-from mlx_tq.errors import ConfigError, MlxTqError
+from mlx_tq.errors import ConfigError, MlxTqError, RankError
+from mlx_tq.ranks.ending import end_when_told, tell_end
+from mlx_tq.ranks.launched import is_launched, launched_rank
 
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
+# Commands that several processes run together under `mlx.launch`.
+_TOGETHER = ("generate", "chat")
+# Of mlx, about a connection to another process.
+_BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
 
 
 def run_command(command: str, parser: argparse.ArgumentParser, work: str, words: Sequence[str] | None = None) -> int:
@@ -30,6 +36,8 @@ def run_command(command: str, parser: argparse.ArgumentParser, work: str, words:
     """
 
     def run() -> int:
+        if is_launched():
+            _take_place(command)
         args = parser.parse_args(words)
         check_environment()
         choose_impl(args)
@@ -51,17 +59,52 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()
     except MlxTqError as error:
-        sys.stderr.write(f"mlx_tq {command}: {readable(str(error))}\n")
+        if not (isinstance(error, RankError) and error.everywhere and launched_rank()):
+            _tell(command, str(error))
         return USAGE_ERROR if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except RuntimeError as error:
+        if not str(error).startswith(_BACKENDS):
+            raise
+        _tell(command, f"another rank has ended, or cannot be reached any more ({error}).")
+        return FAILED
     except BrokenPipeError:  # the reader of our output left
         _give_up_output()
         return FAILED
     except OSError as error:  # a full disk, say, behind our output
         _give_up_output()
-        sys.stderr.write(f"mlx_tq {command}: {readable(str(error))}\n")
+        _tell(command, str(error))
         return FAILED
+
+
+def _take_place(command: str) -> None:
+    """Get ready to run with others: the first rank alone writes to stdout, and each says in a line why it ends.
+
+    Raises:
+        ConfigError: the command runs in one process.
+    """
+    if launched_rank():
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
+    if command not in _TOGETHER:
+        raise ConfigError(
+            f"it runs in one process; {', '.join(_TOGETHER)} run in several. Start it without mlx.launch."
+        )
+    end_when_told(_line(command, "told to end (SIGTERM), which mlx.launch does where another rank has ended."))
+
+
+def _line(command: str, message: str) -> str:
+    who = f"rank {launched_rank()}: " if is_launched() else ""
+    return f"mlx_tq {command}: {who}{readable(message)}"
+
+
+def _tell(command: str, message: str) -> None:
+    """Why the process ends: the only line about it where others run with it."""
+    line = _line(command, message)
+    if is_launched():
+        tell_end(line)
+    else:
+        sys.stderr.write(f"{line}\n")
 
 
 def _give_up_output() -> None:

@@ -7,12 +7,16 @@ from mlx_tq.commands.args import config_from_args
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.config import KVConfig
 from mlx_tq.models import load
+from mlx_tq.ranks.group import ALONE, Ranks
 
 
-def load_chosen(args: argparse.Namespace, *configs: KVConfig, **tokenizer_config: Any) -> tuple[Any, Any]:
+def load_chosen(
+    args: argparse.Namespace, *configs: KVConfig, ranks: Ranks = ALONE, **tokenizer_config: Any
+) -> tuple[Any, Any]:
     """Load the model of --model, --adapter-path, --dtype, --dequantize and --trust-remote-code, and its tokenizer.
 
-    See that all is known of it that the flags of the cache, and further `configs`, ask to know.
+    Of several ranks each gets its part. See that all is known of the model that the flags of the cache, and further
+    `configs`, ask to know.
 
     Raises:
         MlxTqError: as `models.load`, and as `ask_beforehand`.
@@ -21,6 +25,7 @@ def load_chosen(args: argparse.Namespace, *configs: KVConfig, **tokenizer_config
         args.model,
         dtype=args.dtype,
         dequantize=args.dequantize,
+        ranks=ranks,
         adapter_path=getattr(args, "adapter_path", None),
         tokenizer_config={"trust_remote_code": args.trust_remote_code, **tokenizer_config},
         trust_remote_code=args.trust_remote_code,

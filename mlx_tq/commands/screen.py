@@ -68,6 +68,9 @@ def show_plan(plan: Plan, tokens: int) -> None:
     for name in sorted(set(others)):
         shown.add_row(f"{others.count(name)} others", "as they are", "", "", "", name)
     console.print(shown)
+    if not plan.ranks.is_alone:
+        heads = ", ".join(str(heads) for heads in sorted({layer.slot.heads for layer in plan.layers}))
+        console.print(f"{plan.ranks.size} ranks; KV heads of a layer on each: {heads}; bytes are of one rank")
     spec = plan.layers[0].spec
     console.print(
         f"in the model's own type, {plan.layers[0].slot.dtype}: the first {spec.prefix} tokens, the last {spec.window} "

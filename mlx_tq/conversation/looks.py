@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import numpy as np
+
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import choose
 from mlx_tq.sequence.sequence import Sequence
@@ -65,5 +67,6 @@ class Looks:
         now = time.perf_counter()
         took, steps = now - began, (began - self._began) / self._since
         self.count, self.seconds = self.count + 1, self.seconds + took
-        self._next = max(self._every, int(took / (_SHARE * steps)))
+        waits = self._sequence.ranks.most(np.array([took / (_SHARE * steps)]))  # all ranks look at the same time
+        self._next = max(self._every, int(waits[0]))
         self._since, self._began = 0, now

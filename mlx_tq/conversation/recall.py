@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
@@ -57,8 +58,9 @@ def read(
 ) -> None:
     """Read tokens over caches as mlx-lm does, `step` at a time."""
     for start in range(0, len(ids), step):
-        model(mx.array(ids[start : start + step])[None], cache=caches)
-        mx.eval([cache.state for cache in caches])
+        with mx.stream(generation_stream):
+            model(mx.array(ids[start : start + step])[None], cache=caches)
+            mx.eval([cache.state for cache in caches])
         mx.clear_cache()
         progress(min(start + step, len(ids)), len(ids))
 

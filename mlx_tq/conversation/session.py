@@ -24,9 +24,10 @@ from mlx_tq.conversation.recall import Recalled, archive_warning, recall, releas
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files
 from mlx_tq.conversation.statistics import SessionStats, TurnStats
 from mlx_tq.conversation.template import ChatFrame
-from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
+from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit, told
 from mlx_tq.conversation.worker import Worker, compute_weights
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.models import ranks_of
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prefixes.folder import Folder
 from mlx_tq.prefixes.store import PrefixStore, Reading, open_folder, reading
@@ -104,7 +105,7 @@ class Session:
         check_answer(max_tokens)
         if system_prompt is not None:
             check_text(system_prompt, "system prompt")
-        self.positions = position_limit(model)
+        self.positions, self._ranks = position_limit(model), ranks_of(model)
         self.turns: list[TurnStats] = []
         self._warn = warn
         self._around = ChatFrame(tokenizer, system_prompt, template)
@@ -182,6 +183,7 @@ class Session:
         if len(rehydration.ids) >= room:
             rehydration = NOTHING
         ids = [*before, *rehydration.ids, *after]
+        self._ranks.check("the tokens of the turn", np.array(ids))
         start = len(transcript.ids)
         transcript.read(ids, rehydration, len(before))
         room -= len(rehydration.ids)
@@ -222,6 +224,7 @@ class Session:
         except _Stopped:
             pass
         finally:
+            self._ranks.settle()
             looks.end()
             self._hold(NOTHING)
             settled = self._settle(start, answered=turn.generation_tokens > 0)
@@ -241,7 +244,7 @@ class Session:
 
     def rehydrate(self, query: str) -> Rehydration:
         """What of the evicted text a question needs, quoted. `respond` does this by itself."""
-        return self._transcript.recall(query, self._live())
+        return told(self._ranks, lambda: self._transcript.recall(query, self._live()))
 
     def stop(self) -> None:
         """End the current answer after its next token; safe in a signal handler and from other threads."""

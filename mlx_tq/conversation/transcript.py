@@ -1,8 +1,8 @@
 """What a session remembers outside of the cache: every token by position, what left, and how to ask for it."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from mlx_tq.config import LEAST_QUOTATION, RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.quote import quote
 from mlx_tq.conversation.spans import make_spans, runs, widen
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import Range
 
@@ -41,6 +42,12 @@ class Rehydration:
 
 
 NOTHING = Rehydration([], [], [])
+
+
+def told(ranks: Ranks, find: Callable[[], Rehydration]) -> Rehydration:
+    """What the first rank, which alone talks to the service, finds."""
+    ranges, texts, ids = ranks.tell(lambda: astuple(find()))
+    return Rehydration([(start, stop) for start, stop in ranges], texts, ids)
 
 
 class Transcript:

@@ -9,9 +9,16 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_tq.models.shard import shard_of
+
 
 def fingerprint(model: Any) -> str:
-    """16 hex digits that differ between models: names, shapes and types of all weights, values of the small ones."""
+    """16 hex digits that differ between models: names, shapes and types of all weights, values of the small ones.
+
+    A rank's part of a model has that of the whole.
+    """
+    if (shard := shard_of(model)) is not None:
+        return shard.fingerprint
     digest = hashlib.sha256()
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     for name, weight in sorted(weights.items()):

@@ -12,7 +12,9 @@ from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.models.gguf.model import load_gguf
 from mlx_tq.models.named import SMOLLM2, embedded_path, smollm2_path
+from mlx_tq.models.sharding import check_heads, divide
 from mlx_tq.policies.options import unknown
+from mlx_tq.ranks.group import ALONE, Ranks
 
 DTYPES = ("float32", "float16", "bfloat16")
 _REMEDY = (
@@ -24,7 +26,12 @@ _GGUF = ".gguf"
 
 
 def load(
-    model: str | Path | None = None, *, dtype: str | None = None, dequantize: bool = False, **options: Any
+    model: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    dequantize: bool = False,
+    ranks: Ranks = ALONE,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
@@ -33,34 +40,46 @@ def load(
         dtype: to compute in, one of DTYPES, or None for that of the weights; packed weights of a GGUF file have none:
             bfloat16, and float32 on a CPU, which multiplies packed bfloat16 ten times slower.
         dequantize: make packed weights dense.
+        ranks: each of which gets its part of the model.
         options: of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
 
     Raises:
         ConfigError: no such folder, file or hub model, or a damaged one; another dtype; a package that is not
-            installed.
-        UnsupportedModelError: mlx-lm does not know the architecture, or a GGUF file holds what cannot be read.
+            installed, or ranks that do not divide the model's KV heads.
+        UnsupportedModelError: mlx-lm does not know the architecture or cannot divide it, or a GGUF file holds what
+            cannot be read.
+        RankError: ranks have different models.
     """
-    loaded, tokenizer, _ = load_with_config(model, dtype=dtype, dequantize=dequantize, **options)
+    loaded, tokenizer, _ = load_with_config(model, dtype=dtype, dequantize=dequantize, ranks=ranks, **options)
     return loaded, tokenizer
 
 
 def load_with_config(
-    model: str | Path | None = None, *, dtype: str | None = None, dequantize: bool = False, **options: Any
+    model: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    dequantize: bool = False,
+    ranks: Ranks = ALONE,
+    **options: Any,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """As `load`, with the model's configuration."""
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     where = _checked(_located(model), options.get("adapter_path"))
+    if not ranks.is_alone:
+        check_heads(where, ranks)
     if Path(where).suffix == _GGUF:
         exact = "float32" if dequantize else dtype  # rounded once, when it is dense
         loaded, tokenizer, config = _from_file(Path(where), exact, options)
     else:
-        loaded, tokenizer, config = _from_folder(where, options)
+        loaded, tokenizer, config = _from_folder(where, {**options, "lazy": not ranks.is_alone})
     if dequantize:
         _make_dense(loaded)
         config.pop("quantization", None)
     if dtype is not None:
         loaded.set_dtype(dtype_of(dtype))
+    if not ranks.is_alone:
+        divide(loaded, ranks)
     tokenizer.model_max_length = sys.maxsize  # else transformers warns of its own of what is refused or said by us
     return loaded, tokenizer, config
 

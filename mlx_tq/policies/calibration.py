@@ -5,7 +5,7 @@ what its RoPE does to fixed vectors; a file of another model, or of the same wei
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ class Calibration:
                 "--covariance, let the run calibrate itself, or take another policy."
             )
         return self.layers
+
+    def part(self, rank: int, size: int) -> "Calibration":
+        """The statistics of one rank's query heads, the `rank`-th of `size` equal shares."""
+        return replace(self, layers=[stats.part(rank, size) for stats in self.layers])
 
     def fits(self, ropes: Sequence[Rope]) -> bool:
         """It was made under these RoPEs."""

@@ -7,6 +7,9 @@ queries will attend to.
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
+
+from mlx_tq.ranks.group import Ranks
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,18 @@ class QueryStats:
     def arrays(self) -> list[mx.array]:
         """The arrays that were gathered, by name."""
         return [x for x in (self.centre, self.amplitude, self.moment) if x is not None]
+
+    def part(self, rank: int, size: int) -> "QueryStats":
+        """The `rank`-th of `size` equal shares of the heads, computed, so that any thread can use it."""
+        own = [array.reshape(size, -1, *array.shape[1:])[rank] for array in self.arrays()]
+        mx.eval(own)
+        return QueryStats(*own)
+
+    def of_all(self, ranks: Ranks) -> "QueryStats":
+        """The statistics of all ranks' heads."""
+        if ranks.is_alone:
+            return self
+        return QueryStats(*(mx.array(ranks.stacked(np.array(array))) for array in self.arrays()))
 
     def map(self, other: "QueryStats", weight: float) -> "QueryStats":
         """Self moved to `other` by `weight`, from 0 to 1."""

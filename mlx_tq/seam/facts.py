@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_tq.ranks.group import ALONE, Ranks
+
 
 @dataclass(frozen=True)
 class SlotFacts:
@@ -44,6 +46,7 @@ class ModelFacts:
         slots: the plain KV caches among them.
         counts_keys: the model reads how many keys it fetched.
         positions: that the model allows, or None where its configuration does not say.
+        ranks: that have parts of the model, each with its own heads.
     """
 
     model_type: str
@@ -51,3 +54,4 @@ class ModelFacts:
     slots: list[SlotFacts]
     counts_keys: bool = False
     positions: int | None = None
+    ranks: Ranks = ALONE

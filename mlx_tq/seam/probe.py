@@ -14,6 +14,8 @@ from mlx_tq.cache.handles import Handle, handles
 from mlx_tq.codec.dtypes import dtype_name
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.kernels.masks import Mask
+from mlx_tq.models import ranks_of
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.seam import rope_hooks
 from mlx_tq.seam.attention import compressed_attention
 from mlx_tq.seam.facts import ModelFacts, SlotFacts
@@ -90,7 +92,7 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         self.views.append(view)
         return handles(view, keys.dtype)
 
-    def facts(self, index: int, part: int | None) -> SlotFacts:
+    def facts(self, index: int, part: int | None, ranks: Ranks) -> SlotFacts:
         keys, values = super().keys_and_values()
         norm = mx.linalg.norm(keys.astype(mx.float32), axis=-1)
         return SlotFacts(
@@ -100,7 +102,7 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
             key_dim=keys.shape[3],
             value_dim=values.shape[3],
             dtype=dtype_name(keys.dtype),
-            key_norm=float(np.median(np.array(norm))),
+            key_norm=float(np.median(ranks.stacked(np.array(norm[0])))),
             shared=len(self.views) > self._updates,
             rope=self.views[0].rope,
             no_rope=self.views[0].no_rope,
@@ -182,9 +184,10 @@ def probe_model(model: Any) -> ModelFacts:
             f"{name} cannot run on a compressed cache: its layers {idle} fetch keys and values, but attention never "
             "sees them. Use --kv-profile off."
         )
-    slots = [probe.facts(index, part) for (index, part), probe in probes.items()]
+    ranks = ranks_of(model)
+    slots = [probe.facts(index, part, ranks) for (index, part), probe in probes.items()]
     counts = any(view.counted for probe in probes.values() for view in probe.views)
-    return ModelFacts(name, classes, slots, counts, position_limit(model))
+    return ModelFacts(name, classes, slots, counts, position_limit(model), ranks)
 
 
 def _first_line(error: Exception) -> str:

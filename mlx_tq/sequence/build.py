@@ -103,7 +103,7 @@ def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], Compres
             for number, layer in enumerate(plan.layers)
             if layer.rope is not None
         }
-    sequence = Sequence(eviction, calibrators)
+    sequence = Sequence(eviction, calibrators, ranks=plan.ranks)
     return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], sequence, shadow=shadow)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.models import fingerprint
+from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies.calibration import Calibration, load_calibration
 from mlx_tq.policies.policy import CalibratedPolicy, Policy
 from mlx_tq.seam.attention import compressed_attention
@@ -111,12 +111,16 @@ def _losses(model: Any) -> Losses:
 
 
 def _calibration(model: Any, policy: Policy | None) -> Calibration | None:
-    """The statistics of a file that the policy names, or of one that is known of the model."""
+    """The statistics of a file that the policy names, or of one that is known of the model, on every rank."""
     if not isinstance(policy, CalibratedPolicy) or (policy.file is None and not policy.looks_up):
         return None
     stamp = fingerprint(model)
     path = policy.file or known_queries(stamp, covariance=policy.needs_covariance)
-    return None if path is None else load_calibration(path, stamp)
+    ranks = ranks_of(model)
+    if ranks.any([path is None])[0] or path is None:
+        return None
+    whole = load_calibration(path, stamp)
+    return whole if ranks.is_alone else whole.part(ranks.rank, ranks.size)
 
 
 def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) -> list[Any]:

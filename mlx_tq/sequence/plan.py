@@ -19,6 +19,7 @@ from mlx_tq.policies.config import Budget, EvictConfig, parse_budget
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
+from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.seam.facts import ModelFacts, SlotFacts
 from mlx_tq.sequence.allocation import Allocation
 from mlx_tq.sequence.eviction import EvictionPlan
@@ -80,6 +81,7 @@ class Plan:
         native_caches: makes a fresh list of the model's own caches.
         eviction: what evicting caches agree on, or None where all tokens stay.
         allocation: what the formats are worth, where they were chosen by `mean_bits`.
+        ranks: that have parts of the model; heads and bytes are this rank's.
     """
 
     model_type: str
@@ -89,6 +91,7 @@ class Plan:
     native_caches: Callable[[], list[Any]]
     eviction: EvictionPlan | None = None
     allocation: Allocation | None = None
+    ranks: Ranks = ALONE
 
     @property
     def recalls(self) -> bool:
@@ -163,7 +166,7 @@ def make_plan(
         except ConfigError as error:
             raise ConfigError(f"layer {slot.index} of {facts.model_type}: {error}") from error
         layers.append(LayerPlan(slot, spec, note))
-    plan = Plan(facts.model_type, config, facts.classes, layers, native_caches)
+    plan = Plan(facts.model_type, config, facts.classes, layers, native_caches, ranks=facts.ranks)
     return plan if config.evict is None else _with_eviction(plan, facts, config.evict, calibration)
 
 
@@ -251,6 +254,8 @@ def _learn_ropes(facts: ModelFacts) -> list[Rope]:
 def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = None) -> Budget:
     """The budget with bytes turned into the tokens that they hold at any length, counting what gathers before a round.
 
+    Of bytes each rank has its share.
+
     Args:
         plan: of the layers.
         config: with the budget.
@@ -262,6 +267,7 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
     budget = parse_budget(config.budget)
     if budget.nbytes is None:
         return budget
+    own = budget.nbytes // plan.ranks.size
     gathers = config.policy.trigger + BLOCK
     least = plan.config.prefix + plan.config.window + 1
     left = Departures(positions, config.policy.granularity)
@@ -269,14 +275,14 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
     def most(tokens: int) -> int:
         return sum(layer.nbytes(tokens + gathers, left=left) for layer in plan.layers)
 
-    if most(least) > budget.nbytes:
+    if most(least) > own:
         raise ConfigError(
-            f"a budget of {budget.nbytes:,} bytes is below the {most(least):,} that prefix "
+            f"a budget of {own:,} bytes is below the {most(least):,} that prefix "
             f"{plan.config.prefix}, window {plan.config.window} and a round of {gathers} tokens take. Raise the budget."
         )
     per_token = sum(layer.slot.heads * layer.row_bytes for layer in plan.layers)
-    enough = least + (budget.nbytes - most(least)) // per_token
-    return Budget(tokens=max(least, bisect_right(range(enough + 1), budget.nbytes, lo=least, key=most) - 1))
+    enough = least + (own - most(least)) // per_token
+    return Budget(tokens=max(least, bisect_right(range(enough + 1), own, lo=least, key=most) - 1))
 
 
 def _promote(name: str) -> str:

@@ -16,6 +16,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.config import BLOCK
 from mlx_tq.kernels.recall_score import log_sum_exp, recall_score
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 
 # The last tokens of a question, whose queries look into the archive.
@@ -54,18 +55,38 @@ class Scored(NamedTuple):
 
 
 def rank(
-    layers: List[CompressedKVCache], listeners: List[Listener], count: int, archive: ArchiveFile, extents: List[Extent]
+    layers: List[CompressedKVCache],
+    listeners: List[Listener],
+    count: int,
+    archive: ArchiveFile,
+    extents: List[Extent],
+    ranks: Ranks,
 ) -> list[Scored]:
-    """Blocks by what the last `count` tokens that were read would make of them, best first.
+    """Blocks by what the last `count` tokens that were read would make of them, best first; those on all ranks.
 
     Args:
         layers: of a sequence, by number, which have read these tokens.
         listeners: of theirs.
         count: tokens of the question.
         archive: that holds the blocks.
-        extents: the blocks.
+        extents: the blocks, some of which may be lost.
+        ranks: whose heads have a say.
     """
     archive.settle()
+    lost = np.array([extent.lost for extent in extents], bool)
+    best = np.zeros(len(extents))
+    if not lost.all():
+        there = [extent for extent in extents if not extent.lost]
+        best[~lost] = _largest_weights(layers, listeners, count, archive, there)
+    best, gone = ranks.most(np.stack([best, lost]))
+    order = [i for i in np.argsort(-best, kind="stable").tolist() if not gone[i]]
+    return [Scored(extents[i], float(best[i])) for i in order]
+
+
+def _largest_weights(
+    layers: List[CompressedKVCache], listeners: List[Listener], count: int, archive: ArchiveFile, extents: List[Extent]
+) -> np.ndarray:
+    """The largest weight of each block under this rank's heads, float64 [N]."""
     best = np.zeros(len(extents))
     for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True)):
         queries = listener.last(count)
@@ -87,8 +108,7 @@ def rank(
         total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
         weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
         best = np.maximum(best, weights.max(axis=(0, 1)))
-    order = np.argsort(-best, kind="stable").tolist()
-    return [Scored(extents[i], float(best[i])) for i in order]
+    return best
 
 
 def _tiles(extents: List[Extent]) -> list[list[Extent]]:

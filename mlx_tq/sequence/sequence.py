@@ -8,6 +8,7 @@ together again.
 import json
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlx_tq.policies.config import Budget, EvictConfig
 from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.selection import PositionRange, select
+from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
 from mlx_tq.sequence.recall import Listener, Scored, rank
@@ -60,6 +62,7 @@ class Sequence:
         plan: what the layers agree on.
         calibrators: of the layers by number, where the policy needs their queries.
         stats: of the rounds so far.
+        ranks: that have parts of the model; all lose the same tokens.
         held: positions that stay whatever their scores, and do not count; None for no such. Of a text that a question
             needs now: the round that makes room for it must not take it, or the rest of the cache, away.
         archive: where rows go that leave, or None where they are gone for good.
@@ -68,11 +71,16 @@ class Sequence:
     """
 
     def __init__(
-        self, plan: EvictionPlan, calibrators: dict[int, Calibrator], stats: EvictionStats | None = None
+        self,
+        plan: EvictionPlan,
+        calibrators: dict[int, Calibrator],
+        stats: EvictionStats | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.plan = plan
         self.calibrators = calibrators
         self.stats = stats or EvictionStats()
+        self.ranks = ranks
         self.held: PositionRange | None = None
         self.archive: ArchiveFile | None = None
         self.archived: tuple[Extent, ...] = ()
@@ -141,7 +149,7 @@ class Sequence:
         if not len(positions):  # prefix and tail alone are above the budget
             return
         body = Body([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
-        scores = policy.score(body)
+        scores = self.ranks.mean(policy.score(body))
         eligible = PositionRange(first.spec.prefix, first.offset - first.spec.window)
         free = np.arange(len(positions))
         if self.held is not None:  # blocks leave whole, so they are held whole
@@ -149,6 +157,7 @@ class Sequence:
             free = np.flatnonzero((blocks < self.held.start // g) | (blocks >= -(-self.held.stop // g)))
         free = free[~np.isin(positions[free], self.recalled)]
         gone = free[select(scores[free], positions[free], count, eligible, policy)]
+        self.ranks.check("which tokens leave", positions, gone)
         if not len(gone):
             return
         if self.plan.config.recalls:
@@ -171,7 +180,9 @@ class Sequence:
         for i, (start, rows) in enumerate(parts[0]):
             at = positions[start : start + rows.keys.shape[1]]
             found.append(archive.put(Block(at, [part[i][1] for part in parts])))
-        kept = [extent for extent in (*self.archived, *found) if extent is not None and not extent.lost]
+        together = (*self.archived, *found)
+        lost = self.ranks.any([extent is None or extent.lost for extent in together])
+        kept = [extent for extent, gone in zip(together, lost, strict=True) if extent is not None and not gone]
         self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
 
     def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
@@ -198,10 +209,10 @@ class Sequence:
             count: tokens of the question, all of them in the window.
             back: also those that are back, which count twice in the sum of all weights, for all blocks alike.
         """
-        extents = [e for e in self.archived if not e.lost and (back or e.positions[0] not in self.recalled)]
+        extents = [extent for extent in self.archived if back or extent.positions[0] not in self.recalled]
         if self.archive is None or not extents:
             return []
-        return rank(layers, self._listeners, count, self.archive, extents)
+        return rank(layers, self._listeners, count, self.archive, extents, self.ranks)
 
     def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
         """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
@@ -224,7 +235,7 @@ class Sequence:
     def recall(self, layers: list[CompressedKVCache], extents: Iterable[Extent]) -> int:
         """Put blocks back at their positions; returns their tokens. A damaged one is left out, for good.
 
-        One that left the archive is left out too.
+        One that left the archive is left out too; on all ranks what is missing on one.
 
         Args:
             layers: all of the sequence, by number.
@@ -232,24 +243,32 @@ class Sequence:
         """
         assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
         self.archive.settle()
-        blocks, damaged = [], []
-        for extent in extents:
-            if extent.lost:
-                continue
-            try:
-                blocks.append(self.archive.read(extent))
+        wanted = list(extents)
+        found = [None if extent.lost else self._undamaged(extent) for extent in wanted]
+        self._say_damaged(sum(not extent.lost for extent, block in zip(wanted, found, strict=True) if block is None))
+        missing = self.ranks.any([block is None for block in found])
+        gone = [extent for extent, is_missing in zip(wanted, missing, strict=True) if is_missing]
+        self.archived = tuple(extent for extent in self.archived if extent not in gone)
+        blocks = []
+        for extent, block in zip(wanted, found, strict=True):
+            if block is not None and extent not in gone:
+                blocks.append(block)
                 extent.recalls += 1
-            except CacheFormatError:
-                damaged.append(extent)
-        self.archived = tuple(extent for extent in self.archived if extent not in damaged)
-        self._say_damaged(len(damaged))
         if not blocks:
             return 0
         for number, layer in enumerate(layers):
             mx.eval(returning(layer, [(block.positions, block.layers[number]) for block in blocks]))
         back = np.concatenate([block.positions for block in blocks])
         self.recalled = np.union1d(self.recalled, back)
+        self.ranks.check("what comes back", self.recalled, layers[0].positions)
         return len(back)
+
+    def _undamaged(self, extent: Extent) -> Block | None:
+        """A block of the archive, if it can be read."""
+        assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
+        with suppress(CacheFormatError):
+            return self.archive.read(extent)
+        return None
 
     def release(self, layers: list[CompressedKVCache]) -> None:
         """Let what was recalled leave again; it is in the archive still."""
@@ -273,7 +292,9 @@ class Sequence:
         since = prefix + max(0, length - window - prefix) // BLOCK * BLOCK  # blocks come back whole
         needed = np.setdiff1d(np.arange(since, length), layers[0].positions)
         if len(needed):
-            behind = [e for e in self.archived if not e.lost and e.positions[0] in needed]
+            behind = [extent for extent in self.archived if extent.positions[0] in needed]
+            lost = self.ranks.any([extent.lost for extent in behind])
+            behind = [extent for extent, is_lost in zip(behind, lost, strict=True) if not is_lost]
             held = np.concatenate([_NONE, *(extent.positions for extent in behind)])
             if len(np.setdiff1d(needed, held)) or self.recall(layers, behind) < len(held):
                 raise CacheFormatError(
@@ -348,7 +369,7 @@ class Sequence:
     def part(self, number: int) -> "Sequence":
         """What a copy of layer `number` takes along."""
         own = self.calibrators.get(number)
-        twin = Sequence(self.plan, {number: own.copy()} if own else {}, self.stats)
+        twin = Sequence(self.plan, {number: own.copy()} if own else {}, self.stats, self.ranks)
         twin.held, twin._departed, twin._admitted = self.held, list(self._departed), self._admitted
         twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
         return twin

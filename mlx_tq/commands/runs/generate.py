@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
@@ -19,6 +20,7 @@ from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
 from mlx_tq.commands.images import embed_images
+from mlx_tq.commands.joining import collect_stats, join_ranks, show_ranks
 from mlx_tq.commands.preflight import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.commands.progress import prefill_progress
 from mlx_tq.commands.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
@@ -34,6 +36,7 @@ from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO
 from mlx_tq.prefixes.folder import Folder
 from mlx_tq.prefixes.store import PrefixStore, reading
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import compressed_caches
@@ -58,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
         MlxTqError: whatever stands in the way, before anything is generated where that can be known.
     """
     _check_request(args)
+    ranks = join_ranks(args)
     folder = _store_folder(args)
-    schema = None if args.json_schema is None else _read_schema(args)
-    prompt = read_prompt(args)
+    schema = None if args.json_schema is None else ranks.tell(lambda: _read_schema(args))
+    prompt = ranks.tell(lambda: read_prompt(args))
     if args.seed is not None:
         mx.random.seed(args.seed)
     name = args.model
@@ -70,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         name,
         dtype=args.dtype,
         dequantize=args.dequantize,
+        ranks=ranks,
         adapter_path=args.adapter_path,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
@@ -81,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.image:
         text, embeddings = embed_images(model, tokenizer, model_config, text, args.image)
     ids = encode(tokenizer, text, args)
+    ranks.check("the tokens of the prompt", np.array(ids))
     check_positions(len(ids), position_limit(model))
     ask_beforehand(model, tokenizer, chosen_config(args))
     opened = open_prompt_cache(model, args)
@@ -90,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.verbose:
         console.print(_describe_native(args), style="dim")
 
-    options: dict[str, Any] = {"sampler": _sampler(tokenizer, args), "prefill_step_size": args.prefill_step_size}
+    options: dict[str, Any] = {"sampler": _sampler(tokenizer, args, ranks), "prefill_step_size": args.prefill_step_size}
     if schema is not None:
         options["logits_processors"] = [_held_to(schema, tokenizer, ids, args)]
     if embeddings is not None:
@@ -101,14 +107,19 @@ def run(args: argparse.Namespace) -> int:
         opened = opened._replace(caches=shadow.caches)
         shadow.begin(ids[-1], len(ids) - 1)
     answer = _generate(model, tokenizer, ids, opened, store, shadow, max_tokens, args, options)
-    if warning := archive_warning(opened.caches):
-        warn(warning)
+    ranks.settle()
+    together = collect_stats(ranks, answer.stats.cache, archive_warning(opened.caches))
+    if ranks.is_alone and together[0].warning:
+        warn(together[0].warning)
     if args.json:
         plan = plan_dict(opened.plan, answer.stats.cache.tokens) if opened.plan else None
         recalled = None if answer.recalled is None else answer.recalled.to_dict()
-        report = {"text": answer.text, "stats": answer.stats.to_dict(), "plan": plan, "recalled": recalled}
+        report: dict[str, Any] = {"text": answer.text, "stats": answer.stats.to_dict(), "plan": plan}
+        report["recalled"] = recalled
         if shadow is not None:
             report["shadow"] = shadow.report().to_dict()
+        if not ranks.is_alone:
+            report["ranks"] = [each.to_dict() for each in together]
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.verbose:
         if answer.recalled is not None:
@@ -116,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
         show_stats(answer.stats)
         if shadow is not None:
             show_shadow(shadow.report())
+        if not ranks.is_alone:
+            show_ranks(together)
     return INTERRUPTED if answer.stats.finish_reason == "interrupted" else DONE
 
 
@@ -211,8 +224,8 @@ def _warn_of_eviction(tokens: int, limit: int | None, *, recalls: bool) -> None:
         )
 
 
-def _sampler(tokenizer: Any, args: argparse.Namespace) -> Any:
-    return make_sampler(
+def _sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
+    sampler = make_sampler(
         args.temp,
         args.top_p,
         args.min_p,
@@ -222,6 +235,7 @@ def _sampler(tokenizer: Any, args: argparse.Namespace) -> Any:
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
+    return ranks.choosing(sampler)
 
 
 def _add_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Namespace) -> tuple[Any, list[Any]]:

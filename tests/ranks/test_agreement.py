@@ -1,0 +1,161 @@
+"""All ranks lose the same tokens and get back the same blocks; one that does not is found out in that round."""
+
+from importlib import import_module
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import ConfigError, RankError
+from mlx_tq.models.sharding import divide
+from mlx_tq.policies import EvictConfig
+from mlx_tq.ranks.group import join
+from mlx_tq.sequence import sequence as sequences
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, plan_caches
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import choose
+
+from .together import run
+
+WINDOW = 24
+
+
+def calls():
+    """What each call gives a rank."""
+    ranks = join()
+    rank = ranks.rank
+    told = [ranks.tell(lambda: {"of": rank, "text": "ü" * 3}), ranks.wait_for(lambda: [rank])]
+    try:
+        ranks.tell(_refuse)
+    except (ConfigError, RankError) as error:
+        told.append(str(error))
+    same = np.arange(4)
+    ranks.check("the same", same)
+    with pytest.raises(RankError) as differing:
+        ranks.check("what they have", same + (rank == 2))
+    numbers = np.array([rank + 0.1, -rank])
+    chosen = ranks.first(mx.array([7 + rank], mx.uint32)).item()
+    flags = ranks.any([False, rank == 1])
+    rows = ranks.stacked(np.full((1, 2), rank, np.float32)).tolist()
+    numbers = ranks.mean(numbers).tolist(), ranks.most(numbers).tolist()
+    return told, ranks.collect("r" * rank), str(differing.value), numbers, chosen, flags, rows
+
+
+def _refuse():
+    raise ConfigError("no such file.")
+
+
+def test_what_ranks_add_up_agree_on_and_tell_each_other(tmp_path):
+    done = run(tmp_path, 3, calls)
+    told, collected, differing, (mean, most), chosen, flags, rows = done[0].value
+    assert [each.value for each in done] == [done[0].value] * 3, [each.err for each in done]
+    assert told == [{"of": 0, "text": "üüü"}, [0], "no such file."]
+    assert collected == ["", "r", "rr"]
+    assert differing.startswith("the 3 ranks disagree on what they have: rank 2 not as the others. ")
+    assert np.allclose(mean, [1.1, -1])
+    assert most == [2.1, 0]
+    assert (chosen, flags, rows) == (7, [False, True], [[0, 0], [1, 1], [2, 2]])
+
+
+POLICIES = ["knorm", "triattention:warmup=64:stats=text", "expected_attention:warmup=64:stats=text", "random"]
+
+
+def random_model(rng, size):
+    """A random llama with some KV heads for each rank; equal generators give equal models."""
+    module = import_module("mlx_lm.models.llama")
+    heads, groups = size * int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    sizes = {"hidden_size": 64, "intermediate_size": 32 * size, "num_hidden_layers": int(rng.integers(1, 4))}
+    heads = {"num_attention_heads": heads * groups, "num_key_value_heads": heads, "head_dim": 32}
+    args = module.ModelArgs(
+        model_type="llama", rms_norm_eps=1e-5, vocab_size=160, max_position_embeddings=4096, **sizes, **heads
+    )
+    mx.random.seed(int(rng.integers(2**31)))
+    model = module.Model(args)
+    mx.eval(model.parameters())
+    return model
+
+
+def rounds(count, seed, differing=()):
+    """The positions after each of `count` rounds or exchanges of random models, and what other choices led to.
+
+    For each of `differing`, from that round on of a model: the round of the choice, that of the error, and the error.
+    """
+    ranks, rng, found, caught = join(), np.random.default_rng(seed), [], []
+    wrong = list(differing)
+    while len(found) < count or wrong:
+        model = random_model(rng, ranks.size)
+        divide(model, ranks)
+        policy = f"{rng.choice(POLICIES)}:trigger=8:granularity={rng.choice([1, 8, 32])}"
+        evict = EvictConfig(policy, int(rng.integers(60, 150)), recall=64 if rng.random() < 0.5 else "off")
+        config = KVConfig(
+            key="q8", value="tq4", prefix=4, window=WINDOW, condition=bool(rng.random() < 0.3), evict=evict
+        )
+        caches = build_caches(plan_caches(model, config))
+        tokens = rng.integers(0, 160, 600)
+        with Choosing(wrong[0] if wrong else None, ranks.rank == 1) as choosing, compressed(model):
+            try:
+                read(model, caches, tokens, found)
+            except RankError as error:
+                wrong.pop(0)
+                caught.append((choosing.began, sequence_in(caches).stats.rounds, str(error)))
+    return found, caught
+
+
+def read(model, caches, tokens, found):
+    """Read, with a look into the archive between passes."""
+    sequence = sequence_in(caches)
+    sequence.listen(sequence_layers(caches), rounds=True)
+    for start in range(0, len(tokens), 20):
+        before = sequence.stats.rounds
+        mx.eval(model(mx.array(tokens[start : start + 20])[None], cache=caches))
+        if sequence.stats.rounds > before:
+            found.append(caches[0].positions.tobytes())
+        if sequence.archived and start % 3 == 0:
+            layers = sequence_layers(caches)
+            sequence.exchange(layers, choose(sequence.rank(layers, 20, back=True), 4, 64))
+            found.append(caches[0].positions.tobytes())
+
+
+class Choosing:
+    """From the round of this number on other blocks leave on the second rank than were selected, where others can.
+
+    Attributes:
+        began: the round in which they did.
+    """
+
+    def __init__(self, number, differs):
+        self.number, self.differs, self.select = number, differs, sequences.select
+        self.rounds, self.began = -1, None
+
+    def __enter__(self):
+        def other(scores, *args):
+            own, others = self.select(scores, *args), self.select(-scores, *args)
+            self.rounds += 1
+            if self.number is None or self.rounds < self.number or np.array_equal(own, others):
+                return own
+            self.began = self.rounds
+            return others if self.differs else own
+
+        sequences.select = other
+        return self
+
+    def __exit__(self, *_):
+        sequences.select = self.select
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(2, 100), *(pytest.param(size, 1000, marks=pytest.mark.full) for size in (2, 3, 4))]
+)
+def test_ranks_lose_the_same_and_one_that_differs_is_found_in_that_round(tmp_path, size, count):
+    differing = list(range(0, 9, 3 if count == 100 else 1))
+    done = run(tmp_path, size, rounds, count, size, differing)
+    assert all(each.value for each in done), [each.err for each in done]
+    found, caught = done[0].value
+    assert [each.value for each in done[1:]] == [done[0].value] * (size - 1)
+    assert len(found) >= count
+    assert len(set(found)) > count / 2
+    assert len(caught) == len(differing)
+    assert all(began == rounds >= number for number, (began, rounds, _) in zip(differing, caught, strict=True))
+    assert all("disagree on which tokens leave: rank 1 " in message for *_, message in caught)

@@ -1,0 +1,104 @@
+"""Commands of several ranks say what one process says, with eviction, recall, rescue; each has a part of the cache."""
+
+import json
+
+import pytest
+from commands.tools import facts, refused, zoo_model
+
+from .together import command
+
+# A small window, so that a text of a page is mostly packed, and much of it leaves.
+PACKED = ("--dtype", "float32", "--kv-prefix", "16", "--kv-window", "32")
+WAYS = {
+    "balanced": (),
+    "evict": ("--kv-evict", "triattention:trigger=32:warmup=64:stats=text", "--kv-budget", "50%"),
+    "known": ("--kv-evict", "triattention:trigger=32", "--kv-budget", "150"),
+    "recall": ("--kv-evict", "knorm:trigger=32", "--kv-budget", "150", "--kv-recall", "96"),
+    "bytes": ("--kv-evict", "expected_attention:trigger=32:warmup=64:stats=text", "--kv-budget", "3MB"),
+}
+# Ranks that divide the KV heads of a model: its own two, its own three, four of tiny ones.
+MODELS = {"needle": 2, "smollm2": 3, "llama": 4, "qwen2": 4, "qwen3": 4}
+
+
+def generate(folder, size, model, *words):
+    """What each rank came to, and the first one's report."""
+    text, question = facts(60)
+    prompt = folder.parent / "prompt.txt"
+    prompt.write_text(f"{text}\n{question}")
+    named = () if model is None else ("--model", model)
+    asked = ("--prompt-file", prompt, "--json", "--max-tokens", "24")
+    done = command(folder, size, "generate", *named, *asked, *PACKED, *words)
+    assert [each.code for each in done] == [0] * size, [each.err for each in done]
+    return done, json.loads(done[0].out)
+
+
+def chosen(name, folder):
+    if name in ("needle", "smollm2"):
+        return {"needle": None}.get(name, name)
+    return zoo_model(folder / name, name, num_attention_heads=8, num_key_value_heads=4, hidden_size=256)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, way, marks=[] if (name, way) == ("needle", "recall") else pytest.mark.full)
+        for name in MODELS
+        for way in WAYS
+    ],
+)
+def test_ranks_say_what_one_process_says(name, way, tmp_path):
+    size, model = MODELS[name], chosen(name, tmp_path)
+    _, alone = generate(tmp_path / "alone", 1, model, *WAYS[way])
+    done, together = generate(tmp_path / "together", size, model, *WAYS[way])
+    assert together["text"] == alone["text"]
+    assert [each.out for each in done[1:]] == [""] * (size - 1)
+    assert "Traceback" not in "".join(each.err for each in done)
+    whole, parts = alone["stats"]["cache"], together["ranks"]
+    assert [part["rank"] for part in parts] == list(range(size))
+    assert [part["evicted"] for part in parts] == [whole["evicted"]] * size
+    assert (whole["evicted"] > 0) == (way != "balanced")
+    assert [size * part["fp16_nbytes"] for part in parts] == [whole["fp16_nbytes"]] * size
+    assert all(abs(size * part["nbytes"] / whole["nbytes"] - 1) < 0.01 for part in parts)
+    if way == "recall":
+        assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
+
+
+def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
+    """The first rank alone asks the rescue service."""
+    lines = [
+        "The access code is 417295.",
+        facts(40, key=0)[0],
+        "What is the access code?",
+        "/save x",
+        "/stats",
+        "/quit",
+    ]
+    words = ("--max-tokens", "12", *PACKED, "--kv-evict", "recency", "--kv-budget", "200", "--rescue-timeout", "60")
+    said = "".join(f"{line}\n" for line in lines)
+    (alone,) = command(tmp_path / "alone", 1, "chat", *words, said=said.replace("/save x\n", ""))
+    first, second = command(tmp_path / "together", 2, "chat", *words, said=said)
+    assert (alone.code, first.code, second.code) == (0, 0, 0), (first.err, second.err)
+    assert "417295" in first.out
+    assert first.out.splitlines()[:3] == alone.out.splitlines()[:3]
+    assert "brought back: tokens" in first.err
+    assert "/save is for one process: each of 2 ranks has a part of the cache." in first.err
+    assert (second.out, second.err) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("size", "words", "says"),
+    [
+        (3, ["generate", "-p", "x"], "needle (qwen3) has 2 KV heads, which 3 ranks do not divide. Start 1 or 2 with"),
+        (
+            2,
+            ["generate", "-p", "x", "--model", "smollm2"],
+            "(llama) has 3 KV heads, which 2 ranks do not divide. Start 1",
+        ),
+        (2, ["generate", "-p", "x", "--kv-store", "auto"], "--kv-store is for one process, and 2 ranks were started."),
+        (2, ["chat", "--load", "x"], "--load is for one process, and 2 ranks were started. Drop one of the two."),
+        (2, ["evaluate", "needle"], "it runs in one process; generate, chat run in several."),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(size, words, says, tmp_path):
+    for rank, each in enumerate(command(tmp_path / "together", size, *words)):
+        assert f": rank {rank}: " in refused(each, says)
