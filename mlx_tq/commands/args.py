@@ -85,6 +85,8 @@ OPTIONS = (
         "keys are stored less the mean of their block, and dims weighted by what queries read of them (default: on)",
     ),
 )
+# What names formats, in the place of which bits may be given.
+_FORMATS = (PROFILE, *(option for option in OPTIONS if option.field in ("key", "value")))
 _PREFIX = "MLX_TQ_"
 KEY_VARIABLE = "MLX_TQ_API_KEY"  # of mlx_tq.server
 _NO_POLICY = "none"
@@ -251,8 +253,15 @@ def config_from_args(
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
     named = option_value(args, PROFILE, environ)
-    if "mean_bits" in changes and named is not None:
-        raise ConfigError(f"--kv-mean-bits and the profile {named} both choose formats. Drop one of them.")
+    if "mean_bits" in changes:
+        flags = [option.flag for option in _FORMATS if option_value(args, option, {}) is not None]
+        if flags and option_value(args, MEAN_BITS, {}) is not None:
+            raise ConfigError(f"{MEAN_BITS.flag} and {flags[0]} both choose formats. Drop one of them.")
+        if flags:  # the environment is but a default
+            del changes["mean_bits"]
+        else:
+            named = None
+            changes = {field: value for field, value in changes.items() if field not in ("key", "value")}
     if named is None and base is not None:
         config = replace(base, **changes)
     else:

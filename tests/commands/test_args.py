@@ -9,6 +9,7 @@ from mlx_tq.commands.args import (
     ARCHIVE_LIMIT,
     BUDGET,
     EVICT,
+    MEAN_BITS,
     OPTIONS,
     PROFILE,
     RECALL,
@@ -18,7 +19,7 @@ from mlx_tq.commands.args import (
     names_cache,
     with_blocks,
 )
-from mlx_tq.config import PROFILES
+from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.generate import build_parser
 from mlx_tq.policies import EvictConfig, TriAttention
@@ -34,6 +35,7 @@ VALUES = {
     "outlier": ("0", "5"),
     "recent": ("64", "96"),
     "condition": ("off", "on"),
+    "mean_bits": ("4.2", "3"),
 }
 
 
@@ -92,6 +94,13 @@ def test_profiles_and_flags_of_eviction_fall_back():
     assert (read(PROFILE.flag, "safe", **environ).key, read("--kv-value", "tq2", **environ).value) == ("q8", "tq2")
     assert not names_cache(build_parser().parse_args([]))
     assert names_cache(build_parser().parse_args([PROFILE.flag, "safe"]))
+
+
+def test_bits_and_formats_exclude_each_other_where_both_are_flags():
+    assert read("--kv-mean-bits", "4", **{name_of(PROFILE): "small"}) == KVConfig(mean_bits=4)
+    assert read(PROFILE.flag, "small", **{name_of(MEAN_BITS): "4"}) == PROFILES["small"]
+    with pytest.raises(ConfigError, match="--kv-mean-bits and --kv-key both choose formats"):
+        read("--kv-mean-bits", "4", "--kv-key", "q8")
 
 
 @pytest.mark.parametrize(

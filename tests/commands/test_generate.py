@@ -76,7 +76,7 @@ def test_formats_are_chosen_for_so_many_bits(cli, tmp_path):
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *words).code == 0
     again = cli("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
     assert (again["text"], [layer["key"] for layer in again["plan"]["layers"]]) == ("417295", formats)
-    refused(cli(*HI, "--kv-mean-bits", 4, "--kv-profile", "small"), "--kv-mean-bits and the profile small both choose")
+    refused(cli(*HI, "--kv-mean-bits", 4, "--kv-profile", "small"), "--kv-mean-bits and --kv-profile both choose")
     unknown = zoo_model(tmp_path / "short", "llama", max_position_embeddings=400)
     refused(cli(*HI, "--model", unknown, "--kv-mean-bits", 4), "is measured on 512 tokens", "allows 400 positions")
 
