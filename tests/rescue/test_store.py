@@ -189,7 +189,7 @@ def test_forgotten_is_gone_and_the_rest_stays(store):
 
 
 def residents(store, max_bytes=2**20):
-    return Residents(store, "numpy", MODEL, DIM, max_bytes)
+    return Residents(store, "numpy", MODEL, lambda: DIM, max_bytes)
 
 
 def test_an_index_follows_the_store_and_comes_back_from_its_file(store):
