@@ -19,7 +19,7 @@ CAPS = {"max_session_spans": 4, "max_spans": 6, "max_sessions": 3}
 def opened(tmp_path, kept_in):
     """A store and the index over it."""
     folder = tmp_path / "data"
-    store, index = open_all(load_settings(data_dir=folder, **kept_in(folder), **CAPS), MODEL, DIM)
+    store, index = open_all(load_settings(data_dir=folder, **kept_in(folder), **CAPS), MODEL, lambda: DIM)
     yield store, index
     store.close()
 
