@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.args import add_cache_arguments, parse_size
+from mlx_tq.commands.args import add_cache_arguments, add_rescue_arguments, parse_size
 from mlx_tq.commands.frame import run_command
 from mlx_tq.commands.model_args import add_model_arguments, add_sampling_arguments
 from mlx_tq.commands.parser import command_parser
@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="refuse a context whose cache exceeds this, such as 4GB (default: the free memory)",
     )
     add_cache_arguments(parser, recall=True, store=True, shadow=True)
+    add_rescue_arguments(parser)
     return parser
 
 

@@ -52,6 +52,7 @@ CODE = [
     Reason("`phases`", "is called `thresholds`", r"plan / (?:phases|thresholds)$"),
     Reason("`cached_tokens`", "what came from the store of prefixes, which is new: 0", r"/ cached_tokens$", _NONE, "0"),
     Reason("`recalled`", "what came back from the archive, which is new: nothing", r"/ recalled$", _NONE, "null"),
+    Reason("`rescued`", "what the rescue service brought back, which is new: nothing", r"/ rescued$", _NONE, "null"),
     Reason("`recall`", "the same: off", r"eviction / recall$", _NONE, '"off"'),
     Reason("`archive_limit`", "of the disk, which is new: the default", r"eviction / archive_limit$", _NONE, "null"),
     Reason(

@@ -2,7 +2,8 @@
 
 full: a cache that lost nothing. evicted: nothing comes back. quoted: the text of the blocks that a search of words
 finds stands before the question. words: those blocks return as rows. queries: what the model's own queries find does.
-random: other blocks do. oracle: the blocks of the evidence do, and no others.
+meaning: blocks whose text MiniLM finds like the question. both: what the queries find, and the spans that MiniLM names
+of text that left, as a session with rescue has it. random: other blocks. oracle: those of the evidence, and no others.
 """
 
 import copy
@@ -16,13 +17,17 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.recall.bench_recall import BLOCK, STEP, read
+from mlx_tq.config import LEAST_QUOTATION, RescueConfig
 from mlx_tq.conversation.quote import quote
 from mlx_tq.conversation.recall import ready_to_recall, recall
+from mlx_tq.conversation.spans import make_spans, widen
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import Scored, choose
+from mlx_tq.sequence.recall import Scored, choose, holding, positions_of
 
 Span = tuple[int, int]
+# Of a session: spans asked for, and tokens beside them with which their sentences end.
+TOP_K, MARGIN = RescueConfig().top_k, 32
 
 
 def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list[int]:
@@ -36,6 +41,27 @@ def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list
     rest = sorted(set(range(len(texts))) - set(found))
     rng.shuffle(rest)
     return found + rest
+
+
+def likeness(embedder: Any, question: str, texts: Sequence[str]) -> np.ndarray:
+    """The cosine of each text's vector and the question's [n]."""
+    vectors = embedder.embed([question, *texts])
+    return np.array(vectors[1:] @ vectors[0])
+
+
+def named(
+    embedder: Any, question: str, ids: Sequence[int], blocks: Sequence[Extent], decode: Callable[[Sequence[int]], str]
+) -> list[Extent]:
+    """The blocks of the spans that a rescue service with this embedder would name, as a session would take them."""
+    gone = positions_of(blocks)
+    spans = make_spans(gone, ids, decode)
+    if not spans:
+        return []
+    alike = likeness(embedder, question, [span.text for span in spans])
+    best = [spans[i] for i in np.argsort(-alike, kind="stable")[:TOP_K] if alike[i] >= (embedder.floor or -1)]
+    ranges = [widen((span.start, span.stop), ids, decode, MARGIN) for span in best]
+    live = np.setdiff1d(np.arange(len(ids)), gone)
+    return holding(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
 
 
 def _words(text: str) -> list[str]:
@@ -141,8 +167,9 @@ def recalls(
     caches: list[Any],
     question: Sequence[int],
     spans: Sequence[Span],
-    search: Callable[[list[Extent]], list[Extent]],
+    search: Callable[[list[Extent]], dict[str, list[Extent]]],
     rng: random.Random,
+    name: Callable[[list[Extent]], list[Extent]] | None = None,
 ) -> Recalls:
     """Ask an archive in every way.
 
@@ -151,8 +178,9 @@ def recalls(
         caches: that read the text; they are left as they are.
         question: in tokens.
         spans: of the evidence.
-        search: orders blocks by their text.
+        search: orders blocks by their text, in one way or more.
         rng: of random blocks.
+        name: blocks that come beside what the queries find.
     """
     caches = copy.deepcopy(caches)
     ready_to_recall(caches, len(question))
@@ -164,11 +192,13 @@ def recalls(
     blocks = sorted((piece.extent for piece in found.ranked), key=lambda extent: int(extent.positions[0]))
     orders = {
         "queries": [piece.extent for piece in found.ranked],
-        "words": search(blocks),
+        **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
     chosen = {arm: choose([Scored(e, 0.0) for e in order], layer.spec.prefix, most) for arm, order in orders.items()}
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]
+    if name is not None:
+        chosen["both"] = list(dict.fromkeys([*chosen["queries"], *name(blocks)]))
     back = set(found.positions)
     assert back == {p for extent in chosen["queries"] for p in extent.positions.tolist()}
     return Recalls(caches, most, orders, chosen, found.seconds)

@@ -13,7 +13,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recall.arms import Asked, Recalls, answer, inside, is_cut, places, quoted, recalls, words_order
+from benchmarks.recall.arms import (
+    Asked,
+    Recalls,
+    answer,
+    inside,
+    is_cut,
+    likeness,
+    named,
+    places,
+    quoted,
+    recalls,
+    words_order,
+)
 from benchmarks.recall.bench_recall import read
 from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
@@ -21,6 +33,7 @@ from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, scene
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import compressed_caches
+from rescue_svc.embed import embedder_class
 
 LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
 
@@ -47,6 +60,7 @@ class Cell:
         self.arms = ARMS if args.arms == "all" else tuple(args.arms.split(","))
         self.model, self.tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
         self.frame = frame(self.tokenizer, args.opening)
+        self.embedder = embedder_class("minilm")(None) if {"meaning", "both"} & set(self.arms) else None
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
         """Of one text: a row for each budget and needle."""
@@ -80,12 +94,19 @@ class Cell:
         tokenizer, spans = self.tokenizer, [made.spans[sentence] for sentence in needle.evidence]
         texts: list[str] = []
 
-        def search(blocks: list[Extent]) -> list[Extent]:
+        def search(blocks: list[Extent]) -> dict[str, list[Extent]]:
             texts[:] = [tokenizer.decode([made.ids[p] for p in block.positions]) for block in blocks]
-            return [blocks[i] for i in words_order(texts, needle.question, rng)]
+            orders = {"words": [blocks[i] for i in words_order(texts, needle.question, rng)]}
+            if self.embedder is not None:
+                alike = likeness(self.embedder, needle.question, texts)
+                orders["meaning"] = [blocks[i] for i in (-alike).argsort(kind="stable")]
+            return orders
+
+        def name(blocks: list[Extent]) -> list[Extent]:
+            return named(self.embedder, needle.question, made.ids, blocks, tokenizer.decode)
 
         asked = asked_of(tokenizer, self.frame, needle)
-        found = recalls(self.model, caches, asked.ids, spans, search, rng)
+        found = recalls(self.model, caches, asked.ids, spans, search, rng, name if "both" in self.arms else None)
         live = set(compressed_caches(found.caches)[0].positions.tolist())
         blocks = sorted(found.orders["queries"], key=lambda extent: int(extent.positions[0]))
         row = {

@@ -44,9 +44,9 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
     read(model, caches, document)
     rng, texts = random.Random(number), []
 
-    def search(blocks: list[Extent]) -> list[Extent]:
+    def search(blocks: list[Extent]) -> dict[str, list[Extent]]:
         texts.extend(tokenizer.decode([ids[p] for p in block.positions]) for block in blocks)
-        return [blocks[i] for i in words_order(texts, case.question, rng)]
+        return {"words": [blocks[i] for i in words_order(texts, case.question, rng)]}
 
     found = recalls(model, caches, question, spans, search, rng)
     live = set(compressed_caches(found.caches)[0].positions.tolist())

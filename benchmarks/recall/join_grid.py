@@ -1,6 +1,7 @@
 """Join the files of bench_grid and bench_one_prompt to one, and say what of the grid is missing.
 
-An embedder of the rescue service, where one is at hand, ranks the same blocks by their text.
+An embedder of the rescue service, where one is at hand, ranks the same blocks by their text. Arms that were measured
+by themselves stand beside the others of their question, also where the joined file has these already.
 
 python -m benchmarks.recall.join_grid DIR --embedder minilm
 """
@@ -52,6 +53,17 @@ def add_meaning(row: dict[str, Any], embedder: Any) -> None:
     row["back"]["meaning"] = sum(sum(search["holds"][number[id(extent)]]) for extent in back)
 
 
+def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each question once, with all that was measured of it, the latest of each arm."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("model", "asked", "kind", "text", "budget", "needle"))
+        first = found.setdefault(key, row)
+        for name in ("ranks", "back", "arms"):
+            first[name] = {**first[name], **row[name]}
+    return list(found.values())
+
+
 def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[str]:
     """The cells that are not full."""
     found = Counter((row["model"], row["asked"], row["kind"], row["budget"]) for row in rows)
@@ -88,6 +100,10 @@ def main() -> None:
 
         embedder = load_embedder(args.embedder)
     rows, prompts, about = [], [], {}
+    if args.json.exists():
+        before = json.loads(args.json.read_text(encoding="utf-8"))
+        rows, prompts = before["rows"], before["prompts"]
+        about = {name: before[name] for name in ("key", "value", "environment")}
     for path in sorted(args.folder.glob("*.json")):
         part = json.loads(path.read_text(encoding="utf-8"))
         about = {"key": part["about"]["key"], "value": part["about"]["value"], "environment": part["environment"]}
@@ -96,6 +112,7 @@ def main() -> None:
                 add_meaning(row, embedder)
             row.pop("search", None)
             (prompts if "collection" in row else rows).append({"model": part["about"]["model"], **row})
+    rows, prompts = merged(rows), list({(row["collection"], row["case"]): row for row in prompts}.values())
     lacking = missing(rows, prompts)
     head = {"command": "python -m benchmarks.recall.join_grid DIR --embedder minilm", **about, "missing": lacking}
     args.json.write_text(one_a_line({**head, "rows": rows, "prompts": prompts}), encoding="utf-8")

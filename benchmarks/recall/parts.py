@@ -7,7 +7,7 @@ from typing import Any
 from mlx_tq.commands.environment import environment
 
 # What is compared; `arms` has what each is.
-ARMS = ("full", "evicted", "quoted", "words", "queries", "random", "oracle")
+ARMS = ("full", "evicted", "quoted", "words", "queries", "meaning", "both", "random", "oracle")
 
 
 class Part:

@@ -14,8 +14,9 @@ from benchmarks.recall.parts import ARMS
 from benchmarks.tables.markdown import RESULTS
 from benchmarks.tables.recall_grid import cells
 
-COLOURS = dict(zip(ARMS, ("#3a3a3a", "#bdbdbd", "#fd8d3c", "#e6550d", "#08519c", "#8a8a8a", "#6baed6"), strict=True))
-MARKERS = dict(zip(ARMS, "oxs^D+v", strict=True))
+_SHADES = ("#3a3a3a", "#bdbdbd", "#fd8d3c", "#e6550d", "#08519c", "#31a354", "#756bb1", "#8a8a8a", "#6baed6")
+COLOURS = dict(zip(ARMS, _SHADES, strict=True))
+MARKERS = dict(zip(ARMS, "oxs^DP*+v", strict=True))
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from benchmarks.tables.markdown import Record, Table, in_order, machine, report
 FILE = "recall_grid.json"
 _WHOLE = 0.999
 _SEARCHES = ("queries", "words", "meaning")
+_RETURNS = ("queries", "words", "meaning", "both", "random")
 COLUMNS = ["model", "tokens", "questions", "kept"]
 
 
@@ -35,12 +36,13 @@ def ranks() -> Table:
                 *names,
                 str(len(gone)),
                 *(_of(gone, lambda row, by=by: _first(row, by), by) for by in _SEARCHES),
-                *(_of(gone, lambda row, by=by: whole(row, by), by, "back") for by in ("queries", "words", "random")),
+                *(_of(gone, lambda row, by=by: whole(row, by), by, "back") for by in _RETURNS),
                 _of(cut, lambda row: whole(row, "queries"), "queries", "back"),
             ]
         )
     columns = [*COLUMNS, "asked", "first by queries", "by words", "by MiniLM"]
-    columns += ["whole back by queries", "by words", "by chance", "of those that an edge cuts, by queries"]
+    columns += ["whole back by queries", "by words", "by MiniLM", "by queries and MiniLM", "by chance"]
+    columns += ["of those that an edge cuts, by queries"]
     return _table(columns, lines)
 
 

@@ -2,7 +2,7 @@
 
 from mlx_tq.commands.foreign_text import readable
 from mlx_tq.commands.memory_bar import memory_bar
-from mlx_tq.commands.screen import console, human_bytes, results, show_plan, show_recalled, table
+from mlx_tq.commands.screen import console, human_bytes, results, show_plan, show_quoted, show_recalled, table
 from mlx_tq.conversation import Session, SessionStats
 
 _SHOWN_TOKENS = 32768  # context at which the bytes of a model without a limit are shown
@@ -32,10 +32,8 @@ def show_turn(session: Session) -> None:
     """Say what came back, and how fast the answer was."""
     turn = session.turns[-1]
     if turn.archived:
-        show_recalled(list(turn.recalled), turn.archived, turn.recall_seconds)
-    if turn.rehydration.ids:
-        spans = ", ".join(f"{start:,}-{stop:,}" for start, stop in turn.rehydration.ranges)
-        console.print(f"brought back: tokens {spans} ({turn.rescue_seconds * 1000:.0f} ms)", style="cyan")
+        show_recalled(list(turn.recalled), turn.by_meaning, turn.archived, turn.recall_seconds)
+    show_quoted(turn.rehydration, turn.rescue_seconds)
     said = f"{turn.prompt_tokens:,} tokens read, {turn.generation_tokens:,} said at {turn.generation_tps:.1f} tok/s"
     console.print(f"{said} ({turn.finish_reason})", style="dim")
 

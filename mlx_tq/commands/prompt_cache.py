@@ -9,9 +9,10 @@ from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cache.files import check_config, read_header
-from mlx_tq.commands.args import config_from_args, names_cache
+from mlx_tq.commands.args import config_from_args, names_cache, rescue_from_args, with_blocks
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.rescue import OFF
 from mlx_tq.sequence.build import adopt_caches, build_caches
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.files import load_prompt_cache
@@ -37,6 +38,8 @@ def chosen_config(args: argparse.Namespace) -> KVConfig:
     """
     native = _native_flags(args)
     config = config_from_args(args)
+    if config.evict is not None and hasattr(args, "rescue") and rescue_from_args(args, OFF).service != OFF:
+        config = with_blocks(config, args)
     if not native or config.is_off:
         return config
     if names_cache(args):

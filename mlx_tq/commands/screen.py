@@ -1,5 +1,6 @@
 """What commands show. The answer goes to stdout; everything else, through here, to stderr."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from rich.table import Table
 from mlx_tq.cache.spec import LEARNED
 from mlx_tq.commands.foreign_text import readable
 from mlx_tq.conversation.shadow import ShadowReport
+from mlx_tq.conversation.transcript import Rehydration
 from mlx_tq.kernels import impl, thresholds
 from mlx_tq.sequence.archive import LIMIT
 from mlx_tq.sequence.eviction import EvictionPlan
@@ -123,11 +125,19 @@ def warn(message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(readable(message))}", soft_wrap=True)
 
 
-def show_recalled(positions: list[int], archived: int, seconds: float) -> None:
-    """Print what came back from the archive."""
-    ranges = ", ".join(f"{first:,}-{last + 1:,}" for first, last in _runs(positions))
-    came = f"tokens {ranges}" if positions else "nothing"
-    console.print(f"recalled: {came} of {archived:,} archived ({1000 * seconds:.0f} ms)", style="cyan", soft_wrap=True)
+def show_recalled(positions: list[int], by_meaning: Sequence[int], archived: int, seconds: float) -> None:
+    """Print what came back from the archive, and which of it the rescue service's search named."""
+    came = f"tokens {_ranges(positions)}" if positions else "nothing"
+    named = f", by meaning {_ranges(by_meaning)}," if by_meaning else ""
+    said = f"recalled: {came}{named} of {archived:,} archived ({1000 * seconds:.0f} ms)"
+    console.print(said, style="cyan", soft_wrap=True)
+
+
+def show_quoted(rehydration: Rehydration, seconds: float) -> None:
+    """Print what came back as text, if anything did."""
+    if rehydration.ids:
+        spans = ", ".join(f"{start:,}-{stop:,}" for start, stop in rehydration.ranges)
+        console.print(f"brought back: tokens {spans} ({1000 * seconds:.0f} ms)", style="cyan")
 
 
 def show_shadow(report: ShadowReport) -> None:
@@ -157,11 +167,11 @@ def show_shadow(report: ShadowReport) -> None:
     )
 
 
-def _runs(positions: list[int]) -> list[tuple[int, int]]:
-    """First and last of each run of neighbours."""
+def _ranges(positions: Sequence[int]) -> str:
+    """Each run of neighbours, as first and past the last."""
     cuts = [place for place, (at, after) in enumerate(pairwise(positions), 1) if after > at + 1]
     runs = pairwise([0, *cuts, len(positions)])
-    return [(positions[start], positions[stop - 1]) for start, stop in runs if stop > start]
+    return ", ".join(f"{positions[start]:,}-{positions[stop - 1] + 1:,}" for start, stop in runs if stop > start)
 
 
 def show_cache(cache: CacheStats) -> None:

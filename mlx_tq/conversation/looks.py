@@ -1,13 +1,15 @@
 """Looks into the archive while an answer is made, so that what the answer itself turns out to need comes too."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import choose
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.sequence.sequence import Sequence as Layers
 
 # Tokens between two looks, whose queries the next one asks with.
 RECALL_EVERY = 64
@@ -16,7 +18,7 @@ _SHARE = 0.05
 
 
 class Looks:
-    """The looks of one answer. What is back is what the latest look found best; none of it is there after the end.
+    """The looks of one answer. What is back is what the latest look found best, beside what stays; none after the end.
 
     Attributes:
         positions: that came back by looks, in the order in which they came.
@@ -24,18 +26,19 @@ class Looks:
         seconds: that they took.
     """
 
-    def __init__(self, caches: list[Any], every: int = RECALL_EVERY) -> None:
+    def __init__(self, caches: list[Any], every: int = RECALL_EVERY, stays: Sequence[Extent] = ()) -> None:
         """None yet, before `begin`.
 
         Args:
             caches: of the conversation, in whose list the store may put others until then.
             every: tokens between looks.
+            stays: blocks that are back for the question, whatever a look finds.
         """
-        self._caches, self._every, self._next = caches, every, every
+        self._caches, self._every, self._next, self._stays = caches, every, every, stays
         self._since, self._began = 0, time.perf_counter()
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
-        self._sequence: Sequence | None = None
+        self._sequence: Layers | None = None
 
     def begin(self) -> None:
         """Listen to the caches, which are about to read the question; rounds go on meanwhile."""
@@ -62,8 +65,8 @@ class Looks:
         spec, seen = layers[0].spec, layers[0].offset
         asking = max(1, min(self._every, spec.window))  # all of them are in the window
         ranked = self._sequence.rank(layers, asking, back=True)
-        came = self._sequence.exchange(layers, choose(ranked, spec.prefix, self._sequence.plan.recall_tokens(seen)))
-        self.positions += came.tolist()
+        found = choose(ranked, spec.prefix, self._sequence.plan.recall_tokens(seen))
+        self.positions += self._sequence.exchange(layers, list(dict.fromkeys([*self._stays, *found]))).tolist()
         now = time.perf_counter()
         took, steps = now - began, (began - self._began) / self._since
         self.count, self.seconds = self.count + 1, self.seconds + took

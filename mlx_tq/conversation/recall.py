@@ -2,19 +2,38 @@
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import generation_stream
 
+from mlx_tq.rescue.wire import Range
+from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, choose
+from mlx_tq.sequence.passes import compressed_caches, sequence_in, sequence_layers
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, choose, holding, positions_of
 
 # Tokens at the end of a prompt that are its question, at least.
 SHORTEST_QUESTION = 32
+
+
+@dataclass(frozen=True)
+class Named:
+    """Where the rescue service's search points: what a question means, whatever its words.
+
+    Attributes:
+        ranges: of positions [start, stop), best first.
+        limit: tokens that may come back for them.
+    """
+
+    ranges: tuple[Range, ...] = ()
+    limit: int = 0
+
+
+NOWHERE = Named()
 
 
 @dataclass(frozen=True)
@@ -22,23 +41,37 @@ class Recalled:
     """What a question brought back.
 
     Attributes:
-        positions: that are back, ascending.
+        queries: positions that are back because the model's own queries found them, ascending.
+        meaning: those that the rescue service's search named, ascending; some may be both.
         ranked: the archived blocks, best first.
+        named: the blocks that were named; they stay until the answer is complete.
         seconds: which that took, the reading of the question over a copy among them.
     """
 
-    positions: list[int]
-    ranked: list[Scored]
-    seconds: float
+    queries: tuple[int, ...] = ()
+    meaning: tuple[int, ...] = ()
+    ranked: tuple[Scored, ...] = ()
+    named: tuple[Extent, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def positions(self) -> list[int]:
+        """All that are back, ascending."""
+        return sorted({*self.queries, *self.meaning})
 
     @property
     def archived(self) -> int:
         """Tokens in the archive, those that came back among them."""
         return sum(len(piece.extent.positions) for piece in self.ranked)
 
+    def and_queries(self, positions: Iterable[int]) -> "Recalled":
+        """The same with more that the queries found, while the answer was made."""
+        return replace(self, queries=tuple(sorted({*self.queries, *positions})))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"positions": self.positions, "archived": self.archived, "seconds": self.seconds}
+        by = {"queries": list(self.queries), "meaning": list(self.meaning)}
+        return {"positions": self.positions, "by": by, "archived": self.archived, "seconds": self.seconds}
 
 
 def question_of(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -78,7 +111,23 @@ def ready_to_recall(caches: list[Any], count: int) -> bool:
     return bool(sequence.archived)
 
 
-def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int | None = None) -> Recalled:
+def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
+    """Positions that caches of so many tokens hold, int64 [N]: all where no layer is compressed."""
+    layers = compressed_caches(caches)
+    return layers[0].positions if layers else np.arange(tokens)
+
+
+def named_blocks(caches: list[Any], named: Named) -> list[Extent]:
+    """The archived blocks in which lies what a search named, and what the caches do not hold."""
+    sequence = sequence_in(caches)
+    if sequence is None:
+        return []
+    return holding(sequence.archived, named.ranges, live_positions(caches, 0), named.limit)
+
+
+def recall(
+    model: Any, caches: list[Any], ids: list[int], step: int, most: int | None = None, named: Named = NOWHERE
+) -> Recalled:
     """Bring back what a question needs; `release` lets it leave again.
 
     Of a longer message the last 256 tokens ask: a look costs no more than reading them, and of the rest no more leaves
@@ -89,12 +138,13 @@ def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int |
         caches: before the message was read.
         ids: tokens of the message.
         step: tokens read at a time.
-        most: tokens to bring back; by default what the eviction's configuration says.
+        most: tokens that the queries bring back; by default what the eviction's configuration says.
+        named: what comes beside them.
     """
     began = time.perf_counter()
     sequence, question = sequence_in(caches), ids[-LONGEST_QUESTION:]
     if sequence is None or not ready_to_recall(caches, len(question)):
-        return Recalled([], [], 0.0)
+        return Recalled()
     most = sequence.plan.recall_tokens(len(ids) + sequence_layers(caches)[0].offset) if most is None else most
     fork = copy.deepcopy(caches)
     layers = sequence_layers(fork)
@@ -104,10 +154,12 @@ def recall(model: Any, caches: list[Any], ids: list[int], step: int, most: int |
     with compressed(model):
         read(model, fork, question, step)
     ranked = asking.rank(layers, len(question))
-    found = choose(ranked, layers[0].spec.prefix, most)
-    if found:
-        sequence.recall(sequence_layers(caches), found)
-    return Recalled(sequence.recalled.tolist(), ranked, time.perf_counter() - began)
+    found, beside = choose(ranked, layers[0].spec.prefix, most), named_blocks(caches, named)
+    if found or beside:
+        sequence.recall(sequence_layers(caches), dict.fromkeys([*found, *beside]))
+    queries, meaning = (np.intersect1d(positions_of(each), sequence.recalled) for each in (found, beside))
+    seconds = time.perf_counter() - began
+    return Recalled(tuple(queries.tolist()), tuple(meaning.tolist()), tuple(ranked), tuple(beside), seconds)
 
 
 def release(caches: list[Any]) -> None:

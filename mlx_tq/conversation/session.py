@@ -17,18 +17,18 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
+from mlx_tq.conversation.bring_back import bring_back, find, hold, tell_departed
 from mlx_tq.conversation.files import SavedSession, load_session, save_session
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.plain_text import PlainText, check_answer, check_text
-from mlx_tq.conversation.recall import Recalled, archive_warning, recall, release
+from mlx_tq.conversation.recall import archive_warning, live_positions, release
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files
 from mlx_tq.conversation.statistics import SessionStats, TurnStats
 from mlx_tq.conversation.template import ChatFrame
-from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit, told
+from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
 from mlx_tq.conversation.worker import Worker, compute_weights
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import ranks_of
-from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prefixes.folder import Folder
 from mlx_tq.prefixes.store import PrefixStore, Reading, open_folder, reading
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
@@ -173,30 +173,25 @@ class Session:
         before = self._around.between(transcript.ids[-1]) if transcript.ids else self._around.opening()
         after = [*self._plain.encode(text), *self._around.closing()]
         room = self._room(len(before) + len(after))
-        # Rows come back before the question is read, and before text is quoted for it.
-        recalled = Recalled([], [], 0.0)
-        if transcript.ids:
-            recalled = recall(self.model, self.cache, [*before, *after], self.prefill_step_size)
-        asked = time.perf_counter()
-        rehydration = self.rehydrate(text)
-        rescue_seconds = time.perf_counter() - asked
-        if len(rehydration.ids) >= room:
-            rehydration = NOTHING
+        step = self.prefill_step_size
+        brought = bring_back(self.model, self.cache, transcript, text, [*before, *after], step, room)
+        recalled, rehydration = brought.recalled, brought.rehydration
         ids = [*before, *rehydration.ids, *after]
         self._ranks.check("the tokens of the turn", np.array(ids))
         start = len(transcript.ids)
         transcript.read(ids, rehydration, len(before))
         room -= len(rehydration.ids)
         most = room if max_tokens < 0 else min(max_tokens, room)
-        self._hold(rehydration, start + len(before))
+        hold(self.cache, rehydration, start + len(before))
         turn = TurnStats(
             len(ids),
             archived=recalled.archived,
+            by_meaning=recalled.meaning,
             recall_seconds=recalled.seconds,
             rehydration=rehydration,
-            rescue_seconds=rescue_seconds,
+            rescue_seconds=brought.rescue_seconds,
         )
-        looks = Looks(self.cache)
+        looks = Looks(self.cache, stays=recalled.named)
         if self.shadow is not None:
             self.shadow.begin(ids[-1], start + len(ids) - 1)
         try:
@@ -206,7 +201,7 @@ class Session:
                         ttft = time.perf_counter() - began
                         turn = replace(turn, ttft=ttft, prompt_tps=reply.prompt_tps, cached_tokens=self._restored)
                     transcript.read([reply.token])
-                    self._note_departed()
+                    tell_departed(transcript, self.cache)
                     looks.token()
                     if self.shadow is not None:
                         self.shadow.token(reply.token, reply.text, reply.logprobs)
@@ -226,16 +221,16 @@ class Session:
         finally:
             self._ranks.settle()
             looks.end()
-            self._hold(NOTHING)
+            hold(self.cache, NOTHING, 0)
             settled = self._settle(start, answered=turn.generation_tokens > 0)
-            self._note_departed()  # of what was undone nothing is told to the service
+            tell_departed(transcript, self.cache)  # of what was undone nothing is told to the service
             release(self.cache)
             if settled:
                 stop = start + len(ids) - len(self._around.closing())
                 self._asked = (start + len(before) + len(rehydration.ids), stop)
                 turn = replace(
                     turn,
-                    recalled=tuple(sorted({*recalled.positions, *looks.positions})),
+                    recalled=tuple(recalled.and_queries(looks.positions).positions),
                     looks=looks.count,
                     looks_seconds=looks.seconds,
                     seconds=time.perf_counter() - began,
@@ -244,7 +239,7 @@ class Session:
 
     def rehydrate(self, query: str) -> Rehydration:
         """What of the evicted text a question needs, quoted. `respond` does this by itself."""
-        return told(self._ranks, lambda: self._transcript.recall(query, self._live()))
+        return self._transcript.quoted(find(self.model, self._transcript, query, self._live()), self._live())
 
     def stop(self) -> None:
         """End the current answer after its next token; safe in a signal handler and from other threads."""
@@ -252,20 +247,7 @@ class Session:
 
     def _live(self) -> np.ndarray:
         """Positions that the cache still holds; where no layer is compressed, all."""
-        compressed = compressed_caches(self.cache)
-        return compressed[0].positions if compressed else np.arange(len(self._transcript.ids))
-
-    def _hold(self, rehydration: Rehydration, start: int = 0) -> None:
-        """Keep the quotation at position `start` in the cache, or none any more."""
-        sequence = sequence_in(self.cache)
-        if sequence is not None:
-            sequence.held = PositionRange(start, start + len(rehydration.ids)) if rehydration.ids else None
-
-    def _note_departed(self) -> None:
-        """Send the text of what has left the cache to the service."""
-        sequence = sequence_in(self.cache)
-        if sequence is not None:
-            self._transcript.tell(sequence.take_departed())
+        return live_positions(self.cache, len(self._transcript.ids))
 
     def _generate(self, ids: list[int], most: int, progress: Progress | None, looks: Looks) -> Generator[Any]:
         def read(processed: int, total: int) -> None:

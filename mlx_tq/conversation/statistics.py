@@ -14,6 +14,7 @@ class TurnStats:
         prompt_tokens, generation_tokens: read and said.
         cached_tokens: of the prompt, those that the store of prefixes had.
         recalled: positions whose rows came back for the turn.
+        by_meaning: of these, the ones that the rescue service's search named; the model's queries found the others.
         archived: tokens that were in the archive then.
         recall_seconds: that it took.
         looks, looks_seconds: into the archive while answering.
@@ -28,6 +29,7 @@ class TurnStats:
     prompt_tokens: int
     generation_tokens: int = 0
     recalled: tuple[int, ...] = ()
+    by_meaning: tuple[int, ...] = ()
     archived: int = 0
     recall_seconds: float = 0.0
     looks: int = 0

@@ -1,16 +1,16 @@
 """What a session remembers outside of the cache: every token by position, what left, and how to ask for it."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.quote import quote
+from mlx_tq.conversation.recall import NOWHERE, Named
 from mlx_tq.conversation.spans import make_spans, runs, widen
-from mlx_tq.ranks.group import Ranks
 from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import Range
 
@@ -42,12 +42,6 @@ class Rehydration:
 
 
 NOTHING = Rehydration([], [], [])
-
-
-def told(ranks: Ranks, find: Callable[[], Rehydration]) -> Rehydration:
-    """What the first rank, which alone talks to the service, finds."""
-    ranges, texts, ids = ranks.tell(lambda: astuple(find()))
-    return Rehydration([(start, stop) for start, stop in ranges], texts, ids)
 
 
 class Transcript:
@@ -85,10 +79,10 @@ class Transcript:
         self._client.write(self.session_id, make_spans(positions, self.ids, self._plain.decode))
         self.told = True
 
-    def recall(self, query: str, live: np.ndarray) -> Rehydration:
-        """What a question needs of that which left, within the limit; nothing where the service does not answer."""
+    def find(self, query: str, live: np.ndarray) -> Named:
+        """Where that lies which a question needs and which is not live; nowhere where the service does not answer."""
         if self._client is None or not self.told or not query.strip():
-            return NOTHING
+            return NOWHERE
         limit = min(self._limit, max(LEAST_QUOTATION, int(_SHARE * (len(self.ids) - len(live)))))
         still = runs(live)
         found = self._client.retrieve(
@@ -99,12 +93,17 @@ class Transcript:
             exclude=still,
             timeout=self._config.timeout,
         )
-        chosen: list[Range] = []
-        for start, stop, *_ in found:
-            known = stop <= len(self.ids) and not any(first <= start and stop <= last for first, last in still)
-            wider = widen((start, stop), self.ids, self._plain.decode, _MARGIN) if known else (0, 0)
-            if known and len(self._quoted([*chosen, wider]).ids) <= limit:
-                chosen.append(wider)
+        known = [each for each in found if each.stop <= len(self.ids) and not _within(each.start, each.stop, still)]
+        wider = (widen((each.start, each.stop), self.ids, self._plain.decode, _MARGIN) for each in known)
+        return Named(tuple(wider), limit)
+
+    def quoted(self, named: Named, live: np.ndarray, less: int = 0) -> Rehydration:
+        """What is not live of that which was found, quoted within the limit, `less` tokens of which are taken."""
+        still, chosen = runs(live), list[Range]()
+        for start, stop in named.ranges:
+            gone = not _within(start, stop, still)
+            if gone and len(self._quoted([*chosen, (start, stop)]).ids) <= named.limit - less:
+                chosen.append((start, stop))
         return self._quoted(chosen)
 
     def read(self, ids: Sequence[int], quotation: Rehydration = NOTHING, at: int = 0) -> None:
@@ -123,6 +122,10 @@ class Transcript:
         ordered = runs(position for span in ranges for position in range(*span))
         texts = [self._plain.decode(self.ids[start:stop]) for start, stop in ordered]
         return Rehydration(ordered, texts, self._plain.encode(quote(texts)) if texts else [])
+
+
+def _within(start: int, stop: int, ranges: Sequence[Range]) -> bool:
+    return any(first <= start and stop <= last for first, last in ranges)
 
 
 def quotation_limit(config: RescueConfig, positions: int | None) -> int:

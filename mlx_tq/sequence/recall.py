@@ -5,6 +5,7 @@ attention weight that any query of any head and layer would give one of its toke
 """
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -147,3 +148,29 @@ def choose(ranked: List[Scored], prefix: int, most: int) -> list[Extent]:
                     return [ranked[each].extent for each in chosen]
                 chosen[place] = None
     return [ranked[each].extent for each in chosen]
+
+
+def holding(extents: Iterable[Extent], ranges: Iterable[tuple[int, int]], live: np.ndarray, most: int) -> list[Extent]:
+    """The blocks that hold what is not live of ranges of positions: each range whole, or not at all.
+
+    Args:
+        extents: of the archive.
+        ranges: [start, stop), the most wanted first.
+        live: positions that need not come back.
+        most: tokens of blocks; a range that would need more is passed over.
+    """
+    chosen: dict[Extent, None] = {}
+    for start, stop in ranges:
+        missing = np.setdiff1d(np.arange(start, stop), live)
+        near = (e for e in extents if not e.lost and e.positions[0] < stop and e.positions[-1] >= start)
+        blocks = [extent for extent in near if np.isin(extent.positions, missing).any()]
+        more = chosen | dict.fromkeys(blocks)
+        whole = np.isin(missing, positions_of(blocks)).all()
+        if whole and sum(len(extent.positions) for extent in more) <= most:
+            chosen = more
+    return list(chosen)
+
+
+def positions_of(extents: Iterable[Extent]) -> np.ndarray:
+    """All positions of blocks, ascending, int64 [N]."""
+    return np.sort(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))

@@ -301,9 +301,9 @@ class Engine:
         """Caches to which the rows are back that the question asks for, which is all that is left to read."""
         question, running.question = running.question, []
         if caches is not None:
-            found = recall(self._model, caches, question, self._limits.prefill_step_size)
-            running.recalled = len(found.positions)
-            self._metrics.recalled_tokens.inc(running.recalled)
+            found = recall(self._model, caches, question, self._limits.prefill_step_size, named=running.job.named)
+            running.recalled = len(found.positions), len(found.meaning)
+            self._metrics.recalled_tokens.inc(len(found.positions))
         return caches
 
     def _ask(self, uid: int, caches: list[Any], tokens: list[int]) -> None:

@@ -17,6 +17,7 @@ class Held:
         evicted: of these, not in the cache any more.
         archived: of those, on disk for a question that needs them.
         recalled: of those, back for the last question.
+        by_meaning: of those, named by the rescue service's search; the model's queries found the others.
         nbytes, fp16_nbytes: of the caches, and of all the tokens at 16 bits.
     """
 
@@ -24,17 +25,18 @@ class Held:
     evicted: int
     archived: int
     recalled: int
+    by_meaning: int
     nbytes: int
     fp16_nbytes: int
 
 
-def what_is_held(caches: list[Any], plan: Plan | None, recalled: int) -> Held:
+def what_is_held(caches: list[Any], plan: Plan | None, recalled: tuple[int, int]) -> Held:
     """Measure the caches of a session, which must be computed; `plan` is None for mlx-lm's own.
 
     Args:
         caches: after the answer.
         plan: how they were made.
-        recalled: tokens whose rows were back for it.
+        recalled: tokens whose rows were back for it, and how many of them the rescue service named.
     """
     stats, sequence = cache_stats(caches, plan), sequence_in(caches)
     extents = () if sequence is None else sequence.archived
@@ -42,7 +44,8 @@ def what_is_held(caches: list[Any], plan: Plan | None, recalled: int) -> Held:
         tokens=stats.tokens,
         evicted=stats.evicted,
         archived=sum(len(extent.positions) for extent in extents if not extent.lost),
-        recalled=recalled,
+        recalled=recalled[0],
+        by_meaning=recalled[1],
         nbytes=stats.nbytes,
         fp16_nbytes=stats.fp16_nbytes,
     )

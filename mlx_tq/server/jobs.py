@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_tq.commands.grammar import Constraint, GrammarError
+from mlx_tq.conversation.recall import NOWHERE, Named
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError, InvalidRequestError
@@ -71,11 +72,13 @@ class Start:
         caches: of the first tokens of the prompt, which stay as they are; None to begin anew.
         cached: how many tokens these are.
         held: positions that eviction must leave alone until the answer is complete, or None.
+        named: where the rescue service found what the turn needs; what of it is archived comes back as rows.
     """
 
     caches: list[Any] | None
     cached: int
     held: PositionRange | None = None
+    named: Named = NOWHERE
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,11 @@ class Job:
         except GrammarError as error:
             return InvalidRequestError(str(error), "response_format")
         return None
+
+    @property
+    def named(self) -> Named:
+        """Where the rescue service found what it needs."""
+        return NOWHERE if self.start is None else self.start.named
 
     @property
     def tokens(self) -> int:

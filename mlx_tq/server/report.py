@@ -22,6 +22,7 @@ def session_report(turn: Turn, held: Held, positions: int | None) -> dict[str, A
         "evicted": held.evicted,
         "archived": held.archived,
         "recalled": held.recalled,
+        "recalled_by_meaning": held.by_meaning,
         "rescued": len(turn.rehydration.ids),
         "bytes": held.nbytes,
         "fp16_bytes": held.fp16_nbytes,

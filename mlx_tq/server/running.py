@@ -18,7 +18,7 @@ class Running:
         question: the last tokens of the prompt, if rows may come back before these are read.
         divided: the last segment was cut before the question.
         prefilled, generated: tokens that were read and said.
-        recalled: tokens whose rows came back for the question.
+        recalled: tokens whose rows came back for the question, and how many of them the rescue service named.
         stored: the prompt in the store of prefixes, while it is read.
         pending: the other answers to its prompt, until it is read.
     """
@@ -32,7 +32,7 @@ class Running:
         self.divided = False
         self.detokenizer = detokenizer
         self.stops = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
-        self.prefilled, self.generated, self.recalled = cached, 0, 0
+        self.prefilled, self.generated, self.recalled = cached, 0, (0, 0)
         self.pending = list(job.others)
 
     def read(self, token: int, finish: str | None) -> tuple[str, bool]:

@@ -19,10 +19,12 @@ import numpy as np
 
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
+from mlx_tq.conversation.recall import NOWHERE, live_positions, named_blocks
 from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.rescue import RescueClient
-from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.recall import positions_of
 from mlx_tq.server.conversation import Conversations, Message, Prompt
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.jobs import Left, Start
@@ -171,19 +173,22 @@ class Sessions:
             return self.begin(kept, request, anew=True)
         transcript = kept.transcript if heard else self._new_transcript()
         caches = kept.caches if heard else None
-        before, rehydration = list(parts.before), NOTHING
+        before, rehydration, named = list(parts.before), NOTHING, NOWHERE
         if heard and before[:1] == transcript.ids[-1:]:  # the answer ended its turn itself
             del before[0]
         words: list[int] = []
         if parts.words is not None:
             words = self._plain.encode(parts.words)
             if caches is not None:
-                rehydration = transcript.recall(parts.words, _live(caches, len(transcript.ids)))
+                live = live_positions(caches, len(transcript.ids))
+                named = transcript.find(parts.words, live)
+                rows = positions_of(named_blocks(caches, named))
+                rehydration = transcript.quoted(named, np.union1d(live, rows), less=len(rows))
         cached, at = len(transcript.ids), len(before)
         ids = [*before, *rehydration.ids, *words, *parts.after]
         held = PositionRange(cached + at, cached + at + len(rehydration.ids)) if rehydration.ids else None
         prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
-        return Turn(kept, transcript, messages, options, prompt, Start(caches, cached, held), rehydration, at)
+        return Turn(kept, transcript, messages, options, prompt, Start(caches, cached, held, named), rehydration, at)
 
     def settle(self, turn: Turn, left: Left, answer: Message | None) -> None:
         """The turn was answered: its session goes on from there. A turn that was not leaves its session as it was.
@@ -295,8 +300,3 @@ def _heard(kept: Kept, messages: list[Message], options: dict[str, Any]) -> int:
     heard = kept.heard or []
     follows = messages[: len(heard)] == heard and messages[len(heard) :] and options == kept.options
     return len(heard) if follows else 0
-
-
-def _live(caches: list[Any], length: int) -> np.ndarray:
-    compressed = compressed_caches(caches)
-    return compressed[0].positions if compressed else np.arange(length)

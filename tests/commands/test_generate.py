@@ -6,6 +6,7 @@ import re
 import mlx.core as mx
 import mlx_lm
 import pytest
+from rescue.harness import Server
 
 import mlx_tq
 from mlx_tq.config import KVConfig
@@ -19,6 +20,14 @@ OFF = ("--kv-profile", "off")
 QUIET = ("--verbose", "F")
 EVICTING = ("--kv-evict", "triattention:warmup=256", "--kv-prefix", 16, "--kv-window", 32, "--kv-budget", 300)
 EVICTING = ("generate", "-p", "".join(facts(40)), "-m", 8, *EVICTING, "--prefill-step-size", 256)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A rescue service that finds by words."""
+    made = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield made
+    made.stop()
 
 
 def test_answer_alone_is_on_stdout(cli):
@@ -105,7 +114,7 @@ def test_numbers_are_those_of_the_arrays(cli, embedded):
     result = cli(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     answer = result.json
-    assert set(answer) == {"text", "stats", "plan", "recalled"}
+    assert set(answer) == {"text", "stats", "plan", "recalled", "rescued"}
     assert (answer["text"], answer["plan"]["config"]["key"], len(answer["plan"]["layers"])) == ("417295", "tq4", 6)
     stats, measured = answer["stats"], answer["stats"]["cache"]
     assert stats["finish_reason"] == "stop"
@@ -208,12 +217,32 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     tokens = lost["stats"]["prompt_tokens"]
     just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
     assert cli(*just, "--json", "--kv-recall", 96).json["recalled"]["archived"], "it is the question that makes it due"
+    assert found["recalled"]["by"] == {"queries": found["recalled"]["positions"], "meaning": []}
     shown = cli(*words, "--kv-recall", "auto")
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
     refused(cli(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
     refused(cli(*words, "--kv-recall", "auto", "--draft-model", EMBEDDED), "cannot be combined with --draft-model")
+
+
+def test_the_rescue_service_is_asked_when_a_prompt_is_read(cli, service):
+    """As rows where they are archived, else quoted before the question; then the service forgets it all."""
+    text, question = facts(40)
+    words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency")
+    words = (*words, "--kv-budget", 300, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
+    words = (*words, "--rescue", service.url, "--rescue-timeout", 60)
+    rows = cli(*words, "--kv-recall", 1, "--json").json
+    assert "417295" in rows["text"]
+    assert (len(rows["recalled"]["by"]["meaning"]) > 16, rows["rescued"]["tokens"]) == (True, 0)
+    quoted = cli(*words, "--kv-recall", "off", "--json").json
+    assert ("417295" in quoted["text"], quoted["recalled"]) == (True, None)
+    more = quoted["stats"]["prompt_tokens"] - rows["stats"]["prompt_tokens"]
+    assert more == quoted["rescued"]["tokens"] > sum(stop - start for start, stop in quoted["rescued"]["ranges"])
+    assert "brought back: tokens " in cli(*words, "--kv-recall", "off").err
+    assert service.http.get("/sessions").json()["sessions"] == []
+    refused(cli(*ASK, "--rescue", "auto"), "--rescue is given, but no token leaves: add --kv-evict triattention")
+    refused(cli(*words, "--kv-recall", "off", "--kv-shadow", 8), "--rescue cannot be combined with --kv-shadow")
 
 
 def test_eviction_where_positions_end(cli, tmp_path):

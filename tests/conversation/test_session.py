@@ -13,6 +13,7 @@ from rescue.harness import Server
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
+from mlx_tq.conversation.looks import RECALL_EVERY
 from mlx_tq.conversation.quote import MARK, OPENING
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.sequence.passes import sequence_in
@@ -129,6 +130,24 @@ def test_rows_come_back_for_a_question_and_leave_again(chat):
         assert (turn.prompt_tokens, turn.rehydration.ids) == (19, [])
     assert session.stats.live + session.stats.evicted == len(session.ids)
     assert not [w for w in chat.warned if "--kv-recall" in w]
+
+
+@pytest.mark.parametrize("limit", [None, 60_000], ids=["all is archived", "a part is"])
+def test_what_the_service_names_comes_back_as_rows_and_else_as_text(chat, service, limit):
+    """Its words are quoted only where the archive has not all of its rows; the queries may bring back but a token."""
+    evict = replace(EVICTS.evict, recall=1, archive_limit=limit)
+    session = chat(replace(EVICTS, evict=evict), rescue=at(service))
+    say(session, page())
+    fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
+    seen = []
+    for _ in session.respond(QUESTION, max_tokens=RECALL_EVERY + 8):
+        seen.append(set(map(int, session._live())))
+    turn = session.turns[-1]
+    assert "417295" in session.last_exchange[1]
+    assert (fact in turn.by_meaning, bool(turn.rehydration.ids)) == (limit is None, limit is not None)
+    assert all(set(turn.by_meaning) <= live for live in seen)  # a look takes none of it away
+    assert not any(set(range(*span)) <= set(turn.recalled) for span in turn.rehydration.ranges)
+    assert not set(turn.by_meaning) & set(map(int, session._live()))
 
 
 def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, service):

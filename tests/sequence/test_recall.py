@@ -18,11 +18,13 @@ from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.config import Budget
-from mlx_tq.sequence.archive import ArchiveFile
+from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.build import make_cache
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
 from mlx_tq.sequence.passes import before_pass, sequence_in
+from mlx_tq.sequence.places import Places
+from mlx_tq.sequence.recall import holding, positions_of
 from mlx_tq.sequence.sequence import Sequence
 
 KEYS, VALUES = random_pair(700, dtype=mx.float16, dims=(128, 64))
@@ -129,6 +131,28 @@ def test_recalled_rows_stay_through_a_round_and_are_not_counted():
     assert caches[0].size() <= live + count + 40
     assert len(sequence.archived) > written
     assert len(sequence.take_departed()) == len(set(range(400)) - set(caches[0].positions.tolist()) | set(back))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    archived=st.sets(st.integers(0, 150)),
+    live=st.sets(st.integers(0, 150)),
+    spans=st.lists(st.tuples(st.integers(0, 140), st.integers(1, 40)), max_size=4),
+    most=st.integers(0, 160),
+)
+def test_named_ranges_come_whole_or_not_at_all(archived, live, spans, most):
+    """In the blocks that hold them and no others, the first of them first, and no more tokens than asked for."""
+    archived -= live
+    blocks = [sorted(p for p in archived if p // 32 == number) for number in range(5)]
+    extents = [Extent(np.array(each), 0, 0, Places(0)) for each in blocks if each]
+    missing = [set(range(start, start + count)) - live for start, count in spans]
+    chosen = holding(extents, [(start, start + count) for start, count in spans], np.array(sorted(live)), most)
+    back = set(positions_of(chosen).tolist())
+    assert len(back) == sum(len(extent.positions) for extent in chosen) <= most
+    whole = set().union(*(each for each in missing if each <= back))
+    assert all(whole & set(extent.positions.tolist()) for extent in chosen)
+    first = next((each for each in missing if each and each <= archived), set())
+    assert first <= back or sum(len(each) for each in blocks if first & set(each)) > most
 
 
 def block(count=5):

@@ -55,14 +55,12 @@ def test_a_conversation_is_a_session_and_shows_what_became_of_it(server, service
     wait_for(lambda: stored(service))
     answer = say(page, QUESTION)
     expect(answer.locator(".words")).to_have_text("417295")
-    answer.get_by_text(re.compile(r"Brought back: \d+ tokens")).click()
-    expect(answer.locator(".quotes")).to_contain_text(FACT)
-    figures = re.compile(r"\d+ live\d+ archived\d+ recalled\d+ rescued[\d.]+ MB, fp16 [\d.]+ MB")
+    figures = re.compile(r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, fp16 [\d.]+ MB")
     expect(page.locator("#figures")).to_have_text(figures)
     live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))
     assert live > 10 < archived
     facts = answer.locator(".facts").inner_text()
-    assert re.search(r"[1-9]\d* tokens recalled", facts)
+    assert re.search(r"[1-9]\d* tokens recalled, [1-9]\d* of them by meaning", facts)
     assert int(facts.split()[0]) < 200, f"what the session had was read again: {facts}"
     page.reload()
     expect(page.locator("#talk > li")).to_have_count(4)
@@ -116,12 +114,18 @@ def test_what_others_wrote_is_never_code(server, open_page):
     page = open_page(server)
     say(page, f"{SCRIPT} and an innocent \u202eneighbour\x1b]0;owned\x07")
     hostile = {"choices": [{"index": 0, "delta": {"content": f"{SCRIPT} \u202e\x9b31m"}, "finish_reason": "stop"}]}
-    stream = f"data: {json.dumps(hostile)}\n\ndata: [DONE]\n\n"
+    counts = ("positions", "tokens", "live", "evicted", "archived", "recalled", "rescued", "bytes", "fp16_bytes")
+    session = dict.fromkeys(counts, 9) | {"quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]}
+    stream = (
+        f"data: {json.dumps(hostile)}\n\ndata: {json.dumps({'choices': [], 'session': session})}\n\ndata: [DONE]\n\n"
+    )
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
     say(page, "Go on")
     for _ in range(2):  # as it was streamed, and as it is shown again
         expect(page.locator("#talk .words").first).to_contain_text("[U+202E]neighbour[U+001B]]0;owned[U+0007]")
         expect(page.locator("#talk .words").last).to_have_text(f"{SCRIPT} [U+202E][U+009B]31m")
+        page.get_by_text("Brought back: 9 tokens").click()
+        expect(page.locator(".quotes")).to_contain_text(SCRIPT)
         assert page.locator("#talk img, #talk script").count() == 0
         page.reload()
     assert page.title() == "mlx-tq"

@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.commands.args import SHADOW, option_value
+from mlx_tq.commands.args import RESCUE_OPTIONS, SHADOW, option_value, rescue_from_args
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
@@ -25,10 +25,22 @@ from mlx_tq.commands.preflight import check_arguments, check_memory, check_posit
 from mlx_tq.commands.progress import prefill_progress
 from mlx_tq.commands.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
 from mlx_tq.commands.prompts import encode, read_prompt, render, template_config
-from mlx_tq.commands.screen import console, plan_dict, show_plan, show_recalled, show_shadow, show_stats, warn
+from mlx_tq.commands.screen import (
+    console,
+    plan_dict,
+    show_plan,
+    show_quoted,
+    show_recalled,
+    show_shadow,
+    show_stats,
+    warn,
+)
 from mlx_tq.commands.stores import chosen_store
+from mlx_tq.config import RescueConfig
+from mlx_tq.conversation.bring_back import Brought
 from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.recall import Recalled, archive_warning, question_of, read, recall
+from mlx_tq.conversation.one_prompt import OnePrompt
+from mlx_tq.conversation.recall import archive_warning, question_of
 from mlx_tq.conversation.shadow import Shadow, chosen_shadow
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.models import load_with_config
@@ -37,21 +49,24 @@ from mlx_tq.policies.policy import AUTO
 from mlx_tq.prefixes.folder import Folder
 from mlx_tq.prefixes.store import PrefixStore, reading
 from mlx_tq.ranks.group import Ranks
+from mlx_tq.rescue import OFF
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import GenerationStats, cache_stats, tokens_seen
 
 _NEARLY = 0.9  # of the model's positions
-_UNSTORED = ("--draft-model", "--image", "--prompt-cache-file")
+_ENDLESS = 2**31  # positions of a model that does not say how many it has
+_ALONE = ("--draft-model", "--image", "--prompt-cache-file")
 
 
 class Answer(NamedTuple):
-    """What was generated, how, and what of the archive came back for it."""
+    """What was generated, how, and what came back for it, where anything could."""
 
     text: str
     stats: GenerationStats
-    recalled: Recalled | None
+    brought: Brought | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,24 +121,24 @@ def run(args: argparse.Namespace) -> int:
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)
         shadow.begin(ids[-1], len(ids) - 1)
-    answer = _generate(model, tokenizer, ids, opened, store, shadow, max_tokens, args, options)
+    answer = _generate(model, tokenizer, prompt, ids, opened, store, shadow, max_tokens, args, options, ranks)
     ranks.settle()
     together = collect_stats(ranks, answer.stats.cache, archive_warning(opened.caches))
-    if ranks.is_alone and together[0].warning:
-        warn(together[0].warning)
     if args.json:
         plan = plan_dict(opened.plan, answer.stats.cache.tokens) if opened.plan else None
-        recalled = None if answer.recalled is None else answer.recalled.to_dict()
         report: dict[str, Any] = {"text": answer.text, "stats": answer.stats.to_dict(), "plan": plan}
-        report["recalled"] = recalled
+        report |= _report(answer.brought, chosen_rescue(args), opened.plan)
         if shadow is not None:
             report["shadow"] = shadow.report().to_dict()
         if not ranks.is_alone:
             report["ranks"] = [each.to_dict() for each in together]
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.verbose:
-        if answer.recalled is not None:
-            show_recalled(answer.recalled.positions, answer.recalled.archived, answer.recalled.seconds)
+        if answer.brought is not None:
+            recalled = answer.brought.recalled
+            if opened.plan is not None and opened.plan.recalls:
+                show_recalled(recalled.positions, recalled.meaning, recalled.archived, recalled.seconds)
+            show_quoted(answer.brought.rehydration, answer.brought.rescue_seconds)
         show_stats(answer.stats)
         if shadow is not None:
             show_shadow(shadow.report())
@@ -143,6 +158,7 @@ def _check_request(args: argparse.Namespace) -> None:
     check_arguments(args)
     template_config(args)
     config = chosen_config(args)
+    chosen_rescue(args)
     if config.evict is not None and config.evict.recalls:
         for flag, given in (("--draft-model", args.draft_model), ("--image", args.image)):
             if given:
@@ -157,9 +173,31 @@ def _check_request(args: argparse.Namespace) -> None:
         )
 
 
+def chosen_rescue(args: argparse.Namespace) -> RescueConfig:
+    """How text comes back: in no way if just the environment says so, and it cannot here.
+
+    Raises:
+        ConfigError: a flag says so.
+    """
+    rescue = rescue_from_args(args, OFF)
+    others = [*_given(args), *([SHADOW.flag] if option_value(args, SHADOW) is not None else [])]
+    if rescue.service == OFF or not (others or chosen_config(args).evict is None):
+        return rescue
+    if option_value(args, RESCUE_OPTIONS[0], {}) in (None, OFF):
+        return RescueConfig()
+    if others:
+        raise ConfigError(f"--rescue cannot be combined with {others[0]}. Drop one of the two.")
+    raise ConfigError("--rescue is given, but no token leaves: add --kv-evict triattention, or drop it.")
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """Flags with which neither a store nor rescue knows all tokens as text."""
+    return [flag for flag in _ALONE if getattr(args, flag.removeprefix("--").replace("-", "_"))]
+
+
 def _store_folder(args: argparse.Namespace) -> Folder | None:
     """Where prompts are stored: nowhere if just the environment says so, and something is asked for that cannot be."""
-    others = [flag for flag in _UNSTORED if getattr(args, flag.removeprefix("--").replace("-", "_"))]
+    others = _given(args)
     if chosen_config(args).is_off:
         others.append("mlx-lm's own caches")
     return chosen_store(args, others)
@@ -264,6 +302,7 @@ def _add_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Nam
 def _generate(
     model: Any,
     tokenizer: Any,
+    prompt: str,
     ids: list[int],
     opened: PromptCache,
     store: PrefixStore | None,
@@ -271,6 +310,7 @@ def _generate(
     max_tokens: int,
     args: argparse.Namespace,
     options: dict[str, Any],
+    ranks: Ranks,
 ) -> Answer:
     caches, models = opened.caches, [model]
     if args.draft_model is not None:
@@ -279,20 +319,24 @@ def _generate(
         models.append(draft)
         options["num_draft_tokens"] = args.num_draft_tokens
     stream = not args.json
-    text, ttft, finish, cached = "", 0.0, "interrupted", 0
+    said, ttft, finish, cached = "", 0.0, "interrupted", 0
     last: Any = None
-    recalled: Recalled | None = None
+    asking: OnePrompt | None = None
+    brought: Brought | None = None
     looks: Looks | None = None
-    whole = len(ids)
-    step = args.prefill_step_size
+    whole, step, limit = len(ids), args.prefill_step_size, position_limit(model)
+    recalls, rescue = opened.plan is not None and opened.plan.recalls, chosen_rescue(args)
     started = time.perf_counter()
     try:
         with ExitStack() as stack:
             for each in models:
                 stack.enter_context(compressed(each))
             show = stack.enter_context(prefill_progress(show=args.verbose))
-            recalls = opened.plan is not None and opened.plan.recalls
-            document, rest = question_of(tokenizer, ids) if recalls else (ids[:-1], ids[-1:])
+            document, rest = ids[:-1], ids[-1:]
+            if recalls or rescue.service != OFF:
+                asks = rescue if ranks.is_first else RescueConfig()  # the first one asks for all
+                asking = stack.enter_context(OnePrompt(model, tokenizer, caches, asks, limit, step))
+                document, rest = question_of(tokenizer, ids)
             stored = stack.enter_context(reading(store, caches, document, step))
 
             def progress(processed: int, total: int) -> None:
@@ -300,12 +344,14 @@ def _generate(
                 show(stored.restored + processed, stored.restored + total)
 
             ids = ids[stored.restored :]
-            if recalls:
-                read(model, caches, document[stored.restored :], step, progress)
-                recalled = recall(model, caches, rest, step)
-                looks = Looks(caches)
+            if asking is not None:
+                asking.read(document, stored.restored, progress)
+                brought = asking.ask(prompt, rest, _ENDLESS if limit is None else limit - whole)
+                looks = Looks(caches, stays=brought.recalled.named)
                 looks.begin()
-                ids = rest
+                ids = [*brought.rehydration.ids, *rest]
+                whole += len(brought.rehydration.ids)
+                max_tokens = max_tokens if limit is None else min(max_tokens, limit - whole)
             cached = stored.restored
             for response in stream_generate(
                 model,
@@ -313,7 +359,7 @@ def _generate(
                 ids,
                 max_tokens=max_tokens,
                 prompt_cache=caches,
-                prompt_progress_callback=progress if recalled is None else (lambda *_: None),
+                prompt_progress_callback=progress if brought is None else (lambda *_: None),
                 kv_bits=args.kv_bits,
                 kv_group_size=args.kv_group_size,
                 quantized_kv_start=args.quantized_kv_start,
@@ -328,7 +374,7 @@ def _generate(
                     looks.token()
                 if shadow is not None:
                     shadow.token(response.token, response.text, response.logprobs)
-                text += response.text
+                said += response.text
                 if stream:
                     say(response.text)
             finish = last.finish_reason
@@ -343,11 +389,24 @@ def _generate(
     if stream:
         say("\n")
     stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached)
-    if looks is not None and recalled is not None:
-        recalled = replace(recalled, positions=sorted({*recalled.positions, *looks.positions}))
-    if recalled is not None and ttft:
+    if looks is not None and brought is not None:
+        brought = replace(brought, recalled=brought.recalled.and_queries(looks.positions))
+    if brought is not None and ttft:
         stats = replace(stats, prompt_tps=whole / ttft)  # mlx-lm saw the question alone
-    return Answer(text, stats, recalled)
+    for warning in asking.warnings() if asking is not None and ranks.is_alone else ():
+        warn(warning)
+    return Answer(said, stats, brought)
+
+
+def _report(brought: Brought | None, rescue: RescueConfig, plan: Plan | None) -> dict[str, Any]:
+    """What came back, as plain data; None for each way in which nothing could."""
+    recalled = rescued = None
+    if brought is not None and plan is not None and plan.recalls:
+        recalled = brought.recalled.to_dict()
+    if brought is not None and rescue.service != OFF:
+        quoted = brought.rehydration
+        rescued = {"ranges": quoted.ranges, "tokens": len(quoted.ids), "seconds": brought.rescue_seconds}
+    return {"recalled": recalled, "rescued": rescued}
 
 
 def _check_finite(response: Any) -> None:

@@ -174,7 +174,8 @@ async function answer(turn, item) {
     if (choice?.finish_reason) turn.finish = choice.finish_reason;
     if (event.usage) turn.usage = event.usage;
     if (event.session) {
-      turn.session = { recalled: event.session.recalled, rescued: event.session.rescued, quoted: event.session.quoted };
+      const { recalled, recalled_by_meaning, rescued, quoted } = event.session;
+      turn.session = { recalled, recalled_by_meaning, rescued, quoted };
       chat.memory = event.session;
     }
   }
@@ -204,7 +205,10 @@ function facts({ usage, session, finish, stopped }) {
   if (usage) lines.push(`${tokens(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)} read, ${number(usage.completion_tokens)} said`);
   if (finish === "length") lines.push("ended at the limit of tokens");
   if (stopped) lines.push("stopped");
-  if (session?.recalled) lines.push(`${tokens(session.recalled)} recalled`);
+  if (session?.recalled) {
+    const named = session.recalled_by_meaning;
+    lines.push(`${tokens(session.recalled)} recalled${named ? `, ${number(named)} of them by meaning` : ""}`);
+  }
   const made = lines.length ? [element("p", lines.join(", "), "facts")] : [];
   if (!session?.rescued) return made;
   const details = element("details"), list = element("ul", "", "quotes");

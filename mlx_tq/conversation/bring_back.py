@@ -1,0 +1,74 @@
+"""What a question needs of that which left: rows where the archive has them, and text where it has not."""
+
+import time
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+from mlx_tq.conversation.recall import Named, Recalled, live_positions, ready_to_recall, recall
+from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript
+from mlx_tq.models import ranks_of
+from mlx_tq.policies.selection import PositionRange
+from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.recall import LONGEST_QUESTION
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What came back for a question.
+
+    Attributes:
+        recalled: as rows.
+        rehydration: as text, to be read before the question.
+        rescue_seconds: that it took to ask the service.
+    """
+
+    recalled: Recalled
+    rehydration: Rehydration
+    rescue_seconds: float
+
+
+def bring_back(
+    model: Any, caches: list[Any], transcript: Transcript, text: str, ids: list[int], step: int, room: int
+) -> Brought:
+    """Bring back what a question needs before it is read. `release` lets the rows leave again.
+
+    Args:
+        model: of the caches.
+        caches: of all tokens of the transcript, and no more.
+        transcript: of the conversation.
+        text: what is asked.
+        ids: of the question, with what the template has around it.
+        step: tokens read at a time.
+        room: positions that are left behind the question.
+    """
+    ready_to_recall(caches, min(len(ids), LONGEST_QUESTION))
+    tell_departed(transcript, caches)
+    asked = time.perf_counter()
+    named = find(model, transcript, text, live_positions(caches, len(transcript.ids)))
+    rescue_seconds = time.perf_counter() - asked
+    recalled = recall(model, caches, ids, step, named=named)
+    live = live_positions(caches, len(transcript.ids))
+    rehydration = transcript.quoted(named, live, less=len(recalled.meaning))
+    return Brought(recalled, rehydration if len(rehydration.ids) < room else NOTHING, rescue_seconds)
+
+
+def find(model: Any, transcript: Transcript, text: str, live: np.ndarray) -> Named:
+    """Where that lies which a question needs and which is not live; of several ranks the first asks for all."""
+    ranges, limit = ranks_of(model).tell(lambda: astuple(transcript.find(text, live)))
+    return Named(tuple((start, stop) for start, stop in ranges), limit)
+
+
+def tell_departed(transcript: Transcript, caches: list[Any]) -> None:
+    """Send the text of what has left the caches to the service."""
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        transcript.tell(sequence.take_departed())
+
+
+def hold(caches: list[Any], rehydration: Rehydration, start: int) -> None:
+    """Keep the quotation at position `start` in the caches until another is held; of NOTHING: none any more."""
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        sequence.held = PositionRange(start, start + len(rehydration.ids)) if rehydration.ids else None
