@@ -67,15 +67,15 @@ def steps(bodies: list[int], heads: int) -> tuple[dict[str, Step], dict[str, int
         "row by row": row_by_row,
         "own buffers, one call": lambda: attend_batch(queries, batch, scale=scale),
         "one buffer, one call": lambda: attend(queries, joined, scale=scale, mask=mask),
-        "joining the buffers": lambda: _joined(batch).stored(),
+        "joining the buffers": lambda: _joined(batch).rows,
     }
-    sizes = {"own buffers": sum(r.stored().nbytes for r in batch), "one buffer": joined.stored().nbytes}
+    sizes = {"own buffers": sum(r.rows.nbytes for r in batch), "one buffer": joined.rows.nbytes}
     return ways, sizes
 
 
 def _joined(batch: list[Regions]) -> Regions:
-    capacity = max(regions.stored().shape[2] for regions in batch)
-    rows = mx.concatenate([_grown(regions.stored(), capacity) for regions in batch])
+    capacity = max(regions.rows.shape[2] for regions in batch)
+    rows = mx.concatenate([_grown(regions.rows, capacity) for regions in batch])
     keys, values = (
         mx.concatenate([getattr(regions, name) for regions in batch]) for name in ("full_keys", "full_values")
     )

@@ -125,7 +125,11 @@ class Row(Protocol):
     spec: CacheSpec
     offset: int
     nbytes: int
-    state: tuple[Any, ...]
+    state_in_place: tuple[Any, ...]
+
+    def arrays(self) -> list[mx.array]:
+        """All that is stored; rows that caches share are the same array in each."""
+        ...
 
     def append(self, keys: mx.array, values: mx.array) -> StepView:
         """Store tokens; returns what they attend to."""
@@ -269,14 +273,17 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(row.nbytes for row in self.rows)
+        """Bytes of all arrays, those that rows share once."""
+        return sum({id(array): array.nbytes for row in self.rows for array in row.arrays()}.values())
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The states of the rows, their classes, and the tokens of a padded prompt still to come."""
+        """The states of the rows, their classes, and the tokens of a padded prompt still to come.
+
+        mlx-lm reads it at each step of a prompt, so that what rows share is not copied for it.
+        """
         about = {"classes": [type(row).__name__ for row in self.rows], "remaining": self._remaining}
-        return *(row.state for row in self.rows), json.dumps(about)
+        return *(row.state_in_place for row in self.rows), json.dumps(about)
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:

@@ -18,7 +18,8 @@ from mlx_lm.models.cache import _BaseCache
 from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_rows, write_tokens
+from mlx_tq.cache.body import Body, Stored
+from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_tokens
 from mlx_tq.cache.conditioner import Conditioner
 from mlx_tq.cache.gaps import NO_GAPS, Gaps
 from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
@@ -58,7 +59,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._kept = spec.prefix
         self._full: Pair | None = None
         self._slack: Pair | None = None
-        self._rows: mx.array | None = None  # uint32 [B, H, capacity, W]
+        self._body = Body()
         self._fitted: RowLayout | None = None  # the layout of the body, where a format learns from the first tokens
         self._known = Conditioner()
         self._mean_of_row: mx.array | None = None  # int32 [body_tokens], where tokens have left
@@ -100,7 +101,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, unused capacity included."""
-        return sum(array.nbytes for array in self._arrays())
+        return sum(array.nbytes for array in self.arrays())
 
     @property
     def positions(self) -> np.ndarray:
@@ -161,12 +162,39 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def state(self) -> tuple[Any, ...]:
         """Arrays without their spare capacity, ints and a string, from which `from_state` makes an equal cache."""
+        return self._state(self._body.between(0, self._row(self._packed(self.offset))))
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        keys, values, rows, self._health, *learned = state[:6]
+        self._body = Body(rows)
+        self.offset, self._kept, text, kept, part, *known = state[6:]  # files of before have no statistics
+        about = json.loads(text)
+        self.spec = CacheSpec.from_dict(about["spec"])
+        self.number = about["number"]
+        self.sequence = None if part is None else SavedPart(tuple(part))
+        gone = None if kept is None else Gaps(about["evicted"], about["floor"], np.array(kept, np.int64).reshape(-1))
+        self._gaps = gone or NO_GAPS
+        self._known = Conditioner(*(known[0] if known else ()))
+        self._full = self._slack = self._fitted = self._last = None
+        if keys is not None:
+            full, prefix = (keys, values), self.spec.prefix
+            self._lay_out(full, (keys[:, :, prefix:], values[:, :, prefix:]), self._kept)
+            if any(part is not None for part in learned):
+                self._fitted = self._layout(full).restore(*learned)
+        self._mean_of_row = self._row_index()
+
+    @property
+    def state_in_place(self) -> tuple[Any, ...]:
+        """The same, but for rows that lie in several buffers: these are a list, and nothing is copied to read it."""
+        return self._state(self._body.in_place(self._row(self._packed(self.offset))))
+
+    def _state(self, rows: Stored) -> tuple[Any, ...]:
         full: tuple[mx.array | None, ...] = (None, None)
         if self._full is not None:
             originals = self._originals(self._full, self._kept, self._packed(self.offset), self.offset)
             prefix = (x[:, :, : min(self.offset, self.spec.prefix)] for x in self._full)
             full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(prefix, originals, strict=True))
-        rows = self._body_rows()
         learned = (None, None) if self._fitted is None else self._fitted.learned
         about = {
             "spec": self.spec.to_dict(),
@@ -178,26 +206,6 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         kept = mx.array(self._gaps.kept, mx.int32) if self._gaps.evicted else None  # `mx.compile` could not read it
         known = (self._known.queries, self._known.scale, self._known.means)
         return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(about), kept, part, known
-
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        keys, values, self._rows, self._health, *learned = state[:6]
-        self.offset, self._kept, text, kept, part, *known = state[6:]  # files of before have no statistics
-        about = json.loads(text)
-        self.spec = CacheSpec.from_dict(about["spec"])
-        self.number = about["number"]
-        self.sequence = None if part is None else SavedPart(tuple(part))
-        self._gaps = NO_GAPS
-        if kept is not None:
-            self._gaps = Gaps(about["evicted"], about["floor"], np.array(kept, np.int64).reshape(-1))
-        self._known = Conditioner(*(known[0] if known else ()))
-        self._full = self._slack = self._fitted = self._last = None
-        if keys is not None:
-            full, prefix = (keys, values), self.spec.prefix
-            self._lay_out(full, (keys[:, :, prefix:], values[:, :, prefix:]), self._kept)
-            if any(part is not None for part in learned):
-                self._fitted = self._layout(full).restore(*learned)
-        self._mean_of_row = self._row_index()
 
     # What the rest of mlx_tq calls.
 
@@ -218,9 +226,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         Raises:
             CacheFormatError: nothing is packed.
         """
-        if self._rows is None or self._full is None:
+        rows = self._body.whole(self._row(self._packed(self.offset)))
+        if rows is None or self._full is None:
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        return self._rows, self._layout(self._full), self._conditioning(self._packed(self.offset))
+        return rows, self._layout(self._full), self._conditioning(self._packed(self.offset))
 
     def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
         """Keep these rows of the body, ascending indices [N], and their positions [N]; returns the new rows.
@@ -228,8 +237,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         Raises:
             CacheFormatError: nothing is packed.
         """
-        rows, _, _ = self.body()
-        capacity = body_capacity(max(1, len(kept)))
+        rows, capacity = self.body()[0], body_capacity(max(1, len(kept)))
         return self.replace_body(compact(rows, mx.array(kept, mx.int32), capacity), positions)
 
     def replace_body(
@@ -247,7 +255,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._gaps = Gaps(evicted, packed, positions) if evicted else NO_GAPS
         self._known = self._known.rearranged(before, self._gaps.blocks(prefix, packed), means or {})
         self._mean_of_row = self._row_index()
-        self._rows = rows
+        self._body = Body(rows)
         # Originals of packed tokens would let a trim lead back to rows that are gone.
         self._kept = packed
         self._last = None
@@ -262,13 +270,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def body_nbytes(self) -> int:
         """Bytes of the packed tokens and of what their keys were conditioned by, without spare capacity."""
-        rows, known = self._body_rows(), self._conditioning(self._packed(self.offset))
+        packed = self._packed(self.offset)
+        rows, known = self._body.between(0, self._row(packed)), self._conditioning(packed)
         arrays = (rows,) if known is None else (rows, known.scale, known.means, known.index)
         return sum(array.nbytes for array in arrays if array is not None)
-
-    def _body_rows(self) -> mx.array | None:
-        """The body's rows without spare capacity."""
-        return None if self._rows is None else self._rows[:, :, : self._row(self._packed(self.offset))]
 
     @property
     def clamped(self) -> int:
@@ -289,17 +294,15 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             )
 
     def fork(self) -> "CompressedKVCache":
-        """A copy that shares no change with this one; buffers are copied only when either is written to."""
+        """A copy that shares no change with this one, but the rows of both; see `body`."""
         twin = type(self)(self.spec)
         twin.offset, twin._kept = self.offset, self._kept
         twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
-        twin._slack = self._slack  # never written to
-        twin._rows = None if self._rows is None else self._rows[:]
-        twin._fitted = self._fitted
+        twin._slack, twin._fitted = self._slack, self._fitted  # never written to
+        twin._body = self._body.fork()
         twin._health = self._health[:]
-        twin._gaps = self._gaps
+        twin._gaps, twin.number = self._gaps, self.number
         twin._known, twin._mean_of_row = self._known, self._mean_of_row
-        twin.number = self.number
         twin.sequence = None if self.sequence is None else self.sequence.part(self.number)
         return twin
 
@@ -334,7 +337,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
                 earlier = (leaves - 1 - before, self._view(full, packed, leaves - 1, alone))
             view = replace(self._view(self._retain(full, packed, target), target, after, target), earlier=earlier)
         if target > packed:
-            view = replace(view, pending=tuple(self._arrays()))
+            view = replace(view, pending=tuple(self.arrays()))
         if listens:
             view = replace(view, told=partial(self._observe, before, after))
         if self.sequence is not None:
@@ -362,7 +365,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if stop >= READY:
             self._learn(self._full)
             self._catch_up(self._full)
-        return self._arrays()
+        return self.arrays()
 
     def _learn(self, full: Pair) -> None:
         """Find the weights of keys; all tokens are in the full buffers yet."""
@@ -390,10 +393,11 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     # Regions and buffers.
 
-    def _arrays(self) -> list[mx.array]:
+    def arrays(self) -> list[mx.array]:
+        """All that is stored; rows that caches share are the same array in each."""
         learned = self._fitted.learned if self._fitted else ()
-        arrays = (*(self._full or ()), *(self._slack or ()), self._rows, *learned, self._health, self._mean_of_row)
-        return [*(array for array in arrays if array is not None), *self._known.arrays]
+        arrays = (*(self._full or ()), *(self._slack or ()), *learned, self._health, self._mean_of_row)
+        return [*(array for array in arrays if array is not None), *self._body.arrays, *self._known.arrays]
 
     def _packed(self, length: int) -> int:
         """The position before which tokens are in the body when `length` have been seen."""
@@ -426,11 +430,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         else:
             keys, values = (mx.concatenate([x[:, :, :prefix], x[:, :, start:stop]], axis=2) for x in full)
             beside = prefix + stop - start
-        rows = None if self._rows is None else self._rows[:]  # what is written later does not reach the view
-        conditioning = self._conditioning(packed)
-        return StepView(
-            Regions(rows, self._row(packed), self._layout(full), keys, values, prefix, beside, conditioning)
-        )
+        body, layout, known = self._row(packed), self._layout(full), self._conditioning(packed)
+        shared, own = self._body.shared(body), self._body.own
+        return StepView(Regions(own, body, layout, keys, values, prefix, beside, known, shared))
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         """Encode positions [packed, target) into the body."""
@@ -439,9 +441,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
                 self.check_health()  # of earlier blocks, long computed: nothing waits
         else:
             self._fit(full)
-        prefix = self.spec.prefix
+        prefix, conditioning = self.spec.prefix, None
         keys, values = (x[:, :, prefix : prefix + target - packed] for x in full)
-        conditioning = None
         if self.spec.condition:
             rotation = self._layout(full).key.rotation
             self._known, conditioning, clamped = self._known.extended(
@@ -450,7 +451,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             self._health = self._health + mx.stack([clamped, mx.array(0, mx.int32)])
         encoded = encode(keys, values, self._layout(full), conditioning)
         self._health = self._health + encoded.health
-        self._rows = write_rows(self._rows, mx.depends(encoded.rows, self._health), self._row(packed))
+        self._body.write(mx.depends(encoded.rows, self._health), self._row(packed))
         self._mean_of_row = self._row_index()
 
     def _fit(self, full: Pair) -> None:

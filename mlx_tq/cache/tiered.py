@@ -17,7 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_rows
+from mlx_tq.cache.body import Body
+from mlx_tq.cache.buffers import Pair, body_capacity, buffer
 from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import SequencePart
@@ -72,7 +73,7 @@ class TieredKVCache(CompressedKVCache):
     def __init__(self, spec: CacheSpec, number: int = 0, sequence: SequencePart | None = None) -> None:
         super().__init__(spec, number, sequence)
         # What is stored of [prefix, cold end) lies in a buffer of its own; the body's rows are of [cooled, packed).
-        self._cold: mx.array | None = None  # uint32 [B, H, capacity, W]
+        self._cold = Body()
         self._cooled = spec.prefix
 
     def trim(self, n: int) -> int:
@@ -88,8 +89,15 @@ class TieredKVCache(CompressedKVCache):
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        *base, self._cold, self._cooled = state
+        *base, cold, self._cooled = state
+        self._cold = Body(cold)
         CompressedKVCache.state.fset(self, tuple(base))  # type: ignore[attr-defined]
+
+    @property
+    def state_in_place(self) -> tuple[Any, ...]:
+        """As of `CompressedKVCache`."""
+        end = self._stored(self._cold_end(self._packed(self.offset)))
+        return *super().state_in_place, self._cold.in_place(end), self._cooled
 
     @property
     def body_tokens(self) -> int:
@@ -120,17 +128,18 @@ class TieredKVCache(CompressedKVCache):
         view = self._whole_view()
         if not isinstance(view, TieredView):
             return super().compact(kept, positions)
-        cold, rows = view.cold.shape[2], view.regions.stored()
+        cold, rows = view.cold.shape[2], view.regions.packed()
         stay, later = kept[kept < cold], kept[kept >= cold] - cold
         self._cooled = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
-        self._cold = compact(view.cold, mx.array(stay, mx.int32), body_capacity(max(1, len(stay))))
+        colder = compact(view.cold, mx.array(stay, mx.int32), body_capacity(max(1, len(stay))))
+        self._cold = Body(colder)
         body = compact(rows, mx.array(later, mx.int32), body_capacity(max(1, len(later))))
-        both: mx.array = mx.depends(self.replace_body(body, positions), self._cold)
+        both: mx.array = mx.depends(self.replace_body(body, positions), colder)
         return both
 
     def _whole_view(self) -> StepView | None:
         """What the next token would attend to; None where nothing is packed."""
-        if self._rows is None or self._full is None:
+        if not self._body or self._full is None:
             return None
         packed = self._packed(self.offset)
         return self._view(self._full, packed, self.offset, packed)
@@ -143,19 +152,18 @@ class TieredKVCache(CompressedKVCache):
 
     def _cold_body(self) -> mx.array | None:
         """The cold rows without spare capacity."""
-        return (
-            None if self._cold is None else self._cold[:, :, : self._stored(self._cold_end(self._packed(self.offset)))]
-        )
+        return self._cold.between(0, self._stored(self._cold_end(self._packed(self.offset))))
 
     def fork(self) -> "TieredKVCache":
         """A copy that shares no change with this one."""
         twin = super().fork()
-        twin._cold = None if self._cold is None else self._cold[:]
+        twin._cold = self._cold.fork()
         twin._cooled = self._cooled
         return twin
 
-    def _arrays(self) -> list[mx.array]:
-        return super()._arrays() + ([] if self._cold is None else [self._cold])
+    def arrays(self) -> list[mx.array]:
+        """As of `CompressedKVCache`, and the cold rows."""
+        return super().arrays() + self._cold.arrays
 
     def _stored(self, position: int) -> int:
         """How many tokens are stored between the prefix and a position."""
@@ -181,20 +189,22 @@ class TieredKVCache(CompressedKVCache):
 
     def _view(self, full: Pair, tail: int, length: int, packed: int) -> StepView:
         view = super()._view(full, tail, length, packed)
-        end, rows = self._cold_end(packed), view.regions.rows
+        end, regions = self._cold_end(packed), view.regions
         count = self._stored(end)
-        if self._cold is None or rows is None or count == 0:
+        cold = self._cold.between(0, count)
+        if cold is None or not self._body or count == 0:
             return view
         twice = self._row(end)  # rows of cold tokens that have not left the body
-        conditioning = view.regions.conditioning
+        conditioning = regions.conditioning
         return TieredView(
             replace(
-                view.regions,
-                rows=rows[:, :, twice:],
-                body=view.regions.body - twice,
+                regions,
+                rows=regions.between(twice, regions.body),
+                shared=(),
+                body=regions.body - twice,
                 conditioning=None if conditioning is None else conditioning.after(twice),
             ),
-            cold=self._cold[:, :, :count],
+            cold=cold,
             cold_layout=self._cold_layout(full),
             cold_conditioning=None if conditioning is None else replace(conditioning, index=self._mean_of_row, first=0),
         )
@@ -202,18 +212,18 @@ class TieredKVCache(CompressedKVCache):
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         super()._pack(full, packed, target)
         start, stop = self._cold_end(packed), self._cold_end(target)
-        if self._rows is None or self._row(stop) == self._row(start):
+        rows = self._body.between(self._row(start), self._row(stop))
+        if rows is None or self._row(stop) == self._row(start):
             return
         layout, cold = self._layout(full), self._cold_layout(full)
-        rows = self._rows[:, :, self._row(start) : self._row(stop)]
         rows = cold.join(cold.key.encode(layout.key.decode(layout.keys(rows))), layout.values(rows))
-        self._cold = write_rows(self._cold, rows, self._stored(start))
+        self._cold.write(rows, self._stored(start))
 
     def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
         kept = super()._retain(full, tail, packed)
         cooled = max(self.spec.cold_until(self.spec.originals_from(packed)), self._cooled)
-        if self._rows is not None and cooled > self._cooled:
-            rows = self._rows[:, :, self._row(cooled) : self._row(packed)]
+        rows = self._body.between(self._row(cooled), self._row(packed))
+        if rows is not None and cooled > self._cooled:
             self._cooled = cooled
-            self._rows = buffer([rows], body_capacity(rows.shape[2]))
+            self._body = Body(buffer([rows], body_capacity(rows.shape[2])))
         return kept

@@ -17,7 +17,7 @@ from mlx_tq.codec.conditioning import Conditioning, asking, mean_scores
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import impl
-from mlx_tq.kernels.attend_kernels import attend_gpu
+from mlx_tq.kernels.attend_together import attend_gpu
 from mlx_tq.kernels.constants import check_can_run
 from mlx_tq.kernels.cpu_streams import Stream, runs
 from mlx_tq.kernels.masks import Mask, apply_mask, causal_columns, take_columns
@@ -130,14 +130,13 @@ def _attend_run(
 ) -> Partial:
     """A run of packed tokens, in blocks, on a stream."""
     edges = [*range(start, stop, BLOCK_TOKENS), stop]
-    rows = regions.stored()
     with mx.stream(stream):
         return reduce(
             merge,
             (
                 _attend_block(
                     q,
-                    rows[:, :, first:last],
+                    regions.between(first, last),
                     regions.layout,
                     regions.conditioning and regions.conditioning.after(first),
                     _columns(mask, regions.prefix, first, last),

@@ -4,17 +4,18 @@ Rows of a batch that have buffers of their own attend in one call, eight at a ti
 Metal passes a kernel 31 arrays.
 """
 
+import math
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning
+from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, thresholds
-from mlx_tq.kernels.constants import LEAST, check_can_run, codec_constants, filled, flips, layout_constants, table
+from mlx_tq.kernels.constants import LEAST, codec_constants, filled, flips, layout_constants, table
 from mlx_tq.kernels.masks import Mask, mask_bias
 from mlx_tq.kernels.regions import Regions
 
@@ -45,123 +46,147 @@ QUERIES = 4
 _SHARING, _WIDE = 8, 256
 
 
-def attend_gpu(
-    queries: mx.array,
-    batch: Sequence[Regions],
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Attention of queries [B, Hq, L, Dk] over the regions of all B, or over those of each.
+class _Arguments(NamedTuple):
+    """Of a call: inputs of all rows, those of each, constants, and `attend_sizes`."""
 
-    Arrays of the regions that are not contiguous are copied. A mask array is for one region.
+    inputs: list[mx.array]
+    arrays: list[mx.array]
+    constants: build.Constants
+    sizes: list[int]
 
-    Raises:
-        KernelUnavailableError: there is no GPU, its compiler refuses the kernel, or kernels do not have the format,
-            rotation, head size or type; `attend_ref` does.
 
+class Blocks(NamedTuple):
+    """What the first pass finds for queries [B, Hq, L, Dk], block by block; see attend.metal.
+
+    Attributes:
+        outputs: fp32 [B, Hq, L, most, Dv].
+        maxima, sums: fp32 [B, Hq, L, most].
+        sizes: heads, lengths and cuts, for both passes.
+        cuts: of each region its blocks of packed tokens, and all that it has of `most`.
     """
-    check_can_run(batch[0].layout, queries.dtype, batch[0].full_keys.dtype)
-    conditioned = any(regions.conditioning is not None for regions in batch)
-    run = partial(_together, conditioned=conditioned, scale=scale, mask=mask, sinks=sinks)
-    if len(batch) == 1:
-        return run(queries, batch, sources=1)
-    together = CONDITIONED_TOGETHER if conditioned else TOGETHER
-    starts = range(0, len(batch), together)
-    parts = [(queries[i : i + together], batch[i : i + together]) for i in starts]
-    return mx.concatenate([run(*part, sources=together) for part in parts])
+
+    outputs: mx.array
+    maxima: mx.array
+    sums: mx.array
+    sizes: list[int]
+    cuts: list[tuple[int, int]]
 
 
-def _together(
-    queries: mx.array,
-    batch: Sequence[Regions],
-    *,
-    sources: int,
-    conditioned: bool,
-    scale: float,
-    mask: Mask,
-    sinks: mx.array | None,
-) -> mx.array:
-    """One call for up to `sources` regions, in one kernel or in two, by the most tokens that a row has.
+@dataclass(frozen=True)
+class Question:
+    """Queries [B, Hq, L, Dk] and what is asked of the regions of all B, or of those of each.
 
-    It takes their keys for conditioned ones or for plain ones, so that all calls for a batch run one text.
+    Attributes:
+        sources: regions of a call; 1 where one is for all B.
+        conditioned: keys are taken for conditioned ones, so that all calls for a batch run one text.
+        scale: of scores.
+        mask: an array is for one region.
     """
-    rows, query_heads, length, dim = queries.shape
-    heads = batch[0].full_keys.shape[1]
-    layout, kind = batch[0].layout, batch[0].full_keys.dtype
-    per_head = query_heads // heads * length
-    taken = min(QUERIES, 1 << (per_head - 1).bit_length())
-    tiles = rows * heads * -(-per_head // taken)
-    short = max(regions.tokens for regions in batch) <= thresholds.current().short
-    simdgroups = _SHARING if dim <= _WIDE else _SHARING // 2
-    cuts = [_shared(regions, simdgroups) if short else _cut(regions, tiles) for regions in batch]
-    most = max(blocks for _, blocks in cuts)
-    bias = mask_bias(mask, batch[0].tokens)
-    entries = [
-        (r.prefix, r.body, r.beside, 0 if r.rows is None else r.rows.shape[2], r.full_keys.shape[2], *cut, most)
-        for r, cut in zip(batch, cuts, strict=True)
-    ]
-    header = (query_heads, heads, length, isinstance(mask, str), *struct.unpack("i", struct.pack("f", scale)))
-    times = rows // len(batch)
-    sizes = [*header, *_steps(bias), *[number for entry in entries for number in entry] * times]
-    own = [[_NO_ROWS if r.rows is None else r.rows, r.full_keys, r.full_values] for r in batch]
-    if conditioned:
-        means = [_means(regions) for regions in batch]
-        own = [[*arrays, *m.arrays] for arrays, m in zip(own, means, strict=True)]
-        sizes += [number for m in means for number in m.sizes] * times
-    own += own[:1] * (sources - len(batch))  # stand for rows that are not there
-    arrays_of_rows = [array for arrays in zip(*own, strict=True) for array in arrays]
-    inputs = [queries, flips(layout.key.rotation), bias, table(sizes)]
-    constants: build.Constants = (
-        ("T", queries.dtype),
-        ("SOURCES", sources),
-        ("QUERIES", taken),
-        ("MASKED", isinstance(mask, mx.array)),
-        ("FULL_BITS", 8 * kind.size),
-        ("FULL_WORD", kind if kind.size == 2 else mx.float16),
-        ("CONDITIONED", conditioned),
-        ("MEAN_TOKENS", MEAN_TOKENS),
-        *layout_constants(layout),
-    )
-    shape = (rows, query_heads, length)
-    ending = [flips(layout.value.rotation), _logits(sinks)]
-    if short:
+
+    queries: mx.array
+    sources: int
+    conditioned: bool
+    scale: float
+    mask: Mask = None
+
+    def _tiles(self, heads: int) -> tuple[int, int]:
+        """Queries that are taken together, and how many tiles that makes."""
+        rows, query_heads, length, _ = self.queries.shape
+        per_head = query_heads // heads * length
+        taken = min(QUERIES, 1 << (per_head - 1).bit_length())
+        return taken, rows * heads * -(-per_head // taken)
+
+    def attended(self, batch: Sequence[Regions], sinks: mx.array | None) -> mx.array:
+        """Attention [B, Hq, L, Dv] to up to `sources` regions: in one kernel or in two, by the most tokens of a row."""
+        if max(regions.tokens for regions in batch) > thresholds.current().short:
+            return self.merged(self.blocks(batch), batch[0].layout, sinks)
+        dim, layout = self.queries.shape[3], batch[0].layout
+        simdgroups = _SHARING if dim <= _WIDE else _SHARING // 2
+        inputs, arrays, constants, _ = self._arguments(batch, [_shared(regions, simdgroups) for regions in batch])
+        _, tiles = self._tiles(batch[0].full_keys.shape[1])
         (attended,) = build.run(
-            CONDITIONED_SHORT if conditioned else ATTEND_SHORT,
-            inputs=[*inputs, *ending, *arrays_of_rows],
+            CONDITIONED_SHORT if self.conditioned else ATTEND_SHORT,
+            inputs=[*inputs, flips(layout.value.rotation), _logits(sinks), *arrays],
             constants=(*constants, ("SINKS", sinks is not None), ("SIMDGROUPS", simdgroups)),
             grid=(32 * simdgroups, 1, tiles),
             threadgroup=(32 * simdgroups, 1, 1),
-            output_shapes=[(*shape, layout.value.head_dim)],
-            output_dtypes=[queries.dtype],
+            output_shapes=[(*self.queries.shape[:3], layout.value.head_dim)],
+            output_dtypes=[self.queries.dtype],
         )
         return attended
-    outputs = build.run(
-        CONDITIONED_ATTEND if conditioned else ATTEND,
-        inputs=[*inputs, *arrays_of_rows],
-        constants=constants,
-        grid=(32, most, tiles),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(*shape, most, layout.value.head_dim), (*shape, most), (*shape, most)],
-        output_dtypes=[mx.float32] * 3,
-    )
-    merging = thresholds.current().merging
-    (attended,) = build.run(
-        MERGE,
-        inputs=[*outputs, *ending, inputs[-1]],
-        constants=(
-            ("T", queries.dtype),
-            ("SINKS", sinks is not None),
-            ("SIMDGROUPS", merging),
-            *codec_constants("VALUE", layout.value),
-        ),
-        grid=(32 * merging, rows * query_heads * length, 1),
-        threadgroup=(32 * merging, 1, 1),
-        output_shapes=[(*shape, layout.value.head_dim)],
-        output_dtypes=[queries.dtype],
-    )
-    return attended
+
+    def blocks(self, batch: Sequence[Regions]) -> Blocks:
+        """The first pass of two."""
+        _, tiles = self._tiles(batch[0].full_keys.shape[1])
+        cuts = [_cut(regions, tiles) for regions in batch]
+        most = max(blocks for _, blocks in cuts)
+        inputs, arrays, constants, sizes = self._arguments(batch, cuts)
+        shape = self.queries.shape[:3]
+        outputs, maxima, sums = build.run(
+            CONDITIONED_ATTEND if self.conditioned else ATTEND,
+            inputs=[*inputs, *arrays],
+            constants=constants,
+            grid=(32, most, tiles),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(*shape, most, batch[0].layout.value.head_dim), (*shape, most), (*shape, most)],
+            output_dtypes=[mx.float32] * 3,
+        )
+        return Blocks(outputs, maxima, sums, sizes, cuts)
+
+    def merged(self, blocks: Blocks, layout: RowLayout, sinks: mx.array | None) -> mx.array:
+        """The second pass: [B, Hq, L, Dv]."""
+        shape, merging = self.queries.shape[:3], thresholds.current().merging
+        (attended,) = build.run(
+            MERGE,
+            inputs=[*blocks[:3], flips(layout.value.rotation), _logits(sinks), table(blocks.sizes)],
+            constants=(
+                ("T", self.queries.dtype),
+                ("SINKS", sinks is not None),
+                ("SIMDGROUPS", merging),
+                *codec_constants("VALUE", layout.value),
+            ),
+            grid=(32 * merging, math.prod(shape), 1),
+            threadgroup=(32 * merging, 1, 1),
+            output_shapes=[(*shape, layout.value.head_dim)],
+            output_dtypes=[self.queries.dtype],
+        )
+        return attended
+
+    def _arguments(self, batch: Sequence[Regions], cuts: list[tuple[int, int]]) -> _Arguments:
+        rows, query_heads, length, _ = self.queries.shape
+        heads, layout, kind = batch[0].full_keys.shape[1], batch[0].layout, batch[0].full_keys.dtype
+        bias = mask_bias(self.mask, batch[0].tokens)
+        times, causal = rows // len(batch), isinstance(self.mask, str)
+        header = (query_heads, heads, length, causal, *struct.unpack("i", struct.pack("f", self.scale)))
+        sizes = [*header, *_steps(bias), *_entries(batch, cuts) * times]
+        own = [[_NO_ROWS if r.rows is None else r.rows, r.full_keys, r.full_values] for r in batch]
+        if self.conditioned:
+            means = [_means(regions) for regions in batch]
+            own = [[*arrays, *m.arrays] for arrays, m in zip(own, means, strict=True)]
+            sizes += [number for m in means for number in m.sizes] * times
+        own += own[:1] * (self.sources - len(batch))  # stand for rows that are not there
+        constants: build.Constants = (
+            ("T", self.queries.dtype),
+            ("SOURCES", self.sources),
+            ("QUERIES", self._tiles(heads)[0]),
+            ("MASKED", isinstance(self.mask, mx.array)),
+            ("FULL_BITS", 8 * kind.size),
+            ("FULL_WORD", kind if kind.size == 2 else mx.float16),
+            ("CONDITIONED", self.conditioned),
+            ("MEAN_TOKENS", MEAN_TOKENS),
+            *layout_constants(layout),
+        )
+        inputs = [self.queries, flips(layout.key.rotation), bias, table(sizes)]
+        return _Arguments(inputs, [array for arrays in zip(*own, strict=True) for array in arrays], constants, sizes)
+
+
+def _entries(batch: Sequence[Regions], cuts: list[tuple[int, int]]) -> list[int]:
+    """What `attend_sizes` says of each row."""
+    most = max(blocks for _, blocks in cuts)
+    sizes = [
+        (r.prefix, r.body, r.beside, 0 if r.rows is None else r.rows.shape[2], r.full_keys.shape[2]) for r in batch
+    ]
+    return [number for size, cut in zip(sizes, cuts, strict=True) for number in (*size, *cut, most)]
 
 
 # Stand for the rows of an empty body, and for an index where tokens have none.

@@ -20,6 +20,9 @@ def compact(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     Returns:
         uint32 [B, H, capacity, W].
     """
+    if kept.size == 0:
+        batch, heads, _, words = rows.shape
+        return mx.zeros((batch, heads, capacity, words), mx.uint32)
     return impl.call(_compact_gpu, compact_ref, rows, kept, capacity)
 
 
@@ -31,8 +34,6 @@ def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
 
 def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     batch, heads, _, words = rows.shape
-    if kept.size == 0:
-        return mx.zeros((batch, heads, capacity, words), mx.uint32)
     (compacted,) = build.run(
         KERNEL,
         inputs=[rows, kept, table([kept.size, capacity])],

@@ -13,7 +13,7 @@ PREFIX = WINDOW = 32
 
 def addresses(cache):
     """Where the buffers lie; evaluates them."""
-    return tuple(np.array(x, copy=False).ctypes.data for x in (cache._rows, *cache._full))
+    return tuple(np.array(x, copy=False).ctypes.data for x in (cache._body.arrays[-1], *cache._full))
 
 
 def run_ahead(cache, seen, count):

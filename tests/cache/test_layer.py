@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_their_neighbours(condition):
 
 def arrays_of(cache):
     """All arrays of a cache but those that its formats learned."""
-    held = [*vars(cache).values(), *vars(cache._known).values()]
+    held = [*vars(cache).values(), *vars(cache._known).values(), cache._body._own.rows]
     return [value for value in held if isinstance(value, mx.array)] + [
         array for value in held if isinstance(value, tuple) for array in value
     ]

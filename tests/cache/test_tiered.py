@@ -46,7 +46,8 @@ def test_policies_score_the_keys_that_attention_reads(key, condition):
         mx.eval(cache.compact(kept, positions))
         assert cache.body_positions.tolist() == positions.tolist()
         after = [read for _, read in scored_and_read(cache)]
-        assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
+        for a, b in zip(after, before, strict=True):  # a BLAS may sum otherwise for another number of rows: an ulp
+            assert np.abs(a - b).max() <= 2**-10 * np.abs(b).max()
 
 
 @pytest.mark.parametrize("policy", ["knorm:trigger=16", "triattention:warmup=64:trigger=16:stats=text"])

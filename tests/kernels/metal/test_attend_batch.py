@@ -5,14 +5,15 @@ from unittest import mock
 
 import mlx.core as mx
 import pytest
-from cases import Problem, check_attention, make_problem, spared
+from cases import Problem, check_attention, make_problem, random, spared
 from checks import PEAK
 from simulated import captured, simulated
 
 from metal_sim.translate import parameters
 from mlx_tq.kernels import build, impl, thresholds
-from mlx_tq.kernels.attend import attend_batch
+from mlx_tq.kernels.attend import attend, attend_batch
 from mlx_tq.kernels.attend_kernels import ATTEND, ATTEND_SHORT, MERGE
+from mlx_tq.kernels.regions import SharedRows
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 METAL_BUFFERS = 31
@@ -92,6 +93,37 @@ def test_dispatches(conditioned, calls):
         with simulated(), mock.patch.object(build, "run", run), thresholds.using(KernelThresholds(short=short)):
             asked(rows)
         assert called == names * calls
+
+
+@pytest.mark.parametrize("conditioned", [None, "blocks", "gaps"])
+def test_rows_that_several_share_are_read_once(conditioned):
+    """Five share two buffers, one shares the first alone, and one nothing: each gets what it gets of rows in one."""
+    first = make_problem(**CASE, body=160, conditioned=conditioned, sinks=True, dtype="float32")
+    whole = first.regions()
+    shared = [SharedRows(spared(whole.rows[:, :, a:b], 3), b - a) for a, b in ((0, 64), (64, 96))]
+    own = [(body, shared[:count]) for body, count in ((160, 2), (97, 2), (96, 2), (130, 2), (101, 2), (70, 1), (40, 0))]
+    regions = []
+    for body, parts in own:
+        start = sum(part.tokens for part in parts)
+        rows = None if body == start else mx.contiguous(whole.rows[:, :, start:])
+        regions.append(replace(whole, rows=rows, body=body, shared=tuple(parts)))
+    queries = random((len(own), *first.arguments["queries"].shape[1:]), "float32", seed=4)
+    options = {name: first.arguments[name] for name in ("scale", "mask", "sinks")}
+    with impl.using("ops"):
+        expected = attend_batch(queries, [replace(whole, body=body) for body, _ in own], **options)
+        assert mx.array_equal(attend_batch(queries, regions, **options), expected)
+        masked = {**options, "mask": mx.array([[True] * 90 + [False] * (whole.tokens - 90)] * 2)}
+        seen = attend(queries[:1], whole, **masked)
+    with simulated() as calls, thresholds.using(KernelThresholds(short=4096)):
+        found = attend_batch(queries, regions, **options)
+        assert len(calls) == (8 if conditioned is None else 12), (
+            "of five, or four and one: two buffers, own rows, merge"
+        )
+        alone = attend_batch(queries[:1], regions[:1], **options)
+        half = attend(queries[:1], regions[0], **masked)
+    assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert mx.allclose(alone, expected[:1], rtol=1e-4, atol=1e-5)
+    assert mx.allclose(half, seen, rtol=1e-4, atol=1e-5)
 
 
 def test_the_twin_gives_each_row_what_it_gets_alone():

@@ -85,7 +85,7 @@ def test_eviction_scores_and_compacts_with_kernels(embedded):
     def see(name, inputs):
         if "packed_rows" in inputs:
             read[name.removesuffix("_short")] += 1
-            own = {address(cache._rows) for cache in compressed_caches(caches)}
+            own = {address(cache._body.arrays[-1]) for cache in compressed_caches(caches)}
             assert address(inputs["packed_rows"]) in own, name
 
     with watched(see):
@@ -120,7 +120,7 @@ def test_steps_read_the_caches_own_memory(length):
             calls.clear()
             cache.append(*some(length)).attend(queries, 0.1, "causal", None)
             found = {name.removesuffix("_short"): places for name, places in calls}  # of two attentions the last
-            assert found["attend"]["packed_rows"] == address(cache._rows)
+            assert found["attend"]["packed_rows"] == address(cache._body.arrays[-1])
             assert found["attend"]["full_keys"] == address(cache._full[0])
             assert found["attend"]["full_values"] == address(cache._full[1])
             assert ("encode" in found) == (cache.body_tokens > packed)
