@@ -11,6 +11,7 @@ from benchmarks.tables import (
     golden,
     published,
     quality,
+    ranks,
     recall,
     recall_grid,
     rescue,
@@ -38,6 +39,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **server.TABLES,
     **golden.TABLES,
     **published.TABLES,
+    **ranks.TABLES,
     **trellis.TABLES,
 }
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
