@@ -13,6 +13,7 @@ from benchmarks.tables import (
     golden,
     published,
     quality,
+    ranks,
     recall,
     recall_grid,
     rescue,
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **server.TABLES,
     **golden.TABLES,
     **published.TABLES,
+    **ranks.TABLES,
     **trellis.TABLES,
 }
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

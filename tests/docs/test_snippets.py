@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from server.harness import running
@@ -75,6 +76,8 @@ class Reader:
             self.server = self.stack.enter_context(running(embedded_path(), self.folder / "log", *words[1:], *same))
         elif words[0] == "python":
             self.program(words[1:])
+        elif words[0] == "mlx.launch":
+            self.launch(words[1:])
         elif not is_setup(line):
             self.command(words)
 
@@ -110,6 +113,23 @@ class Reader:
         )
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         assert FACT in done.stdout, done.stdout
+
+    def launch(self, words):
+        """Several processes on this machine; `mlx.launch` wants an input that does not end."""
+        done = subprocess.run(
+            [
+                Path(sys.executable).with_name("mlx.launch"),
+                *(sys.executable if word == "python" else word for word in words),
+            ],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=os.pipe()[0],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert re.search(r"^1 +[\d.]+ kB .* calls", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
 
     def paste(self, code):
         """A block of Python, after those before it."""

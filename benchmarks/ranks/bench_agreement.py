@@ -1,0 +1,112 @@
+"""What agreeing costs ranks: calls and bytes of a token, of a round, and of a look into the archive, counted.
+
+Layers of the embedded model's shape are filled with random keys and values, as no model has to read them. The counts
+are of the first rank; every rank has the same.
+
+mlx.launch -n 2 --backend ring -- python -m benchmarks.ranks.bench_agreement
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import KVConfig
+from mlx_tq.models import load
+from mlx_tq.policies import EvictConfig
+from mlx_tq.ranks.group import Ranks, join
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
+from mlx_tq.sequence.recall import choose
+from mlx_tq.sequence.sequence import Sequence
+
+RESULTS = Path(__file__).parents[1] / "results"
+LIVE = (1024, 8192)
+STEP, QUERIES = 128, 64
+
+
+class Counted:
+    """Calls and bytes since it was made."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._before = ranks, (ranks.calls, ranks.nbytes)
+
+    def row(self, **about: Any) -> dict[str, Any]:
+        """What a thing took, with what it was."""
+        calls, nbytes = self._before
+        return {**about, "calls": self._ranks.calls - calls, "bytes": self._ranks.nbytes - nbytes}
+
+
+def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
+    """Random keys and values at the end of each layer, and its queries."""
+    for layer in layers:
+        pair = [mx.random.normal((1, 1, tokens, 128), key=mx.random.key(seed + each)) for each in (0, 1)]
+        view = layer.append(*pair)
+        if seed == 0:
+            view.attend(pair[0], 0.1, "causal", None)
+        mx.eval(layer.state)
+
+
+def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache], Sequence]:
+    """Layers with so many live tokens, and a round that is due."""
+    evict = EvictConfig("knorm:granularity=32:trigger=127", live, recall)
+    caches = build_caches(plan_caches(model, KVConfig(condition=False, evict=evict)))
+    sequence = sequence_in(caches)
+    assert sequence is not None
+    sequence.plan = replace(sequence.plan, positions=None)  # no model reads these
+    layers = sequence_layers(caches)
+    for start in range(0, live + STEP, 8 * STEP):
+        count = min(8 * STEP, live + STEP - start)
+        before_pass(caches, count)
+        append(layers, count, start)
+    return layers, sequence
+
+
+def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
+    """All that was counted."""
+    counted = Counted(ranks)
+    mx.eval(ranks.first(mx.zeros(1, mx.uint32)))
+    found = [counted.row(what="token")]
+    for live in LIVE:
+        for recall in ("off", "auto"):
+            layers, sequence = filled(model, live, recall)
+            counted = Counted(ranks)
+            sequence.make_room(layers, 0)
+            found.append(counted.row(what="round", recall=recall, live=live))
+            assert sequence.stats.rounds == 1
+        found.append(look(layers, sequence, ranks, live))
+    return found
+
+
+def look(layers: list[CompressedKVCache], sequence: Sequence, ranks: Ranks, live: int) -> dict[str, Any]:
+    """A look into an archive of a few blocks, and what comes back."""
+    sequence.listen(layers, rounds=True)
+    for layer in layers:
+        hear = sequence.listener(layer.number)
+        assert hear is not None
+        hear(mx.random.normal((1, 2, QUERIES, 128), key=mx.random.key(7)), 0.1)
+    counted = Counted(ranks)
+    sequence.exchange(layers, choose(sequence.rank(layers, QUERIES), layers[0].spec.prefix, 128))
+    return counted.row(what="look", archived=len(sequence.archived), live=live)
+
+
+def main() -> None:
+    """Count, and write the first rank's report."""
+    ranks = join()
+    model, _ = load(ranks=ranks)
+    found = rows(model, ranks)
+    if ranks.is_first:
+        command = f"mlx.launch -n {ranks.size} --backend ring -- python -m benchmarks.ranks.bench_agreement"
+        report = {"command": command, "environment": environment(), "ranks": ranks.size, "rows": found}
+        (RESULTS / "ranks_agreement.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"{json.dumps(found, indent=1)}\n")
+
+
+if __name__ == "__main__":
+    main()
