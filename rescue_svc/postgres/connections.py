@@ -39,6 +39,7 @@ _SETTINGS = """
         ('search_path', %s),
         ('jit', 'off'), -- compiling takes longer than any search
         ('lock_timeout', '30s'), ('statement_timeout', '60s'),
+        ('idle_in_transaction_session_timeout', '0'), -- while texts are embedded
         ('hnsw.ef_search', '100'), ('hnsw.iterative_scan', 'strict_order'),
         ('synchronous_commit', replace(current_setting('synchronous_commit'), 'off', 'on'))) AS chosen(name, value)"""
 

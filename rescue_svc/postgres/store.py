@@ -67,9 +67,9 @@ class PostgresStore:
     def about(self) -> str:
         """Say where the spans are, and what of forgotten text the server removes at once."""
         server = self._connections.server
-        gone = (
-            "at once" if server.may_empty_log else "with its log" if server.may_checkpoint else "with its checkpoints"
-        )
+        gone = "with the server's checkpoints"
+        if server.may_checkpoint:
+            gone = "at once" if server.may_empty_log else "at once, its log when that is used again"
         return (
             f"{self._connections.where}, PostgreSQL {server.version}, pgvector {server.vector}, page checksums "
             f"{'on' if server.checksums else 'off'}, forgotten text leaves the disk {gone}"

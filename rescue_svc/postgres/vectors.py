@@ -6,7 +6,7 @@ from contextlib import suppress
 import psycopg
 from psycopg.errors import UndefinedTable
 
-from rescue_svc.postgres.connections import Connections
+from rescue_svc.postgres.connections import LOCK, Connections
 from rescue_svc.store import Pending, Vectors
 
 # Up to here an exact scan takes a few milliseconds.
@@ -71,8 +71,10 @@ def index_large(connection: psycopg.Connection, sessions: Iterable[int]) -> None
 
 
 def build(connection: psycopg.Connection, session: int) -> None:
-    """Build the index of a session; who searches meanwhile scans."""
+    """Build the index of a session, unless another service does; who searches meanwhile scans."""
     with connection.transaction():
+        if connection.execute("SELECT pg_try_advisory_xact_lock(%s)", [(LOCK << 32) + session]).fetchone() != (True,):
+            return
         connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0")
         count, dim = connection.execute(
             f"SELECT count(*), max(vector_dims(vector)) FROM vectors_{session:d}"

@@ -16,31 +16,33 @@ K1, B = 1.2, 0.75  # as FTS5 has them
 _WORD = re.compile(r"[^\W_]+")
 
 _SEARCH = """
-    WITH asked AS (
+    WITH asked AS MATERIALIZED (
         SELECT lexeme, quote_literal(lexeme)::tsquery AS term
         FROM unnest(tsvector_to_array(to_tsvector('words', %(question)s))) AS lexeme
         WHERE lexeme <> ALL(%(left_out)s) AND lexeme = coalesce(%(only)s, lexeme)
-    ), posting AS MATERIALIZED (
-        SELECT lexeme, id, length, round(1 / (1.644934066848 * (1 - rank)) - 0.5) AS count
-        FROM asked, LATERAL (
-            SELECT id, length, ts_rank('{{1,1,1,1}}', words, term)::float8 AS rank
-            FROM spans_{session:d} WHERE words @@ term LIMIT %(most)s) AS found
-    ), counted AS (
-        SELECT lexeme, count(*) AS spans FROM posting GROUP BY lexeme
-    ), rarest AS (
-        SELECT lexeme, spans FROM (
-            SELECT lexeme, spans, sum(spans) OVER (ORDER BY spans, lexeme) AS spent FROM counted) AS summed
-        WHERE spent <= %(most)s OR spent = spans
+    ), counted AS MATERIALIZED (
+        SELECT lexeme, term, found FROM asked, LATERAL (
+            SELECT count(*)::float8 AS found FROM (
+                SELECT FROM spans_{session:d} WHERE words @@ term LIMIT %(most)s) AS first) AS sums WHERE found > 0
+    ), session AS MATERIALIZED (
+        SELECT spans::float8 AS spans, spans::float8 / greatest(words, 1) AS spans_a_word FROM sessions
+        WHERE id = {session:d}
+    ), rarest AS MATERIALIZED (
+        SELECT term, greatest(1e-6, ln((greatest(spans - found, 0) + 0.5) / (found + 0.5))) AS idf
+        FROM (SELECT term, found, sum(found) OVER (ORDER BY found, lexeme) AS spent FROM counted) AS summed, session
+        WHERE spent <= %(most)s OR spent = found
+    ), posting AS (
+        SELECT id, idf, length * spans_a_word AS length,
+            round(1 / (1.644934066848::float8 * (1 - ts_rank('{{1,1,1,1}}', words, term)::float8)) - 0.5::float8)
+                AS count
+        FROM rarest, session, spans_{session:d} WHERE words @@ term
     ), scored AS (
-        SELECT posting.id, sum(
-            greatest(1e-6, ln((greatest(s.spans - rarest.spans, 0) + 0.5) / (rarest.spans + 0.5)))
-            * count * {k1_1} / (count + {k1} * ({not_b} + {b} * length * s.spans / greatest(s.words, 1)))) AS score
-        FROM posting JOIN rarest USING (lexeme), sessions AS s
-        WHERE s.id = {session:d} AND NOT (posting.id = ANY(%(excluded)s))
-        GROUP BY posting.id ORDER BY score DESC, posting.id LIMIT %(limit)s
+        SELECT id, sum(idf * count * {k1_1}::float8 / (count + {k1}::float8 * ({not_b}::float8 + {b}::float8 * length)))
+            AS score
+        FROM posting WHERE NOT (id = ANY(%(excluded)s)) GROUP BY id ORDER BY score DESC, id LIMIT %(limit)s
     )
     SELECT tsvector_to_array(to_tsvector('words', %(question)s)), (SELECT count(*) FROM counted),
-        ARRAY(SELECT lexeme FROM counted WHERE spans >= %(most)s),
+        ARRAY(SELECT lexeme FROM counted WHERE found >= %(most)s),
         ARRAY(SELECT id FROM scored ORDER BY score DESC, id), ARRAY(SELECT score FROM scored ORDER BY score DESC, id)"""
 
 

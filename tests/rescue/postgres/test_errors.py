@@ -1,5 +1,6 @@
 """What is wrong with a server is said at the start: what it is, and what to do; no message holds the password."""
 
+import re
 import socket
 import struct
 import threading
@@ -8,6 +9,7 @@ import pytest
 
 from rescue_svc.errors import SettingsError, StoreDamagedError, StoreUnavailableError
 from rescue_svc.settings import load_settings
+from rescue_svc.store import NewSpan
 
 from ..harness import command
 
@@ -16,7 +18,7 @@ PASSWORD = "Xylophonquartz"
 
 def role(server, name, *statements):
     """A role of few rights."""
-    for statement in (f"DROP ROLE IF EXISTS {name}", f"CREATE ROLE {name} LOGIN", *statements):
+    for statement in (f"CREATE ROLE {name} LOGIN", *statements):
         server.sql(statement)
     return name
 
@@ -135,6 +137,24 @@ def test_the_store_of_a_newer_version_is_left_alone(postgres, opening):
     postgres.sql("UPDATE mlx_tq_rescue.version SET steps = 99", url)
     with pytest.raises(StoreDamagedError, match="version 99, this program knows 1; upgrade"):
         opening(url)
+
+
+def test_a_role_of_few_rights_is_enough_and_forgets_less_at_once(postgres, opening):
+    url = postgres.database()
+    postgres.sql("CREATE EXTENSION vector", url)
+    modest = url.replace("postgres@", role(postgres, "modest") + "@")
+    postgres.sql(f"GRANT CREATE ON DATABASE {url.partition('@/')[2].partition('?')[0]} TO modest")
+    for rights, says in (
+        ((), "with the server's checkpoints$"),
+        (("GRANT pg_checkpoint TO modest",), "at once, its log when that is used again$"),
+        (("GRANT EXECUTE ON FUNCTION pg_switch_wal() TO modest",), "at once$"),
+    ):
+        for right in rights:
+            postgres.sql(right, url)
+        store = opening(modest)[0]
+        assert re.search(f"forgotten text leaves the disk {says}", store.about())
+        store.write("s", [NewSpan(0, 1, -1, 0.0, "a text")])
+        assert store.forget("s").spans == 1
 
 
 def test_doctor_says_what_the_server_is_and_what_it_lacks(postgres, monkeypatch):

@@ -147,6 +147,18 @@ def test_a_large_session_gets_an_index_and_finds_the_same(postgres, opening, mon
         assert list(truth.values()) == sorted(truth.values(), reverse=True)
         assert len(found.keys() & truth.keys()) >= 9
         assert not found.keys() & excluded
+    # Services that find a session large at once build one index.
+    postgres.sql(f"DROP INDEX mlx_tq_rescue.nearest_{session.id}", url)
+    others = [opening(url, dim=dim)[0]._connections for _ in range(3)]
+
+    def build(connections):
+        with connections.take() as connection:
+            vectors.index_large(connection, {session.id})
+
+    with ThreadPoolExecutor(3) as together:
+        list(together.map(build, others))
+    built = "SELECT indisvalid FROM pg_index JOIN pg_class ON oid = indexrelid WHERE relname = "
+    assert postgres.sql(f"{built}'nearest_{session.id}'", url) == [(True,)]
 
 
 def test_a_dump_is_the_store_again(postgres, tmp_path, monkeypatch):
