@@ -14,6 +14,8 @@ from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import divergence, drift, formats, layers, needle, perplexity, spectrum, sweep, tables
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, parse_arm, region_changes
+from mlx_tq.evaluate.asked_runs import SETTINGS, check_numbers, run_asked, samples_of
+from mlx_tq.evaluate.harness import command_line, evaluation, run_tasks
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.report import Results, progress
 from mlx_tq.evaluate.scenes import questions
@@ -27,7 +29,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MlxTqError: whatever stands in the way.
     """
-    text = _read_text(args.text)
+    if args.measurement == "lm-eval":
+        return _lm_eval(args)
+    if args.others:
+        raise ConfigError(f"{' '.join(args.others)} stands behind --, which is for lm-eval. Leave it out.")
+    text = _read_text(getattr(args, "text", None))
     measure = {
         "perplexity": _perplexity,
         "divergence": _divergence,
@@ -37,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         "sweep": _sweep,
         "layers": _layers,
         "spectrum": _spectrum,
+        **dict.fromkeys(SETTINGS, _asked),
     }[args.measurement]
     return measure(args, text)
 
@@ -52,7 +59,8 @@ def _read_text(path: str | None) -> str:
 
 def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], *, resume: bool = False) -> Results:
     """The results of a measurement under the settings called `names`."""
-    settings = {"model": args.model or "embedded", "text": args.text or "embedded"}
+    settings = {"model": args.model or "embedded"}
+    settings |= {"text": args.text or "embedded"} if hasattr(args, "text") else {}
     settings |= {name: getattr(args, name) for name in names}
     settings |= {} if args.dtype is None else {"dtype": args.dtype}
     settings["arms"] = {arm.name: arm.config.to_dict() for arm in arms}
@@ -155,6 +163,22 @@ def _spectrum(args: argparse.Namespace, text: str) -> int:
     for row in rows:
         results.add(str(row.layer), asdict(row))
     tables.show_spectrum(results, rows)
+    return 0
+
+
+def _asked(args: argparse.Namespace, text: str) -> int:
+    arms = arms_from_args(args)
+    check_numbers(args)
+    lengths = _numbers(args.lengths, "--lengths") if args.measurement == "ruler" else []
+    results = _results(args, arms, SETTINGS[args.measurement], resume=True)
+    model, tokenizer = load_chosen(args)
+    return run_asked(args, model, tokenizer, samples_of(args, tokenizer, text, lengths), arms, results)
+
+
+def _lm_eval(args: argparse.Namespace) -> int:
+    arguments, module = command_line(args.model, args.others), evaluation()
+    model, tokenizer = load_chosen(args)
+    run_tasks(module, model, tokenizer, config_from_args(args), arguments)
     return 0
 
 

@@ -11,6 +11,7 @@ _TRIATTENTION = ("", ":evict=highest", ":score_unrotated_dims=on", ":evict=highe
 _OTHERS = ("triattention:mode=v2", "triattention:mode=v1", "random", "recency", "streaming", "knorm")
 DEFAULT_VARIANTS = ",".join([*(f"triattention{options}" for options in _TRIATTENTION), *_OTHERS])
 _STEP = "tokens read at a time"
+_OWN_TEXT = ("reasoning", "tools", "lm-eval")
 # Of every measurement: what it is, and what it compares unless --profiles or the cache's flags say.
 _MEASUREMENTS = {
     "perplexity": ("perplexity of a text, against the fp16 cache", "off,safe,balanced,small"),
@@ -20,6 +21,10 @@ _MEASUREMENTS = {
     "layers": ("layer by layer against a reference: codes, hidden states, predictions", "balanced"),
     "spectrum": ("what the strongest RoPE pairs of keys hold, and spectral schedules from it", None),
     "drift": ("what the number of tokens read at a time changes", "balanced"),
+    "reasoning": ("problems in GSM8K's format, answered on each cache and on the fp16 one", "balanced,small"),
+    "tools": ("functions called as a file expects it, on each cache and on the fp16 one", "balanced,small"),
+    "ruler": ("tasks over long texts like RULER's, on each cache and on the fp16 one", "balanced,small"),
+    "lm-eval": ("mlx-lm's own evaluation on compressed caches: tasks of lm-eval behind --, then its flags", None),
     "sweep": ("evict at many settings: a text predicted, needles found, needle tokens that survived", None),
 }
 
@@ -27,14 +32,21 @@ _MEASUREMENTS = {
 def build_parser() -> argparse.ArgumentParser:
     """One subcommand for each measurement."""
     parser = command_parser("evaluate", "Measure what a compressed KV cache costs in quality.")
+    parser.set_defaults(others=[])  # what stands behind --
     commands = parser.add_subparsers(dest="measurement", required=True, metavar="MEASUREMENT")
     made = {}
     for name, (what, arms) in _MEASUREMENTS.items():
         made[name] = commands.add_parser(name, help=what, description=what)
         add_model_arguments(made[name], adapter=False)
         add = made[name].add_argument
-        add("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
-        add("--json", metavar="FILE", help="write the results here too; - is stdout, instead (default: a table alone)")
+        if name not in _OWN_TEXT:
+            add("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
+        if name != "lm-eval":
+            add(
+                "--json",
+                metavar="FILE",
+                help="write the results here too; - is stdout, instead (default: a table alone)",
+            )
         if arms is not None:
             add_arm_arguments(made[name], arms)
         add_cache_arguments(made[name])
@@ -53,7 +65,30 @@ def build_parser() -> argparse.ArgumentParser:
     _add_numbers(made["drift"], length=(2048, "tokens of the text"))
     made["drift"].add_argument("--steps", default="7,32,128,512,2048", metavar="N,...", help=_STEP)
     _add_sweep(made["sweep"])
+    _add_asked(made)
     return parser
+
+
+def _add_asked(made: dict[str, argparse.ArgumentParser]) -> None:
+    reasoning, tools, ruler = made["reasoning"], made["tools"], made["ruler"]
+    reasoning.add_argument(
+        "--data", required=True, metavar="FILE", help="JSON lines with question and answer, as GSM8K"
+    )
+    reasoning.add_argument("--ignore-chat-template", action="store_true", help="ask in running text")
+    tools.add_argument("--data", metavar="FILE", help="functions and cases (default: those inside the package)")
+    tools.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="of mlx-lm, such as json_tools, for a model whose template knows no functions (default: the model's own)",
+    )
+    ruler.add_argument("--tasks", default="needles,variables,common,frequent", metavar="A,...", help="to set")
+    ruler.add_argument("--lengths", default="1000,2000", metavar="N,...", help="tokens of the prompts")
+    _add_numbers(reasoning, shots=(5, "problems shown worked: the first of the file"), seeds=(1, "orders of them"))
+    _add_numbers(tools, shots=(0, "cases shown with their calls: the first of the file"))
+    for parser, samples, tokens in ((reasoning, 100, 512), (tools, 100, 200), (ruler, 5, 80)):
+        each = "samples of each task and length" if parser is ruler else "to ask at most"
+        _add_numbers(parser, samples=(samples, each), max_tokens=(tokens, "of an answer"), step=(512, _STEP))
+        parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="of sampling; 0 takes the likeliest")
 
 
 def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:

@@ -3,11 +3,13 @@
 from itertools import groupby
 
 from mlx_tq.codec.formats.spectral import COUNTS
+from mlx_tq.evaluate.arms import OFF
 from mlx_tq.evaluate.divergence import Divergence
 from mlx_tq.evaluate.drift import DriftRow
 from mlx_tq.evaluate.formats import FormatRow
 from mlx_tq.evaluate.layers import LayerRow, Predictions
 from mlx_tq.evaluate.needle import VOID, Cell
+from mlx_tq.evaluate.paired import Compared
 from mlx_tq.evaluate.perplexity import Perplexity
 from mlx_tq.evaluate.report import Results
 from mlx_tq.evaluate.spectrum import PROFILES, SpectrumRow, schedules
@@ -158,3 +160,24 @@ def show_layers(results: Results, against: str, found: list[tuple[list[LayerRow]
     )
     columns = ("cache", "cosine", "least", "equal key codes %", "value codes %", "first other code")
     results.show(f"Layers against {against}: hidden states, codes of packed tokens", columns, lines, note)
+
+
+def show_compared(results: Results, what: str, rows: list[Compared]) -> None:
+    """Right answers of each cache, and those that changed against the fp16 cache on the same samples."""
+    lines = [
+        (
+            row.group,
+            row.name,
+            f"{row.right}/{row.asked}",
+            f"{100 * row.right / row.asked:.1f}",
+            f"{100 * row.low:.1f}-{100 * row.high:.1f}",
+            f"{100 * row.score:.1f}",
+            "-" if row.name == OFF.name else str(row.lost),
+            "-" if row.name == OFF.name else str(row.gained),
+            "-" if row.name == OFF.name else f"{row.p:.3f}",
+        )
+        for row in rows
+    ]
+    columns = ("samples", "cache", "right", "%", "95 %", "score %", "lost", "gained", "p")
+    note = "lost, gained: right on the fp16 cache alone, on this one alone; p: of such a difference by chance (McNemar)"
+    results.show(f"Answers of {what}", columns, lines, note)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
+from mlx_tq.server.errors import ApiError
 from mlx_tq.server.jobs import Choice, Piece
 
 
@@ -183,9 +184,9 @@ class Answer:
         """The last chunk of a stream, with the counts, where they are asked for."""
         return [{**self._object("chunk", []), **self._counts()}] if usage else []
 
-    def failed(self, error: dict[str, Any]) -> dict[str, Any]:
+    def failed(self, error: ApiError) -> dict[str, Any]:
         """The last event of a stream that an error ends."""
-        return error
+        return error.body()
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from mlx_tq.server.errors import ApiError, InvalidRequestError, MethodNotAllowed
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
 from mlx_tq.server.report import server_report, session_report
-from mlx_tq.server.response_schemas import ResponseRequest
+from mlx_tq.server.response_schemas import ResponseRequest, in_own_names
 from mlx_tq.server.responses import ResponseAnswer
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
 from mlx_tq.server.service import DEFAULT_MODEL, Service
@@ -183,7 +183,10 @@ async def _embed(web: Web, request: Request) -> Response:
 
 async def _respond(web: Web, request: Request) -> Response:
     asked = parse(ResponseRequest, await web.guard.body(request))
-    return await _answer(web, request, asked.chat(), lambda answer: ResponseAnswer(answer, asked))
+    try:
+        return await _answer(web, request, asked.chat(), lambda answer: ResponseAnswer(answer, asked))
+    except InvalidRequestError as error:
+        raise in_own_names(error) from error
 
 
 async def _answer(
@@ -204,16 +207,17 @@ async def _answer(
     name = request.headers.get(HEADER)
     session = None if name is None else await service.sessions.enter(name)
     try:
-        job, answer, turn = await run_in_threadpool(service.prepare, asked, session)
-        events = _events(service, job)
-        service.engine.submit(job)
+        jobs, answer, turn = await run_in_threadpool(service.prepare, asked, session)
+        events = _events(service, jobs)
+        service.engine.submit(*jobs)
     except BaseException:
         if session is not None:
             service.sessions.leave(session)
         raise
-    settled = None if turn is None else web.spawn(_settle(web, turn, job, answer))
-    limited = {LIMITED: str(job.max_tokens)} if job.max_tokens < (asked.answer_tokens or 0) else {}
-    watch = asyncio.create_task(_watch(request, job))
+    settled = None if turn is None else web.spawn(_settle(web, turn, jobs[0], answer))
+    least = min(job.max_tokens for job in jobs)
+    limited = {LIMITED: str(least)} if least < (asked.answer_tokens or 0) else {}
+    watch = asyncio.create_task(_watch(request, jobs[0]))
     try:
         first = await anext(events)
         assert isinstance(first, Started)  # noqa: S101 - tells the type checker
@@ -221,7 +225,9 @@ async def _answer(
         shown = form(answer)
         if not asked.stream:
             async for event in events:
-                if isinstance(event, Piece):
+                if isinstance(event, Started):
+                    answer.cached += event.cached
+                elif isinstance(event, Piece):
                     shown.add(event, service.tokenizer.decode)
             if settled is not None:
                 await asyncio.shield(settled)
@@ -231,7 +237,7 @@ async def _answer(
         raise
     finally:
         watch.cancel()
-    lines = _lines(shown, events, service, settled, usage=asked.wants_usage)
+    lines = _lines(shown, answer, events, service, settled, usage=asked.wants_usage)
     return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **limited})
 
 
@@ -259,16 +265,16 @@ async def _watch(request: Request, job: Job) -> None:
     job.events.put_nowait(Failed(ClientGoneError("the client left before its answer was complete")))
 
 
-async def _events(service: Service, job: Job) -> AsyncGenerator[Event]:
-    """What becomes of a job; whoever stops listening before the end cancels it.
+async def _events(service: Service, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
+    """What becomes of jobs that share their events; whoever stops listening before the end cancels them.
 
     Raises:
-        ApiError: the job failed.
+        ApiError: a job failed.
     """
-    began, finished, seen, running = time.perf_counter(), False, False, 1 + len(job.others)
+    began, finished, seen, running = time.perf_counter(), False, False, sum(1 + len(job.others) for job in jobs)
     try:
         while not finished:
-            event = await job.events.get()
+            event = await jobs[0].events.get()
             if isinstance(event, Failed):
                 finished = not isinstance(event.error, ClientGoneError)
                 raise event.error
@@ -279,14 +285,16 @@ async def _events(service: Service, job: Job) -> AsyncGenerator[Event]:
                 finished = not running
             yield event
     finally:
-        job.heard.set()
-        service.engine.cancel(job)
+        for job in jobs:
+            job.heard.set()
+            service.engine.cancel(job)
         if not finished:
             service.metrics.disconnects.inc()
 
 
 async def _lines(
-    answer: Answer | ResponseAnswer,
+    shown: Answer | ResponseAnswer,
+    answer: Answer,
     events: AsyncGenerator[Event],
     service: Service,
     settled: asyncio.Task[None] | None,
@@ -295,21 +303,23 @@ async def _lines(
 ) -> AsyncIterator[str]:
     """Server-sent events: comments while the prompt is read, chunks, and OpenAI's last line."""
     try:
-        for each in answer.opening():
+        for each in shown.opening():
             yield _line(each)
         async for event in events:
-            if isinstance(event, Progress):
+            if isinstance(event, Started):
+                answer.cached += event.cached
+            elif isinstance(event, Progress):
                 yield f": {event.done} of {event.total} tokens read\n\n"
             elif isinstance(event, Piece):
-                for each in answer.add(event, service.tokenizer.decode):
+                for each in shown.add(event, service.tokenizer.decode):
                     yield _line(each)
         if settled is not None:
             await asyncio.shield(settled)
-        for each in answer.closing(usage=usage):
+        for each in shown.closing(usage=usage):
             yield _line(each)
-        yield answer.done
+        yield shown.done
     except ApiError as error:
-        yield _line(answer.failed(error.body()))
+        yield _line(shown.failed(error))
     finally:
         await events.aclose()
 

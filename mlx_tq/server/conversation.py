@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_tq.server import schemas
 from mlx_tq.server.errors import InvalidRequestError
-from mlx_tq.server.schemas import ChatRequest, CompletionRequest
+from mlx_tq.server.schemas import ChatRequest
 
 Message = dict[str, Any]  # as templates expect it
 
@@ -65,17 +65,17 @@ class Conversations:
         self._lock = Lock()
         self.vocabulary = len(tokenizer.get_vocab())
 
-    def text(self, request: CompletionRequest) -> Prompt:
+    def text(self, prompt: str | list[int]) -> Prompt:
         """The prompt of a completion: text, or token ids.
 
         Raises:
             InvalidRequestError: a token that does not exist, or a text without tokens.
         """
-        if isinstance(request.prompt, str):
+        if isinstance(prompt, str):
             with self._lock:
-                ids = list(self._tokenizer.encode(request.prompt))
+                ids = list(self._tokenizer.encode(prompt))
         else:
-            ids = request.prompt
+            ids = prompt
         if not ids:
             raise InvalidRequestError("the tokenizer makes no tokens of the prompt", "prompt")
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:

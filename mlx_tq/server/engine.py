@@ -139,8 +139,8 @@ class Engine:
         """Whether jobs are taken."""
         return self._thread.is_alive() and not self._stopping
 
-    def submit(self, job: Job) -> None:
-        """Put a job into the queue.
+    def submit(self, *jobs: Job) -> None:
+        """Put jobs into the queue, all or none.
 
         Raises:
             QueueFullError: as many wait as may.
@@ -152,9 +152,9 @@ class Engine:
             for waiting in [waiting for waiting in self._waiting if waiting.cancelled]:
                 self._waiting.remove(waiting)
                 waiting.left.put_nowait(Left())
-            if len(self._waiting) >= self._limits.queue:
+            if len(self._waiting) + len(jobs) > self._limits.queue:
                 raise QueueFullError(f"{self._limits.queue} requests are waiting, the limit; try again later")
-            self._waiting.append(job)
+            self._waiting.extend(jobs)
             self._metrics.waiting.set(len(self._waiting))
             self._changed.notify()
 

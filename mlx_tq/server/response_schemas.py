@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from mlx_tq.server.errors import InvalidRequestError
 from mlx_tq.server.schemas import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -17,6 +18,13 @@ from mlx_tq.server.schemas import (
     TextFormat,
 )
 
+# What a chat calls what is called otherwise here, the longest first.
+_NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
 LOGPROBS = "message.output_text.logprobs"  # the one thing to include that is here
 
 
@@ -172,6 +180,19 @@ class ResponseRequest(Strict):
             schema = asked.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
             return {"type": "json_schema", "json_schema": schema}
         return asked.model_dump(by_alias=True, exclude_none=True)
+
+
+def in_own_names(error: InvalidRequestError) -> InvalidRequestError:
+    """The error of the chat that a response is, with the argument at fault as the request calls it."""
+    old = error.param or ""
+    name = next((name for name in _NAMES if old == name or old.startswith(f"{name}.")), None)
+    if name is None:
+        return error
+    own = _NAMES[name] + old.removeprefix(name)
+    # Where a message begins with the place, it is that; what follows may be the client's own words.
+    said = str(error)
+    told = own + said.removeprefix(old) if said.startswith(f"{old}: ") else said.replace(name, _NAMES[name])
+    return type(error)(told, own)
 
 
 def _joined(content: str | list[Text]) -> str:

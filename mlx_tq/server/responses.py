@@ -5,8 +5,9 @@ import uuid
 from typing import Any
 
 from mlx_tq.server.answers import Answer
+from mlx_tq.server.errors import ApiError, InvalidRequestError
 from mlx_tq.server.jobs import Piece
-from mlx_tq.server.response_schemas import ResponseRequest
+from mlx_tq.server.response_schemas import ResponseRequest, in_own_names
 
 Object = dict[str, Any]
 _MARKS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # how ids of items begin
@@ -61,9 +62,10 @@ class ResponseAnswer:
         """The last event of a stream; the counts are always in it."""
         return [self._event("incomplete" if self._finish == "length" else "completed", response=self._response())]
 
-    def failed(self, error: Object) -> Object:
-        """The event of an error, from the object that other routes show."""
-        return {**error["error"], "type": "error", "sequence_number": self._events}
+    def failed(self, error: ApiError) -> Object:
+        """The event of an error."""
+        named = in_own_names(error) if isinstance(error, InvalidRequestError) else error
+        return {**named.body()["error"], "type": "error", "sequence_number": self._events}
 
     def whole(self) -> Object:
         """The response as one object."""

@@ -10,11 +10,13 @@ from mlx_tq.server.errors import InvalidRequestError
 
 MAX_STOPS = 16
 MAX_CHOICES = 128
+MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_FAULTS = 3
 _ABSENT = object()
 
 Count = Annotated[int, Field(ge=1)]
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]  # text, or token ids
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -201,18 +203,19 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """The body of a request to /v1/completions."""
 
-    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     logprobs: None = None
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _is_one(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and any(isinstance(part, (str, list)) for part in prompt):
-            raise ValueError("several prompts are not supported; send one request each")
-        return prompt
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [part for part in self.prompt if isinstance(part, int)]
+        return [tokens] if tokens else [part for part in self.prompt if not isinstance(part, int)]
 
 
 Kind = TypeVar("Kind", bound=Strict)

@@ -9,7 +9,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.rescue import RescueClient
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.answers import Answer, MessageReader, TextReader
-from mlx_tq.server.conversation import Conversations
+from mlx_tq.server.conversation import Conversations, Prompt
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_tq.server.formats import constraint_of
@@ -69,8 +69,8 @@ class Service:
 
     def prepare(
         self, request: ChatRequest | CompletionRequest, session: Kept | None = None
-    ) -> tuple[Job, Answer, Turn | None]:
-        """A job for the engine, its answer, still empty, and the turn of the session that it is, if it is one.
+    ) -> tuple[list[Job], Answer, Turn | None]:
+        """A job for each prompt, their answer, still empty, and the turn of the session that it is, if it is one.
 
         Raises:
             InvalidRequestError: another model, a conversation that the template refuses, or one that is too long.
@@ -80,12 +80,13 @@ class Service:
         sampling = self.sampling.changed_by(request)
         logprobs, turn, constraint = None, None, None
         readers: list[MessageReader | TextReader]
+        prompts: list[Prompt]
         count = request.n or 1
         if isinstance(request, ChatRequest):
             if session is not None:
                 self._check_turn(request)
                 turn = self._turn(session, request)
-            prompt = self.conversations.chat(request) if turn is None else turn.prompt
+            prompts = [prompt := self.conversations.chat(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = [tool.model_dump() for tool in request.tools or []]
             constraint = constraint_of(request, self.grammars, thinks=prompt.state == "reasoning")
@@ -94,27 +95,29 @@ class Service:
         else:
             if session is not None:
                 raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)
-            prompt, readers = self.conversations.text(request), [TextReader() for _ in range(count)]
-        max_tokens = self._answer_tokens(len(prompt.ids), request)
-        jobs = [
-            Job(
-                prompt,
-                max_tokens,
-                sampling.sampler(vocabulary, None if request.seed is None else request.seed + index),
-                processors(request, vocabulary),
-                request.stops,
-                logprobs,
-                None if constraint is None else constraint.copy(),
-                index,
-                start=None if turn is None else turn.start,
+            prompts = [self.conversations.text(prompt) for prompt in request.prompts]
+            readers = [TextReader() for _ in range(count * len(prompts))]
+        jobs = []
+        for place, prompt in enumerate(prompts):
+            job, *job.others = (
+                Job(
+                    prompt,
+                    self._answer_tokens(len(prompt.ids), request),
+                    sampling.sampler(vocabulary, None if request.seed is None else request.seed + choice),
+                    processors(request, vocabulary),
+                    request.stops,
+                    logprobs,
+                    None if constraint is None else constraint.copy(),
+                    place * count + choice,
+                    start=None if turn is None else turn.start,
+                )
+                for choice in range(count)
             )
-            for index in range(count)
-        ]
-        job, *job.others = jobs
-        for other in job.others:
-            other.events = job.events
+            jobs.append(job)
+        for each in (each for job in jobs for each in (job, *job.others)):
+            each.events = jobs[0].events
         rescued = None if turn is None else len(turn.rehydration.ids)
-        return job, Answer(self.name, readers, len(prompt.ids), rescued), turn
+        return jobs, Answer(self.name, readers, sum(len(prompt.ids) for prompt in prompts), rescued), turn
 
     def _check_turn(self, request: ChatRequest) -> None:
         """Raise where a session could not go on behind the answer."""

@@ -54,6 +54,31 @@ def test_each_choice_is_what_its_seed_says_alone_and_the_prompt_is_read_once(ser
     assert texts[0].text != texts[1].text
 
 
+def test_several_prompts_are_each_what_they_say_alone(server):
+    """Their answers side by side, also several to each and of token ids; nothing of them all where one is refused."""
+    complete = server.openai.completions.create
+    options = {"model": "default_model", "max_tokens": 6, "temperature": 3, "seed": 4, "logit_bias": ENDLESS}
+    prompts = ["The sky is", "One two three", "The sky is blue, and"]
+    alone = [[choice.text for choice in complete(prompt=prompt, n=2, **options).choices] for prompt in prompts]
+    every = [text for each in alone for text in each]
+    answer = complete(prompt=prompts, n=2, **options)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert [choice.text for choice in answer.choices] == every
+    single = [complete(prompt=prompt, **options).usage for prompt in prompts]
+    assert answer.usage.prompt_tokens == sum(usage.prompt_tokens for usage in single)
+    assert answer.usage.completion_tokens == 36
+    streamed = [""] * 6
+    for chunk in complete(prompt=prompts, n=2, stream=True, stream_options={"include_usage": True}, **options):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert (streamed, chunk.usage.completion_tokens) == (every, 36)
+    ids = [[300, 301, 302], [303, 304]]
+    both = [complete(prompt=each, **options).choices[0].text for each in ids]
+    assert [choice.text for choice in complete(prompt=ids, **options).choices] == both
+    for refused in ([], ["a", ""], [[1], [10**9]], ["a"] * 129):
+        assert server.post("/v1/completions", prompt=refused).json()["error"]["param"].startswith("prompt")
+
+
 @pytest.mark.parametrize("recall", ["off", 96])
 def test_choices_over_caches_that_lose_tokens(loaded, recall):
     """Also where rows come back for the question; greedy choices are all what one alone says."""

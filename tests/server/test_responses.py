@@ -8,8 +8,9 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from mlx_tq.server.answers import Answer, MessageReader
+from mlx_tq.server.errors import InvalidRequestError
 from mlx_tq.server.jobs import Piece
-from mlx_tq.server.response_schemas import ResponseRequest
+from mlx_tq.server.response_schemas import ResponseRequest, in_own_names
 from mlx_tq.server.responses import ResponseAnswer
 from mlx_tq.server.schemas import parse
 
@@ -86,6 +87,25 @@ def test_what_cannot_be_met(create, body, place):
     with pytest.raises(openai.BadRequestError) as raised:
         create(**body)
     assert raised.value.param == place
+
+
+@pytest.mark.parametrize(
+    ("body", "place", "says"),
+    [
+        ({"text": {"format": {"type": "json_schema", "schema": {"properties": {"response_format": {"not": {}}}}}}},
+         "text.format.schema.properties.response_format", "text.format.schema.properties.response_format: "),
+        ({"text": {"format": {"type": "json_object", "schema": {"type": "strng"}}}}, "text.format.schema", "strng"),
+        ({"input": "word " * 9000}, "input", "the model allows 4,096"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_argument_as_it_was_sent(create, body, place, says):
+    """Not as the chat that a response is would call it."""
+    with pytest.raises(openai.BadRequestError) as raised:
+        create(**body)
+    assert raised.value.param == place
+    assert says in raised.value.body["message"]
+    both = in_own_names(InvalidRequestError("tools and response_format exclude each other", "response_format"))
+    assert (str(both), both.param) == ("tools and text.format exclude each other", "text.format")
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
