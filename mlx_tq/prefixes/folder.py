@@ -5,12 +5,14 @@
 
 The names are the index: who looks for a record opens it. A file appears whole, by rename, and is read only if its
 checksum is right, so a cut of the power, a full disk or a changed byte makes a record missing, never wrong. Each use
-sets a file's time; beyond the limit the files used longest ago leave.
+sets a file's time; beyond the limit the files used longest ago leave. What many prompts begin with counts as used a
+week later than it was (its time is in the future), up to half of the limit.
 """
 
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,16 +26,34 @@ BLOCKS, POINTS = "blocks", "points"
 _LOCK = "lock"
 _MAGIC = b"TQR1"
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
-# What is left of the limit once records had to leave, so that they seldom have to.
-_LEFT = 0.9
+# Of all records, those that are looked up at once to leave one by one.
+_SHARE = 10
+# Nanoseconds by which protected records are ahead, and what tells them from those of a clock that went back.
+_AHEAD = 7 * 86_400 * 10**9
+_FUTURE = _AHEAD // 2
 
 
 class Record(NamedTuple):
-    """A file of the store: when it was last used, in nanoseconds, its bytes and its path."""
+    """A file of the store: its time in nanoseconds, its bytes and its path."""
 
-    used: int
+    time: int
     size: int
-    path: Path
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.name)
+
+    @property
+    def protected(self) -> bool:
+        """It stays longer than others."""
+        return self.time > time.time_ns() + _FUTURE
+
+    @property
+    def used(self) -> int:
+        """When it was last used, in nanoseconds."""
+        return self.time - _AHEAD * self.protected
 
 
 class Folder:
@@ -52,6 +72,7 @@ class Folder:
         """
         self.path, self.limit = path, limit
         self._nbytes = 0  # of all records, while this process writes
+        self._leaving: list[Record] = []  # the next ones to leave, the first of them last
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             foreign = {file.name for file in path.iterdir()} - {BLOCKS, POINTS, _LOCK}
@@ -76,7 +97,7 @@ class Folder:
             data = path.read_bytes()
             if data[:_HEAD] == _head(name, data[_HEAD:]):
                 if use:
-                    os.utime(path)
+                    _use(path)
                 return data[_HEAD:]
             path.unlink()
         return None
@@ -93,7 +114,7 @@ class Folder:
         """
         path = self.path / kind / name
         if self.holds(kind, name):
-            os.utime(path)
+            _use(path)
             return
         with atomic_write(path, sync=False) as temporary:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -109,11 +130,11 @@ class Folder:
         with suppress(OSError):
             (self.path / kind / name).unlink()
 
-    def use(self, names: list[tuple[str, str]]) -> None:
-        """Let records (kind, name) count as used now, the last of them last."""
+    def use(self, names: list[tuple[str, str]], *, protect: bool = False) -> None:
+        """Let records (kind, name) count as used now, the last of them last; or protect them from now on."""
         for kind, name in names:
             with suppress(OSError):
-                os.utime(self.path / kind / name)
+                _use(self.path / kind / name, protect=protect)
 
     def settle(self, kind: str, name: str) -> None:
         """Wait until a record, and so what was written before it, is on the disk."""
@@ -139,14 +160,14 @@ class Folder:
             os.close(descriptor)  # and with it the lock
 
     def records(self) -> list[Record]:
-        """All records, the one used longest ago first."""
+        """All records, the one that leaves first at the beginning."""
         found = []
         for kind in (BLOCKS, POINTS):
             with os.scandir(self.path / kind) as entries:
                 for entry in entries:
                     with suppress(OSError):  # it left meanwhile
                         about = entry.stat()
-                        found.append(Record(about.st_mtime_ns, about.st_size, Path(entry.path)))
+                        found.append(Record(about.st_mtime_ns, about.st_size, entry.path))
         return sorted(found)
 
     def check(self) -> tuple[int, int]:
@@ -171,19 +192,46 @@ class Folder:
 
     def _count(self) -> int:
         """Bytes of all records; removes what writers left that were killed."""
+        nbytes = 0
         for kind in (BLOCKS, POINTS):
-            for path in (self.path / kind).glob(".*"):
-                path.unlink(missing_ok=True)
-        return sum(record.size for record in self.records())
+            with os.scandir(self.path / kind) as entries:
+                for entry in entries:
+                    with suppress(OSError):
+                        if entry.name.startswith("."):
+                            os.unlink(entry.path)  # noqa: PTH108  of 100,000 files the paths alone take a second
+                        else:
+                            nbytes += entry.stat().st_size
+        return nbytes
 
     def _shrink(self) -> None:
-        found = self.records()
-        self._nbytes = sum(record.size for record in found)
-        for record in found:
-            if self._nbytes <= _LEFT * self.limit:
-                return
-            record.path.unlink(missing_ok=True)
+        """Let records leave until the others are within the limit; one that was used since it was looked up stays."""
+        while self._nbytes > self.limit:
+            if not self._leaving:
+                found = self.records()
+                self._nbytes = sum(record.size for record in found)
+                self._leaving = self._order(found)[len(found) // _SHARE :: -1]
+                continue
+            record = self._leaving.pop()
+            with suppress(OSError):
+                if record.path.stat().st_mtime_ns != record.time:
+                    continue
+                record.path.unlink()
             self._nbytes -= record.size
+
+    def _order(self, found: list[Record]) -> list[Record]:
+        """Records as they leave: those that are protected beyond half of the limit as if they were not."""
+        nbytes, order = 0, []
+        for record in reversed(found):
+            nbytes += record.size * record.protected
+            order.append((record.used if nbytes > self.limit / 2 else record.time, record))
+        return [record for _, record in sorted(order)]
+
+
+def _use(path: Path, *, protect: bool = False) -> None:
+    now = time.time_ns()
+    if protect or path.stat().st_mtime_ns > now + _FUTURE:
+        now += _AHEAD
+    os.utime(path, ns=(now, now))
 
 
 def _head(name: str, content: bytes) -> bytes:

@@ -1,20 +1,27 @@
 """`PrefixStore`: a prompt whose beginning was read before goes on from there, bit for bit as if it were read now."""
 
+import copy
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.prefixes.folder import BLOCKS, LIMIT, POINTS, Folder
 from mlx_tq.prefixes.keys import Step, computing, root, steps
-from mlx_tq.prefixes.points import Point, block_name, from_record
+from mlx_tq.prefixes.points import ROWS, Point, block_name, from_record
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import tokens_seen
 from mlx_tq.user_folders import cache_folder
 
 AUTO, OFF = "auto", "off"
+# Points of which it is remembered what came behind them; and ways of going on from which on a point counts as shared:
+# with fewer, much stays that nobody asks for again.
+_REMEMBERED, _WAYS = 100_000, 4
 
 
 def open_folder(store: str | Folder | None, limit: int = LIMIT) -> Folder | None:
@@ -41,21 +48,34 @@ class PrefixStore:
 
     Attributes:
         root: what all keys of its prompts begin with.
+        live: points that were restored and that somebody still has, by their keys.
     """
 
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
         self.plan, self.folder, self._warn = plan, folder, warn
         self.root, self._computing = root(model, plan, salt), computing()
         self._fails = False
+        self.live: WeakValueDictionary[str, Restored] = WeakValueDictionary()
+        self._followed: dict[str, set[str]] = {}
 
-    def prompt(self, segments: list[list[int]], step: int) -> "StoredPrompt":
+    def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "StoredPrompt":
         """A prompt, of which nothing was read yet.
 
         Args:
             segments: tokens that are read in steps, cut where a step ends in any case.
             step: tokens of a step, counted from the beginning of its segment.
+            system: tokens that any conversation may begin with; they stay in the store longer than others.
         """
-        return StoredPrompt(self, steps(self.root, segments, step))
+        return StoredPrompt(self, steps(self.root, segments, step), step, system)
+
+    def is_shared(self, key: str, after: str) -> bool:
+        """Prompts went on from the point `key` in several ways, this one with the step `after`."""
+        if len(self._followed) > _REMEMBERED:
+            self._followed.clear()
+        ways = self._followed.setdefault(key, set())
+        if len(ways) < _WAYS:
+            ways.add(after)
+        return len(ways) == _WAYS
 
     @contextmanager
     def reading(self, caches: list[Any], ids: list[int], step: int) -> Iterator["Reading"]:
@@ -68,8 +88,10 @@ class PrefixStore:
         """
         prompt = self.prompt([ids], step)
         try:
+            started = time.perf_counter()
             caches[:] = prompt.restore() or caches
-            yield StoredReading(prompt, caches)
+            prompt.point = None  # these caches alone have the rows
+            yield StoredReading(prompt, caches, time.perf_counter() - started)
         finally:
             prompt.close()
 
@@ -100,9 +122,11 @@ class Reading:
 
     Attributes:
         restored: tokens that were there without being read.
+        seconds: that it took to restore them.
     """
 
     restored = 0
+    seconds = 0.0
 
     def note(self, stop: int) -> None:
         """Tokens before position `stop` have been read."""
@@ -111,14 +135,26 @@ class Reading:
 class StoredReading(Reading):
     """A prompt that is read with a store, into these caches."""
 
-    def __init__(self, prompt: "StoredPrompt", caches: list[Any]) -> None:
+    def __init__(self, prompt: "StoredPrompt", caches: list[Any], seconds: float) -> None:
         self._prompt, self._caches = prompt, caches
-        self.restored = prompt.restored
+        self.restored, self.seconds = prompt.restored, seconds
 
     def note(self, stop: int) -> None:
         """Tokens before position `stop` have been read; they are stored if a step ended there."""
         if self._prompt.wants(stop):
             self._prompt.store(stop, self._caches)
+
+
+class Restored:
+    """A point as it came from the disk: who restores it while somebody has it shares its rows.
+
+    Attributes:
+        caches: that nobody reads into.
+        blocks: names of the records with their rows.
+    """
+
+    def __init__(self, caches: list[Any], blocks: list[str]) -> None:
+        self.caches, self.blocks = caches, blocks
 
 
 class StoredPrompt:
@@ -127,17 +163,23 @@ class StoredPrompt:
     Args:
         store: that has them.
         ends: of the steps in which it is read.
+        step: tokens of a whole one.
+        system: tokens of it that any conversation may begin with.
 
     Attributes:
         restored: tokens that `restore` found.
         reached: tokens before the last point that was restored or stored.
+        point: that was restored.
     """
 
-    def __init__(self, store: PrefixStore, ends: list[Step]) -> None:
-        self._store, self._folder, self._ends = store, store.folder, dict(ends)
+    def __init__(self, store: PrefixStore, ends: list[Step], step: int, system: int) -> None:
+        self._store, self._folder, self._ends, self._shared = store, store.folder, dict(ends), system
+        # A conversation that goes on has a longer step where it had a last one.
+        self._after = {a.stop: b.key for a, b in pairwise(ends) if b.stop - a.stop == step}
         self._blocks: list[str] = []  # names of those that are stored
         self._points: list[str] = []  # likewise, of this prompt
         self.restored = self.reached = 0
+        self.point: Restored | None = None
         self._fails = False  # the disk may be full: the next prompt tries again
 
     @property
@@ -149,13 +191,17 @@ class StoredPrompt:
         """The caches of the last point that can be used; None where there is none."""
         if self._store.is_itself:
             for stop in reversed(self._ends):
-                caches = self._caches_of(self._ends[stop])
-                if caches is not None:
+                key = self._ends[stop]
+                point = self._store.live.get(key) or self._read(key)
+                if point is not None:
+                    self._store.live[key] = self.point = point
+                    self._blocks, self._points = list(point.blocks), [key]
                     self.restored = self.reached = stop
-                    return caches
+                    self._note(stop)
+                    return copy.deepcopy(point.caches)
         return None
 
-    def _caches_of(self, key: str) -> list[Any] | None:
+    def _read(self, key: str) -> Restored | None:
         data = self._folder.read(POINTS, key)
         if data is None:
             return None
@@ -175,8 +221,7 @@ class StoredPrompt:
         sequence = sequence_in(found)
         for number, calibrator in (sequence.calibrators if sequence else {}).items():
             calibrator.rope = self._store.plan.layers[number].rope  # which no file has
-        self._blocks, self._points = names, [key]
-        return found
+        return Restored(found, names)
 
     def wants(self, stop: int) -> bool:
         """Whether caches of the tokens before position `stop` can be stored: a step ends there, not stored yet."""
@@ -191,10 +236,16 @@ class StoredPrompt:
                 if may:
                     self._write(self._ends[stop], caches)
                     self.reached = stop
+                    self._note(stop)
                     self._store.note(None)
         except OSError as error:
             self._fails = True
             self._store.note(error)
+
+    def _note(self, stop: int) -> None:
+        """A point was restored or stored; prompts may share it."""
+        if stop in self._after and self._store.is_shared(self._ends[stop], self._after[stop]):
+            self._shared = max(self._shared, stop)
 
     def _write(self, key: str, caches: list[Any]) -> None:
         point = Point(caches)
@@ -208,6 +259,10 @@ class StoredPrompt:
     def close(self) -> None:
         """The prompt is read: wait for the disk, once. Blocks count as used after the points that name them."""
         self._folder.use([*((POINTS, key) for key in self._points), *((BLOCKS, name) for name in self._blocks)])
+        if self._shared in self._ends:
+            count = max(0, self._shared - self._store.plan.config.prefix) // ROWS
+            shared = [(POINTS, self._ends[self._shared]), *((BLOCKS, name) for name in self._blocks[:count])]
+            self._folder.use(shared, protect=True)
         if self._points and not self._fails:
             self._folder.settle(POINTS, self._points[-1])
 

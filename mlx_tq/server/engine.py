@@ -329,7 +329,7 @@ class Engine:
         if self._store is None:
             return caches, cached, None
         step = self._limits.prefill_step_size
-        stored = stored_prompt(self._store, job.prompt.segments, unstored, step, cached)
+        stored = stored_prompt(self._store, job.prompt, unstored, step, cached)
         if stored is None:
             return caches, cached, None
         caches = stored.restore()

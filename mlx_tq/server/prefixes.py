@@ -4,6 +4,7 @@ import hashlib
 from threading import Thread
 
 from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
+from mlx_tq.server.conversation import Prompt
 
 # Seconds of restoring a token, in those of reading it, at most; a tenth of that on two CPU cores. A GPU reads faster.
 _RESTORING = 0.05
@@ -22,21 +23,21 @@ def salt_of(key: str | None, *, shared: bool) -> str:
     return f"server {own}"
 
 
-def stored_prompt(
-    store: PrefixStore, segments: list[list[int]], unstored: int, step: int, kept: int
-) -> StoredPrompt | None:
+def stored_prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int, kept: int) -> StoredPrompt | None:
     """A prompt to restore and store; None where it should rather go on from the caches that memory has.
 
     From memory a prompt goes on anywhere, so its steps are no longer those of others, and nothing of it is stored.
 
     Args:
         store: of prefixes.
-        segments: of the prompt; each begins a step.
+        asked: whose segments each begin a step.
         unstored: tokens at the prompt's end that are not read in steps.
         step: tokens of a step, at most.
         kept: tokens that memory has.
     """
-    prompt = store.prompt([*segments[:-1], segments[-1][:-unstored]], step)
+    segments = asked.segments
+    system = len(segments[0]) if len(segments) > 1 and asked.kinds[0] == "system" else 0
+    prompt = store.prompt([*segments[:-1], segments[-1][:-unstored]], step, system)
     length, found = sum(map(len, segments)), prompt.found
     return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
 

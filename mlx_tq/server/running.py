@@ -20,6 +20,7 @@ class Running:
         prefilled, generated: tokens that were read and said.
         recalled: tokens whose rows came back for the question, and how many of them the rescue service named.
         stored: the prompt in the store of prefixes, while it is read.
+        point: what was restored of it: whoever restores the same while the job runs shares its rows.
         pending: the other answers to its prompt, until it is read.
     """
 
@@ -27,6 +28,7 @@ class Running:
         self, job: Job, cached: int, kinds: list[str], detokenizer: Any, stored: StoredPrompt | None = None
     ) -> None:
         self.job, self.stored = job, stored
+        self.point = None if stored is None else stored.point
         self.kinds = kinds[::-1]
         self.question: list[int] = []
         self.divided = False

@@ -71,9 +71,36 @@ def test_what_was_used_longest_ago_leaves_first(tmp_path):
         os.utime(folder.path / BLOCKS / name, ns=(time_, time_))
     assert folder.read(BLOCKS, "a")
     put(folder, "f")
-    assert names(folder) == ["d", "e", "a", "f"]
+    assert names(folder) == ["c", "d", "e", "a", "f"]
     assert folder.clear() > 4000
     assert names(folder) == []
+
+
+def test_protected_records_stay_up_to_half_of_the_limit(tmp_path):
+    folder = Folder(tmp_path / "store", limit=10 * 1100)
+    put(folder, *"abcdefgh")
+    folder.use([(BLOCKS, name) for name in "abcdefgh"], protect=True)
+    assert all(record.protected for record in folder.records())
+    put(folder, *"ijk")
+    assert "".join(sorted(names(folder))) == "bcdefghijk", "the oldest beyond half of the limit"
+    folder.use([(BLOCKS, name) for name in "bc"])
+    put(folder, *"lmnop")
+    assert "".join(sorted(names(folder))) == "bcfghlmnop", "b and c were used last, so d and e are beyond it"
+
+
+def test_a_clock_that_goes_back(tmp_path):
+    """Records of the future are read and used; at the limit some leave, whichever they are."""
+    folder = Folder(tmp_path / "store", limit=5 * 1100)
+    put(folder, *"abcde")
+    later = time.time_ns() + 3600 * 10**9
+    for name in "abcde":
+        os.utime(folder.path / BLOCKS / name, ns=(later, later))
+    assert folder.read(BLOCKS, "a")
+    put(folder, *"fg")
+    found = folder.records()
+    assert sum(record.size for record in found) <= folder.limit
+    assert all(folder.read(BLOCKS, record.path.name) for record in found)
+    assert not any(record.protected for record in found)
 
 
 def test_one_writes_at_a_time(folder):

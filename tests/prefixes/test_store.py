@@ -1,10 +1,13 @@
 """From a resume point everything is bit for bit as without a store; whatever becomes of its files, at most a miss."""
 
 import json
+import random
 import resource
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,7 +24,7 @@ from mlx_tq.prefixes.keys import root, steps
 from mlx_tq.prefixes.points import Point, block_name, from_record
 from mlx_tq.prefixes.store import PrefixStore
 from mlx_tq.sequence.compressed import compressed, make_prompt_cache, plan_caches
-from prefixes.reading import CASES, LENGTH, SMALL, answer, model_of, tokens
+from prefixes.reading import CASES, LENGTH, SMALL, answer, bits, model_of, tokens
 
 LLAMA = build("llama")
 
@@ -93,6 +96,81 @@ def test_a_damaged_record_is_a_miss_and_goes(tmp_path):
         assert answer(LLAMA, SMALL, tokens(LENGTH), tmp_path)["restored"] == LENGTH - 1
 
 
+@pytest.mark.parametrize("times", [10, pytest.param(1000, marks=pytest.mark.full)])
+def test_flips_truncations_and_exchanges_are_at_most_a_miss(tmp_path, times):
+    """Whatever becomes of a file, what is restored is to the bit what was stored there."""
+    folder, ids, chance = Folder(tmp_path), tokens(LENGTH), random.Random(times)
+    store = PrefixStore(LLAMA, plan_caches(LLAMA, SMALL), folder, print)
+    stored, stops, caches = {}, [200, 400, LENGTH], make_prompt_cache(LLAMA, SMALL)
+    with compressed(LLAMA):
+        prompt = store.prompt([ids], 200)
+        for start, stop in pairwise([0, *stops]):
+            LLAMA(mx.array([ids[start:stop]]), cache=caches)
+            prompt.store(stop, caches)
+            stored[stop] = bits(caches)
+    whole = {record.path: record.path.read_bytes() for record in folder.records()}
+    missed = 0
+    for number in range(times):
+        path = chance.choice(list(whole))
+        data, place = bytearray(whole[path]), chance.randrange(len(whole[path]))
+        if number % 3 == 0:
+            data[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(
+            data if number % 3 == 0 else data[:place] if number % 3 == 1 else chance.choice([*whole.values()])
+        )
+        again = store.prompt([ids], 200)
+        caches = again.restore()
+        missed += again.restored < LENGTH
+        assert caches is None or bits(caches) == stored[again.restored]
+        del again, caches
+        for each, content in whole.items():
+            if not each.exists() or each == path:
+                each.write_bytes(content)
+    assert missed > 0.3 * times, "a half of the files are of the last point"
+
+
+def test_what_prompts_share_stays_longest(tmp_path):
+    """Also than what was used later; a conversation that just goes on shares nothing with itself."""
+    folder = Folder(tmp_path)
+    store = PrefixStore(LLAMA, plan_caches(LLAMA, SMALL), folder, print)
+    shared, points = tokens(400), {}
+
+    def read(ids, system=0):
+        caches = make_prompt_cache(LLAMA, SMALL)
+        prompt = store.prompt([ids], 200, system)
+        points.update(dict(prompt._ends))
+        with compressed(LLAMA):
+            caches = prompt.restore() or caches
+            for start in range(prompt.restored, len(ids), 200):
+                LLAMA(mx.array([ids[start : start + 200]]), cache=caches)
+                prompt.store(min(start + 200, len(ids)), caches)
+        prompt.close()
+        return [record.path.name for record in folder.records() if record.protected]
+
+    assert read(shared + tokens(100, seed=1)) == []
+    assert read(shared + tokens(100, seed=1) + tokens(150, seed=2)) == []
+    assert read(shared + tokens(250, seed=4)) == read(shared + tokens(250, seed=5)) == []
+    names = read(shared + tokens(250, seed=6))
+    point = points[400]
+    assert names[0] == point, "before the block that it names"
+    assert len(names) == 2
+    assert set(names) <= set(read(tokens(450, seed=7), system=200))
+    own = points[200]
+    for number in range(8, 11):
+        read(tokens(600, seed=number))
+    before = folder.records()
+    folder.limit = sum(record.size for record in before) // 3
+    with folder.writing():
+        folder.write(BLOCKS, "last", b"a")
+    left = {record.path.name for record in folder.records()}
+    assert {own, *names} <= left
+    assert len(left) < len(before) / 2
+    assert store.prompt([shared], 200).restore()
+    (kept,) = [record for record in folder.records() if record.path.name == point]
+    assert kept.protected, "also once it was used again"
+    assert abs(kept.used - time.time_ns()) < 10**10
+
+
 def test_a_full_disk_is_said_once_and_tried_again_with_the_next_prompt(tmp_path):
     warned = []
     store = PrefixStore(LLAMA, plan_caches(LLAMA, SMALL), Folder(tmp_path), warned.append)
@@ -131,7 +209,7 @@ def test_what_another_implementation_reads_is_not_stored(tmp_path):
     assert len(Folder(tmp_path).records()) == 1
 
 
-def test_another_model_configuration_or_step_finds_nothing():
+def test_another_model_version_configuration_or_step_finds_nothing(monkeypatch):
     plan = plan_caches(LLAMA, SMALL)
     ids = tokens(300)
     keys = {step.key for step in steps(root(LLAMA, plan), [ids], 100)}
@@ -146,3 +224,7 @@ def test_another_model_configuration_or_step_finds_nothing():
         assert not keys & {step.key for step in steps(root(LLAMA, plan_caches(LLAMA, other)), [ids], 100)}
     assert not keys & {step.key for step in steps(root(LLAMA, plan), [ids], 150)}
     assert len(keys & {step.key for step in steps(root(LLAMA, plan), [[*ids[:250], 7]], 100)}) == 2
+    for name, other in (("FORMAT", 2), ("__version__", "0.2.0"), ("version", lambda name: "9")):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"mlx_tq.prefixes.keys.{name}", other)
+            assert not keys & {step.key for step in steps(root(LLAMA, plan), [ids], 100)}

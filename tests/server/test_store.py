@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 from commands.tools import zoo_model
 
+from mlx_tq.cache import body
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import question_of
 from mlx_tq.models import load
@@ -74,6 +75,44 @@ def test_batches_go_on_where_other_batches_have_read(model, loaded, store, tmp_p
     assert answers(engine, later()) == (plain, [299, 229, 190, 2 * STEP])
     assert counter(engine, "restored_tokens") == counter(engine, "cached_tokens") == 299 + 229 + 190 + 128
     assert counter(engine, "read_tokens") == counter(engine, "prompt_tokens") - counter(engine, "restored_tokens")
+
+
+@pytest.mark.parametrize("begins", ["memory", "store"])
+def test_requests_with_one_beginning_hold_it_once(begins, loaded, store, monkeypatch):
+    """As memory has it after a first request, and as a fresh engine restores it; what follows differs."""
+    monkeypatch.setattr(body, "LEAST", 64)
+    beginning, count, held = make_job(416).prompt.ids, 4, []
+
+    def jobs(seeds):
+        return [job_of(beginning, make_job(40, seed=seed).prompt.ids, max_tokens=6) for seed in seeds]
+
+    def watched():
+        engine = make_engine(loaded, folder=store)
+        measure = engine._measure
+
+        def look():
+            for batch in engine._batch._generation_batch.prompt_cache or ():
+                arrays = [row._body.arrays for row in batch.rows]
+                held.append((len(arrays), len({id(array) for each in arrays for array in each}), sum(map(len, arrays))))
+            measure()
+
+        engine._measure = look
+        return engine
+
+    async def then():
+        for job in (later := jobs(range(2, 2 + count))):
+            engine.submit(job)
+        return [text(await outcome(job)) for job in later]
+
+    plain, _ = answers(make_engine(loaded, prompt_cache_size=0), jobs(range(2, 2 + count)))
+    engine = watched()
+    _, said = serve(engine, jobs([1]), then)
+    if begins == "store":
+        held.clear()
+        said, found = answers(watched(), jobs(range(2, 2 + count)))
+        assert found == [416] * count
+    assert said == plain
+    assert max(held) == (count, count + 1, 2 * count), "what all have, and each one's own"
 
 
 def test_the_question_is_read_over_what_is_restored(loaded, store):

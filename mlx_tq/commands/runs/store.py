@@ -41,7 +41,8 @@ def _list(folder: Folder) -> dict[str, Any]:
             data = folder.read(POINTS, record.path.name, use=False)
             if data is not None:
                 used = datetime.fromtimestamp(record.used / 1e9, UTC).isoformat(timespec="seconds")
-                points.append({"key": record.path.name, "used": used, "nbytes": record.size, **summary(data)})
+                about = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.protected}
+                points.append({**about, **summary(data)})
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
     return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "points": points}
@@ -64,9 +65,10 @@ def _show(report: dict[str, Any]) -> None:
     sys.stdout.write(
         f"{report['folder']}: {human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(points):,} resume points\n"
     )
-    shown = table("", "tokens", "blocks", "of its own", "last used", "key")
+    shown = table("", "tokens", "blocks", "of its own", "last used", "key", "")
     for point in points:
         size = human_bytes(point["nbytes"])
-        shown.add_row(f"{point['tokens']:,}", str(point["blocks"]), size, point["used"], point["key"][:12])
+        shared = "shared" if point["protected"] else ""
+        shown.add_row(f"{point['tokens']:,}", str(point["blocks"]), size, point["used"], point["key"][:12], shared)
     if points:
         results.print(shown)
