@@ -13,6 +13,7 @@ import psycopg
 from rescue_svc.store import budget
 
 K1, B = 1.2, 0.75  # as FTS5 has them
+POSTINGS_SHARE = 32  # half of SQLite's: words are counted, and then scored, in the rows of the table
 _WORD = re.compile(r"[^\W_]+")
 
 _SEARCH = """
@@ -69,7 +70,7 @@ def search(
     that stand in at least so many spans: a session only grows. Those that cost the whole budget are looked at only
     where there is nothing else.
     """
-    most = budget.postings(spans)
+    most = budget.postings(spans, POSTINGS_SHARE)
     values: dict[str, object] = {
         "question": " ".join(list(dict.fromkeys(plain(query)))[: budget.MAX_TERMS]),
         "excluded": list(excluded),
@@ -89,7 +90,7 @@ def search(
     asked, found, saturated, ids, scores = run()
     common.update(dict.fromkeys(saturated, most))
     too_common = [stem for stem in asked if common.get(stem, 0) >= most]
-    if too_common and found == len(saturated):  # no word is rarer: one of them, wherever it stands
-        values |= {"left_out": [], "only": too_common[0], "most": None}
+    if too_common and found == len(saturated):  # no word is rarer: the longest, which likely says most, wherever it is
+        values |= {"left_out": [], "only": too_common[-1], "most": None}
         *_, ids, scores = run()
     return dict(zip(ids, scores, strict=True))

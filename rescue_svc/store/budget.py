@@ -7,6 +7,6 @@ MIN_POSTINGS = 2048
 POSTINGS_SHARE = 16
 
 
-def postings(spans: int) -> int:
-    """Return how many postings a query of a session of this size may touch."""
-    return max(MIN_POSTINGS, spans // POSTINGS_SHARE)
+def postings(spans: int, share: int = POSTINGS_SHARE) -> int:
+    """Return how many postings a query of a session of this size may touch: one for so many spans, or the least."""
+    return max(MIN_POSTINGS, spans // share)

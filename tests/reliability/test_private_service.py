@@ -27,6 +27,7 @@ def _alone(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setattr(services, "DEFAULT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setenv("RESCUE_EMBEDDER", "none")
+    monkeypatch.setenv("RESCUE_STORE", "postgresql://a.store.of.others/x")  # which a private service leaves alone
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("RESCUE_TOKEN", raising=False)
 

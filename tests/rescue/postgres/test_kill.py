@@ -10,7 +10,7 @@ from mlx_tq.rescue import RescueClient, TextSpan, open_service
 from ..harness import Server
 from ..reliability.test_kill import Writer, kept
 
-ROUNDS = pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.full)])
+ROUNDS = pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.full)])
 
 
 class Undaunted(Writer):

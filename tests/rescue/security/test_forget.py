@@ -6,6 +6,8 @@ import random
 import shutil
 from contextlib import closing
 
+import pytest
+
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import words
 from rescue_svc.store.files import connect
@@ -21,7 +23,10 @@ def traces(files):
     vector = HashingEmbedder().embed([f"the {SECRET} number 5 is 5"])[0].tobytes()[:64]
     found = []
     for path in files:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # removed since it was listed
+            continue
         if WORDS in content.lower() or vector in content:
             found.append(path.name)
     return found
@@ -52,7 +57,7 @@ def test_nothing_is_left(here, kept_in):
     assert traces(kept_in.files(service.data_dir)) == []
 
 
-@EACH_STORE
+@pytest.mark.parametrize("kept_in", ["sqlite", pytest.param("postgres", marks=pytest.mark.full)], indirect=True)
 def test_nothing_is_left_when_others_write_and_ask_meanwhile(here, kept_in, times):
     service = here()
     for number in range(times(100)):
