@@ -265,7 +265,7 @@ def _generate(
         models.append(draft)
         options["num_draft_tokens"] = args.num_draft_tokens
     stream = not args.json
-    text, ttft, finish, cached = "", 0.0, "interrupted", 0
+    text, ttft, finish, cached, restoring = "", 0.0, "interrupted", 0, 0.0
     last: Any = None
     recalled: Recalled | None = None
     looks: Looks | None = None
@@ -292,7 +292,7 @@ def _generate(
                 looks = Looks(caches)
                 looks.begin()
                 ids = rest
-            cached = stored.restored
+            cached, restoring = stored.restored, stored.seconds
             for response in stream_generate(
                 model,
                 tokenizer,
@@ -328,7 +328,7 @@ def _generate(
         raise ConfigError(str(error)) from error
     if stream:
         say("\n")
-    stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached)
+    stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached, restore_seconds=restoring)
     if looks is not None and recalled is not None:
         recalled = replace(recalled, positions=sorted({*recalled.positions, *looks.positions}))
     if recalled is not None and ttft:
