@@ -50,6 +50,8 @@ def show_stats(session: Session) -> None:
         "tokens": f"{stats.tokens:,}" + (f" of {stats.positions:,}" if stats.positions else ""),
         "live in the cache": f"{stats.live:,}",
         "evicted": f"{stats.evicted:,}",
+        "of these on disk": f"{stats.tiers.cold:,} in {human_bytes(stats.tiers.cold_nbytes)}",
+        "in no tier": f"{stats.tiers.recompute:,}",
         "rescued": f"{stats.rescued:,}",
         "KV cache": size,
     }

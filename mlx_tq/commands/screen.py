@@ -18,6 +18,7 @@ from mlx_tq.sequence.archive import LIMIT
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.plan import LayerPlan, Plan
 from mlx_tq.sequence.statistics import CacheStats, GenerationStats
+from mlx_tq.sequence.tiers import Tiers, planned_tiers
 
 _WIDTH = 120  # where there is no terminal to ask
 
@@ -98,6 +99,7 @@ def show_plan(plan: Plan, tokens: int) -> None:
         console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
     if plan.eviction is not None:
         console.print(describe_eviction(plan.eviction), style="dim", markup=False, soft_wrap=True)
+        console.print(describe_tiers(planned_tiers(plan, tokens)), style="dim", markup=False, soft_wrap=True)
     decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
     if decoded:
         console.print(
@@ -118,6 +120,15 @@ def describe_eviction(plan: EvictionPlan) -> str:
     limit = config.archive_limit
     most = f"{human_bytes(LIMIT)} or a tenth of the free disk" if limit is None else human_bytes(limit)
     return f"{line}; what leaves is archived on disk until the run ends, up to {most}"
+
+
+def describe_tiers(tiers: Tiers, seconds: float = 0.0) -> str:
+    """Where tokens are, in a line; `seconds` is what reading those again would take that no tier has."""
+    took = f" ({seconds:.2f} s)" if seconds else ""
+    return (
+        f"tiers: {tiers.hot:,} tokens live in {human_bytes(tiers.hot_nbytes)}; {tiers.cold:,} on disk in "
+        f"{human_bytes(tiers.cold_nbytes)}; {tiers.recompute:,} in neither, to be read again{took} if they are needed"
+    )
 
 
 def warn(message: str) -> None:
@@ -197,18 +208,22 @@ def show_stats(stats: GenerationStats) -> None:
     """Print the numbers of a generation."""
     if stats.generation_tokens:
         console.print(
-            f"prompt: {stats.prompt_tokens:,} tokens, {_stored(stats.cached_tokens)}{stats.prompt_tps:.1f} tok/s, "
+            f"prompt: {stats.prompt_tokens:,} tokens, {_stored(stats)}{stats.prompt_tps:.1f} tok/s, "
             f"first token after {stats.ttft:.2f} s\n"
             f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
         )
     else:
         console.print(f"prompt: {stats.prompt_tokens:,} tokens, {stats.finish_reason} before the first token")
     show_cache(stats.cache)
+    if stats.cache.rounds:
+        console.print(describe_tiers(stats.cache.tiers, stats.recompute_seconds), soft_wrap=True)
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 
 
-def _stored(tokens: int) -> str:
-    return f"{tokens:,} of them from the store, " if tokens else ""
+def _stored(stats: GenerationStats) -> str:
+    if not stats.cached_tokens:
+        return ""
+    return f"{stats.cached_tokens:,} of them from the store in {stats.restore_seconds:.2f} s, "
 
 
 def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
@@ -230,6 +245,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             for layer in plan.layers
         ],
         "caches": plan.classes,
+        "tiers": asdict(planned_tiers(plan, tokens)),
         "eviction": None
         if plan.eviction is None
         else {

@@ -384,11 +384,11 @@ class Session:
             turns=len(self.turns),
             tokens=tokens,
             live=live,
-            evicted=tokens - live,
             rescued=sum(stop - start for start, stop in self._transcript.copies),
             positions=self.positions,
             nbytes=cache.nbytes,
             fp16_nbytes=cache.fp16_nbytes,
+            tiers=cache.tiers,
             rescue=self._client.stats if self._client else None,
         )
 

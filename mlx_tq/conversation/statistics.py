@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mlx_tq.conversation.transcript import NOTHING, Rehydration
 from mlx_tq.rescue import RescueStats
+from mlx_tq.sequence.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,25 @@ class SessionStats:
     Attributes:
         turns: so far.
         tokens: read and said, quotations included.
-        live, evicted: of these, in the cache and out of it.
+        live: of these, in the cache.
         rescued: tokens of quotations.
         positions: that the model allows, or None.
         nbytes, fp16_nbytes: of the cache, and of the same tokens at 16 bits, those that left among them.
         rescue: what became of spans and questions, or None without rescue.
+        tiers: where the rows of all tokens are.
     """
 
     turns: int
     tokens: int
     live: int
-    evicted: int
     rescued: int
     positions: int | None
     nbytes: int
     fp16_nbytes: int
     rescue: RescueStats | None
+    tiers: Tiers
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that are not in the cache any more."""
+        return self.tokens - self.live

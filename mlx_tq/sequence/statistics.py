@@ -12,6 +12,7 @@ from mlx_tq.sequence.eviction import EvictionStats
 from mlx_tq.sequence.passes import cache_parts, compressed_caches
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.sequence import sequence_of
+from mlx_tq.sequence.tiers import Tiers
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class CacheStats:
         evicted: tokens that left.
         rounds: in which they did.
         evict_seconds: that these took.
+        archived, archived_nbytes: of those that left, the tokens whose rows are on the disk, and the bytes there.
     """
 
     tokens: int
@@ -35,6 +37,14 @@ class CacheStats:
     evicted: int = 0
     rounds: int = 0
     evict_seconds: float = 0.0
+    archived: int = 0
+    archived_nbytes: int = 0
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where the tokens are."""
+        lost = max(0, self.evicted - self.archived)
+        return Tiers(self.tokens - self.evicted, self.nbytes, self.archived, self.archived_nbytes, lost)
 
     @property
     def retention(self) -> float:
@@ -66,6 +76,7 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
         fp16 += plan.fp16_nbytes(tokens)
     sequence = sequence_of(compressed)
     gone = sequence.stats if sequence else EvictionStats()
+    extents = [extent for extent in sequence.archived if not extent.lost] if sequence else []
     return CacheStats(
         tokens,
         total,
@@ -74,6 +85,8 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
         evicted=gone.tokens,
         rounds=gone.rounds,
         evict_seconds=gone.seconds,
+        archived=sum(len(extent.positions) for extent in extents),
+        archived_nbytes=sum(extent.size for extent in extents),
     )
 
 
@@ -103,6 +116,7 @@ class GenerationStats:
         peak_memory: bytes.
         cache: of the whole conversation.
         cached_tokens: of the prompt, those that the store of prefixes had.
+        restore_seconds: that it took to restore them.
     """
 
     prompt_tokens: int
@@ -114,8 +128,15 @@ class GenerationStats:
     peak_memory: int
     cache: CacheStats
     cached_tokens: int = 0
+    restore_seconds: float = 0.0
+
+    @property
+    def recompute_seconds(self) -> float:
+        """To read again what no tier has, at the speed of this prompt; 0 where none was read."""
+        return self.cache.tiers.recompute / self.prompt_tps if self.prompt_tps else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The statistics as plain data, for JSON."""
         cache = {**asdict(self.cache), "ratio": self.cache.ratio, "retention": self.cache.retention}
-        return {**asdict(self), "cache": cache}
+        tiers = {**asdict(self.cache.tiers), "recompute_seconds": self.recompute_seconds}
+        return {**asdict(self), "cache": cache, "tiers": tiers}

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import cache_stats
 
@@ -15,7 +14,7 @@ class Held:
     Attributes:
         tokens: that were read and said.
         evicted: of these, not in the cache any more.
-        archived: of those, on disk for a question that needs them.
+        archived, archived_nbytes: of those, on disk for a question that needs them, and the bytes there.
         recalled: of those, back for the last question.
         by_meaning: of those, named by the rescue service's search; the model's queries found the others.
         nbytes, fp16_nbytes: of the caches, and of all the tokens at 16 bits.
@@ -24,6 +23,7 @@ class Held:
     tokens: int
     evicted: int
     archived: int
+    archived_nbytes: int
     recalled: int
     by_meaning: int
     nbytes: int
@@ -38,12 +38,12 @@ def what_is_held(caches: list[Any], plan: Plan | None, recalled: tuple[int, int]
         plan: how they were made.
         recalled: tokens whose rows were back for it, and how many of them the rescue service named.
     """
-    stats, sequence = cache_stats(caches, plan), sequence_in(caches)
-    extents = () if sequence is None else sequence.archived
+    stats = cache_stats(caches, plan)
     return Held(
         tokens=stats.tokens,
         evicted=stats.evicted,
-        archived=sum(len(extent.positions) for extent in extents if not extent.lost),
+        archived=stats.archived,
+        archived_nbytes=stats.archived_nbytes,
         recalled=recalled[0],
         by_meaning=recalled[1],
         nbytes=stats.nbytes,

@@ -21,6 +21,7 @@ def session_report(turn: Turn, held: Held, positions: int | None) -> dict[str, A
         "live": held.tokens - held.evicted,
         "evicted": held.evicted,
         "archived": held.archived,
+        "archived_bytes": held.archived_nbytes,
         "recalled": held.recalled,
         "recalled_by_meaning": held.by_meaning,
         "rescued": len(turn.rehydration.ids),

@@ -17,6 +17,7 @@ from processes import read_until
 from mlx_tq import cli
 from mlx_tq.commands.memory_bar import memory_bar
 from mlx_tq.conversation import SessionStats
+from mlx_tq.sequence.tiers import Tiers
 
 PATIENCE = 2  # seconds after which people press a key again
 ENDING = 60  # a program that ends has given up its handler: another Ctrl-C then kills it
@@ -214,6 +215,6 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
 
 
 def test_the_bar():
-    stats = SessionStats(3, 3000, 1000, 2000, 96, 4000, 812_000, 9_300_000, None)
+    stats = SessionStats(3, 3000, 1000, 96, 4000, 812_000, 9_300_000, None, Tiers(1000, 812_000))
     text = memory_bar(stats).plain
     assert text == f"{'█' * 10}{'▒' * 20}{'·' * 10} 1,000 live  2,000 evicted  96 rescued  812.0 kB, fp16 9.3 MB"

@@ -212,6 +212,11 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     assert lost["recalled"] is None
     assert 0 < len(found["recalled"]["positions"]) <= 96 < found["recalled"]["archived"]
     assert found["stats"]["prompt_tokens"] == lost["stats"]["prompt_tokens"]
+    for each, disk in ((lost, False), (found, True)):
+        tiers, evicted = each["stats"]["tiers"], each["stats"]["cache"]["evicted"]
+        assert (tiers["cold"], tiers["recompute"]) == ((evicted, 0) if disk else (0, evicted))
+        assert (tiers["cold_nbytes"] > 0, tiers["recompute_seconds"] > 0) == (disk, not disk)
+        assert each["plan"]["tiers"]["recompute" if disk else "cold"] == 0
     at_once = cli(*words[:-2], "--json", "--kv-recall", 96).json  # the round of the document's only step is held before
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
     tokens = lost["stats"]["prompt_tokens"]
@@ -221,6 +226,7 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     shown = cli(*words, "--kv-recall", "auto")
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
+    assert re.search(r"tiers: [\d,]+ tokens live in .*B; [\d,]+ on disk in .*B; 0 in neither", shown.err)
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
     refused(cli(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
     refused(cli(*words, "--kv-recall", "auto", "--draft-model", EMBEDDED), "cannot be combined with --draft-model")

@@ -19,7 +19,8 @@ from mlx_tq.sequence.footprint import layer_footprint
 from mlx_tq.sequence.memory_report import memory_report
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
 from mlx_tq.sequence.statistics import cache_stats, tokens_seen
-from sequence.driving import MODEL, config, fresh, read
+from mlx_tq.sequence.tiers import Tiers, planned_tiers
+from sequence.driving import MODEL, POLICIES, config, fresh, read
 
 SMALL = KVConfig(key="tq4", value="tq4", prefix=4, window=24)
 TINY = KVConfig(key="q8", value="tq2", prefix=0, window=8)
@@ -168,6 +169,7 @@ def test_statistics_of_a_sequence():
     assert stats.nbytes == sum(cache.nbytes for cache in caches)
     assert stats.fp16_nbytes == 2 * 130 * 2 * 2 * 64 * 2  # of a float32 model, those that left too
     assert stats.ratio == stats.fp16_nbytes / stats.nbytes
+    assert stats.tiers == Tiers(130 - stats.evicted, stats.nbytes, recompute=stats.evicted)
     assert tokens_seen(caches) == 130
     keeps = fresh(policy=None)
     assert cache_stats(keeps, None).ratio == cache_stats(keeps, None).retention == 1
@@ -175,6 +177,24 @@ def test_statistics_of_a_sequence():
         read(keeps, 0, 60)
     stats = cache_stats(keeps, plan_caches(MODEL, config(None)))
     assert (stats.evicted, stats.rounds, stats.evict_seconds, stats.retention) == (0, 0, 0.0, 1)
+
+
+@pytest.mark.parametrize("limit", [None, 20_000])
+def test_tiers_of_a_plan_are_those_of_what_was_read(limit):
+    """What the plan says beforehand holds: rows in memory, rows in the archive up to its limit, and the rest."""
+    evict = EvictConfig(POLICIES[0] + ":granularity=32", 60, recall="auto", archive_limit=limit)
+    plan = plan_caches(MODEL, config(evict=evict))
+    caches = build_caches(plan)
+    with compressed(MODEL):
+        read(caches, 0, 390)
+    planned, held = planned_tiers(plan, 390), cache_stats(caches, plan).tiers
+    for tiers in (planned, held):
+        assert tiers.hot + tiers.cold + tiers.recompute == 390
+        assert (tiers.recompute > 0) == (limit is not None)
+        assert tiers.cold_nbytes <= (limit or 10**9)
+    assert abs(planned.hot - held.hot) <= 40, "a step of 20 tokens came behind the last round"
+    assert held.hot_nbytes <= 1.1 * planned.hot_nbytes
+    assert planned.cold_nbytes / planned.cold == pytest.approx(held.cold_nbytes / held.cold, rel=0.1)
 
 
 def test_statistics_of_mlx_lms_own_caches():

@@ -319,7 +319,7 @@ def _generate(
         models.append(draft)
         options["num_draft_tokens"] = args.num_draft_tokens
     stream = not args.json
-    said, ttft, finish, cached = "", 0.0, "interrupted", 0
+    said, ttft, finish, cached, restoring = "", 0.0, "interrupted", 0, 0.0
     last: Any = None
     asking: OnePrompt | None = None
     brought: Brought | None = None
@@ -352,7 +352,7 @@ def _generate(
                 ids = [*brought.rehydration.ids, *rest]
                 whole += len(brought.rehydration.ids)
                 max_tokens = max_tokens if limit is None else min(max_tokens, limit - whole)
-            cached = stored.restored
+            cached, restoring = stored.restored, stored.seconds
             for response in stream_generate(
                 model,
                 tokenizer,
@@ -388,7 +388,7 @@ def _generate(
         raise ConfigError(str(error)) from error
     if stream:
         say("\n")
-    stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached)
+    stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached, restore_seconds=restoring)
     if looks is not None and brought is not None:
         brought = replace(brought, recalled=brought.recalled.and_queries(looks.positions))
     if brought is not None and ttft:
