@@ -28,7 +28,10 @@ from mlx_tq.sequence import sequence
 from mlx_tq.sequence.recall import rank
 
 MOST = 4  # layers that are chosen
-WAYS = ("keys", "box, rotated", "box")
+WAYS = ("keys", "box, rotated", "box", "every other query", "every fourth query")
+
+
+_FEW = ("every other", "every fourth")  # layers, with fewer queries too
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,14 @@ def scores_of(
     live = np.array(log_sum_exp(queries, layer.keys_and_values()[0].view.undivided()))
     found = recall_score(queries, keys, layout, conditioning, sizes)
     total = np.logaddexp(live, np.array(found.total))
-    exact = (np.array(found.each) - total[..., None]).max(axis=(0, 1))
+    weights = np.array(found.each) - total[..., None]
+    exact = weights.max(axis=(0, 1))
+    thin = weights.reshape(weights.shape[0], -1, queries.shape[2], len(sizes))[:, :, ::-1]  # the last one first
+    fewer = [thin[:, :, ::step].max(axis=(0, 1, 2)) for step in (2, 4)]
     starts, heads = np.cumsum([0, *sizes[:-1]]), words.shape[0]
     packed = grouped(queries, heads, layout, conditioning)[0], decode_rotated(layout.key, keys, conditioning)[0]
     plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, conditioning)[0]
-    return [exact, *(box_scores(*pair, starts, live) for pair in (packed, plain))]
+    return [exact, *(box_scores(*pair, starts, live) for pair in (packed, plain)), *fewer]
 
 
 def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, seed: int, budget: int) -> list[Look]:
@@ -131,6 +137,7 @@ def by_layers(found: Sequence[Look]) -> dict[str, list[int]]:
     ranks = {name: [look.place(layers) for look in found] for name, layers in sets.items()}
     ranks |= {f"layer {layer}": [look.place([layer]) for look in found] for layer in every}
     ranks |= {f"all, {way}": [look.place(every, way) for look in found] for way in WAYS[1:]}
+    ranks |= {f"{name}, {way}": [look.place(sets[name], way) for look in found] for name in _FEW for way in WAYS[3:]}
     seeds = {look.seed for look in found}
     if len(seeds) > 1:
         best = {seed: chosen([look for look in found if look.seed != seed], count) for seed in seeds}

@@ -75,10 +75,16 @@ def recall_score_ref(
     scores = layout.key.scores(asked, keys)
     if conditioning is not None:
         scores = scores + mean_scores(asked, conditioning, keys.codes.shape[2])
+    return Found(_maxima(scores[0], sizes), mx.logsumexp(scores[0], axis=-1))
+
+
+def _maxima(scores: mx.array, sizes: Sequence[int]) -> mx.array:
+    """The largest of each block of scores [H, N, S]: [H, N, n]."""
+    if len(set(sizes)) == 1:
+        return scores.reshape(*scores.shape[:2], len(sizes), -1).max(axis=-1)
     block = mx.array([number for number, size in enumerate(sizes) for _ in range(size)])
-    least = mx.full((len(sizes), *scores.shape[1:3]), -mx.inf)
-    each = least.at[block].maximum(mx.contiguous(scores[0].transpose(2, 0, 1))).transpose(1, 2, 0)
-    return Found(each, mx.logsumexp(scores[0], axis=-1))
+    least = mx.full((len(sizes), *scores.shape[:2]), -mx.inf)
+    return least.at[block].maximum(mx.contiguous(scores.transpose(2, 0, 1))).transpose(1, 2, 0)
 
 
 def _recall_score_gpu(

@@ -16,9 +16,11 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from mlx_tq.cache.blocks import Block, LayerShape, from_bytes, keys_start, to_bytes
 from mlx_tq.errors import CacheFormatError
@@ -148,19 +150,19 @@ class ArchiveFile:
 
     def keys(self, extents: Iterable[Extent], layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys of one layer as uint16 [H, tokens, words] and the mean of each extent [extents, H, D]; not checked."""
-        shape = self.shapes[layer]
+        shape, (heads, width, _, mean) = self.shapes[layer], self.shapes[layer]
         keys, means = [], []
         with self._mapped() as mapped:
-            for extent in extents:
-                count = len(extent.positions)
-                before = sum(other.key_count(count) for other in self.shapes[:layer])
-                at = extent.start + keys_start(count) + 2 * before
-                words = np.frombuffer(mapped, "<u2", shape.key_count(count), at)
-                size = shape.heads * count * shape.key_words
-                keys.append(words[:size].reshape(shape.heads, count, shape.key_words).copy())
-                means.append(words[size:].view(np.float16).reshape(shape.heads, shape.mean).copy())
-                del words  # the map can be closed only when nobody looks at it
-        return np.concatenate(keys, axis=1), np.stack(means)
+            words = np.frombuffer(mapped, "<u2", len(mapped) // 2)
+            for count, run in groupby(extents, key=lambda extent: len(extent.positions)):
+                before = keys_start(count) // 2 + sum(other.key_count(count) for other in self.shapes[:layer])
+                starts = np.array([extent.start // 2 for extent in run]) + before
+                found = sliding_window_view(words, shape.key_count(count))[starts]  # a copy
+                size = heads * count * width
+                keys.append(found[:, :size].reshape(-1, heads, count, width).swapaxes(0, 1).reshape(heads, -1, width))
+                means.append(found[:, size:].view(np.float16).reshape(len(starts), heads, mean))
+            del words  # the map can be closed only when nobody looks at it
+        return np.concatenate(keys, axis=1), np.concatenate(means)
 
     def read(self, extent: Extent) -> Block:
         """A block, checked.

@@ -30,7 +30,7 @@ from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
-from mlx_tq.sequence.recall import Listener, Scored, rank
+from mlx_tq.sequence.recall import Listener, Scored, positions_of, rank
 from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -85,6 +85,7 @@ class Sequence:
         self.archive: ArchiveFile | None = None
         self.archived: tuple[Extent, ...] = ()
         self.recalled = _NONE
+        self._recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
         self._listeners: list[Listener] = []
         self._asking = False  # a question is read over a copy, in which no round is held
         self._departed: list[np.ndarray] = []
@@ -223,10 +224,7 @@ class Sequence:
         """
         before = self.recalled
         wanted = np.concatenate([_NONE, *(extent.positions for extent in extents)])
-        leaving = np.setdiff1d(before, wanted)
-        if len(leaving):
-            _drop(layers, np.flatnonzero(np.isin(layers[0].body_positions, leaving)))
-            self.recalled = np.setdiff1d(before, leaving)
+        self._leave_again(layers, np.setdiff1d(before, wanted))
         coming = [extent for extent in extents if extent.positions[0] not in before]
         if coming:
             self.recall(layers, coming)
@@ -271,10 +269,21 @@ class Sequence:
         return None
 
     def release(self, layers: list[CompressedKVCache]) -> None:
-        """Let what was recalled leave again; it is in the archive still."""
-        if len(self.recalled):
-            _drop(layers, np.flatnonzero(np.isin(layers[0].body_positions, self.recalled)))
-            self.recalled = _NONE
+        """Let what was recalled leave again."""
+        self._leave_again(layers, self.recalled)
+
+    def _leave_again(self, layers: list[CompressedKVCache], leaving: np.ndarray) -> None:
+        """Recalled positions leave again; blocks that made room for others meanwhile are archived once more."""
+        if not len(leaving):
+            return
+        positions, there = layers[0].body_positions, positions_of(e for e in self.archived if not e.lost)
+        missing = np.setdiff1d(leaving, there)
+        if len(missing):
+            self._keep(layers, np.flatnonzero(np.isin(positions, missing)))
+            for extent in self.archived:
+                extent.recalls += int(extent.positions[0] in missing)
+        _drop(layers, np.flatnonzero(np.isin(positions, leaving)))
+        self.recalled = np.setdiff1d(self.recalled, leaving)
 
     def rewind(self, layers: list[CompressedKVCache], length: int) -> None:
         """Trim to `length` tokens, also past an eviction: what the window then needs comes back, for good.
@@ -324,7 +333,7 @@ class Sequence:
             blocks: as `archived_blocks` gave them.
         """
         damaged, found = 0, []
-        for data in blocks:
+        for number, data in enumerate(blocks):
             archive = self._opened(layers)
             try:
                 block = from_bytes(data, archive.shapes)
@@ -332,8 +341,11 @@ class Sequence:
                 damaged += 1
                 continue
             archive.make_room()
-            found.append(archive.put(block))
-        self.archived = tuple(extent for extent in found if extent is not None and not extent.lost)
+            extent = archive.put(block)
+            if extent is not None:
+                extent.recalls = self._recalls.get(number, 0)
+                found.append(extent)
+        self.archived = tuple(extent for extent in found if not extent.lost)
         self._say_damaged(damaged)
 
     def _say_damaged(self, blocks: int) -> None:
@@ -378,7 +390,9 @@ class Sequence:
         """The same as arrays and text."""
         own = self.calibrators.get(number)
         plan = asdict(self.plan) | {"config": self.plan.config.to_dict()}
-        about = {"plan": plan, "stats": asdict(self.stats), "calibrates": own is not None}
+        kept = [extent.recalls for extent in self.archived if not extent.lost]
+        recalls = {place: count for place, count in enumerate(kept) if count}
+        about = {"plan": plan, "stats": asdict(self.stats), "calibrates": own is not None, "recalls": recalls}
         return json.dumps(about), own.state if own else ()
 
     @classmethod
@@ -393,7 +407,9 @@ class Sequence:
         if about["calibrates"] and isinstance(policy, CalibratedPolicy):
             calibrators[number] = Calibrator(None, policy)
             calibrators[number].restore(calibration[0])
-        return cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
+        made = cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
+        made._recalls = {int(place): count for place, count in about.get("recalls", {}).items()}
+        return made
 
     # Other plans for the same tokens.
 

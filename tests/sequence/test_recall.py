@@ -302,6 +302,30 @@ def test_what_left_at_the_limit_never_comes_back_and_the_rest_is_exact(key, gran
         assert np.array_equal(mine[:, :, : at.sum()], wanted[:, :, : len(at)][:, :, at])
 
 
+def test_what_made_room_while_it_was_back_is_archived_again_and_counts_are_saved():
+    """Its rows were in the cache; what was asked for once stays longest, also in a conversation that is loaded."""
+    spec = make_spec("tq4", "tq4", prefix=4, window=20)
+    plain, caches = layers(spec), layers(spec, 90, "recency:trigger=8:granularity=32")
+    append(plain, 0, 400, 20)
+    append(caches, 0, 300, 20)
+    sequence = sequence_in(caches)
+    chosen = sequence.archived[1:3]
+    sequence.recall(caches, chosen)
+    for extent in chosen:
+        extent.leave()
+    wanted = positions_of(chosen).tolist()
+    append(caches, 300, 400, 20)
+    assert set(wanted) <= set(caches[0].positions.tolist())
+    sequence.release(caches)
+    for each in (caches, through_file(caches)):
+        sequence = sequence_in(each)
+        again = [extent for extent in sequence.archived if extent.recalls]
+        assert positions_of(again).tolist() == wanted
+        assert {extent.recalls for extent in again} == {1}
+        sequence.recall(each, sequence.archived)
+        assert_same_rows(each, plain)
+
+
 def test_without_a_file_the_conversation_goes_on(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
@@ -366,7 +390,7 @@ def test_a_trim_past_evictions_without_the_rows_is_refused():
     """Where nothing was archived, and where a block is damaged; nothing is trimmed then."""
     spec = make_spec("tq4", "tq4", prefix=4, window=60)
     lossy, damaged = layers(spec, 90, "recency:trigger=8"), layers(spec, 90, "recency:trigger=8")
-    sequence_in(lossy).plan = replace(sequence_in(lossy).plan, config=EvictConfig("recency:trigger=8"))
+    sequence_in(lossy).plan = replace(sequence_in(lossy).plan, config=EvictConfig("recency:trigger=8", recall="off"))
     for caches in (lossy, damaged):
         append(caches, 0, 300, 20)
     sequence = sequence_in(damaged)

@@ -1,0 +1,64 @@
+"""What a process takes that has archived so many tokens and looked for something among them, as JSON: one argument."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.config import KVConfig
+from mlx_tq.policies import EvictConfig
+from mlx_tq.policies.config import Budget
+from mlx_tq.sequence.build import make_cache
+from mlx_tq.sequence.eviction import EvictionPlan
+from mlx_tq.sequence.passes import before_pass
+from mlx_tq.sequence.sequence import Sequence
+
+LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
+
+
+def anonymous():
+    """Bytes of this process that no file holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def main(archived):
+    config = EvictConfig("recency:trigger=64:granularity=32", LIVE, "auto")
+    sequence = Sequence(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
+    spec = CacheSpec.for_layer(KVConfig(prefix=32, window=64), 0, "q8", "tq4")
+    caches = [make_cache(spec, number, sequence) for number in range(LAYERS)]
+    shape = (1, HEADS, STEP, DIM)
+    for start in range(0, archived + 2 * LIVE, STEP):
+        before_pass(caches, STEP)
+        for cache in caches:
+            pair = [mx.random.normal(shape, key=mx.random.key(2 * start + each)) for each in (0, 1)]
+            view = cache.append(*pair)
+            if start == 0:
+                view.attend(pair[0], 0.1, "causal", None)
+            mx.eval(cache.state)
+        if sequence.archive is not None:
+            sequence.archive.settle()  # what waits to be written has a bound of its own
+    del pair, view
+    sequence.listen(caches, rounds=True)
+    for number in range(LAYERS):
+        sequence.listener(number)(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found = sequence.rank(caches, ASKING)
+    peak = mx.get_peak_memory() - before
+    sequence.listen([], rounds=True)
+    gc.collect()
+    mx.clear_cache()
+    tokens = sum(len(scored.extent.positions) for scored in found)
+    live = sum(cache.nbytes for cache in caches)
+    size = 0 if sequence.archive is None else sequence.archive.nbytes
+    report = {"archived": tokens, "size": size, "live": live, "look": peak}
+    print(json.dumps(report | {"active": mx.get_active_memory(), "anonymous": anonymous()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
