@@ -41,8 +41,8 @@ def _cells(r: Record) -> list[str]:
 
 def found() -> str:
     """Needles found of those that the fp16 cache finds, by arm and length."""
-    files = [name for name in (f"four_arms_needles_{model}.json" for model in MODELS) if (RESULTS / name).exists()]
-    rows = []
+    every = [f"four_arms_needles_{model}.json" for model in MODELS]
+    files, rows = [name for name in every if (RESULTS / name).exists()], []
     for name in files:
         cells = list(report(name)["results"].values())
         model = MODELS[name.removeprefix("four_arms_needles_").removesuffix(".json")]
