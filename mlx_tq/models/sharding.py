@@ -63,8 +63,8 @@ def divide(model: Any, ranks: Ranks) -> None:
     name = model.model_type
     if not hasattr(model, "shard"):
         layers = hasattr(getattr(model, "model", None), "pipeline")
-        why = "only run its layers one rank after the other, which mlx_tq does not" if layers else "not divide it"
-        raise UnsupportedModelError(f"{name} cannot run on {ranks.size} ranks: mlx-lm can {why}. Start one.")
+        why = "divides it only by layers, which mlx_tq does not" if layers else "does not divide it"
+        raise UnsupportedModelError(f"{name} cannot run on {ranks.size} ranks: mlx-lm {why}. Start one.")
     whole = fingerprint(model)
     ranks.check("the model", np.frombuffer(whole.encode(), np.uint8))
     try:

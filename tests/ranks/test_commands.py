@@ -58,7 +58,9 @@ def test_ranks_say_what_one_process_says(name, way, tmp_path):
     assert [part["evicted"] for part in parts] == [whole["evicted"]] * size
     assert (whole["evicted"] > 0) == (way != "balanced")
     assert [size * part["fp16_nbytes"] for part in parts] == [whole["fp16_nbytes"]] * size
-    assert all(abs(size * part["nbytes"] / whole["nbytes"] - 1) < 0.01 for part in parts)
+    # Which mean a row has is kept once a layer, 4 bytes a row: nothing beside the rows of models that are not tiny.
+    most = 0.01 if name in ("needle", "smollm2") else 0.1
+    assert all(0 <= size * part["nbytes"] / whole["nbytes"] - 1 < most for part in parts)
     if way == "recall":
         assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
 
@@ -83,6 +85,15 @@ def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
     assert "brought back: tokens" in first.err
     assert "/save is for one process: each of 2 ranks has a part of the cache." in first.err
     assert (second.out, second.err) == ("", "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "why"), [("phi3", "does not divide it"), ("qwen3_next", "divides it only by layers")])
+def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, why, tmp_path):
+    model = zoo_model(tmp_path / "model", name, num_attention_heads=4, num_key_value_heads=2)
+    for rank, each in enumerate(command(tmp_path / "together", 2, "generate", "--model", model, "-p", "x")):
+        line = f"mlx_tq generate: rank {rank}: {name} cannot run on 2 ranks: mlx-lm {why}"
+        assert (each.code, line in each.err) == (1, True), each.err
 
 
 @pytest.mark.parametrize(
