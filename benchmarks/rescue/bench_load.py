@@ -12,10 +12,11 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import percentiles, service
@@ -34,16 +35,17 @@ class Call(NamedTuple):
     seconds: float
 
 
-def client(address: str, number: int, deadline: float) -> list[Call]:
-    """Call until the deadline; return every call."""
+def client(addresses: Sequence[str], number: int, deadline: float) -> list[Call]:
+    """Call until the deadline, each address in turn; return every call."""
     rng = random.Random(number)
     session, position, calls = f"client-{number}", 0, []
-    connection = HTTPConnection(address, timeout=30)
+    connections = [HTTPConnection(address, timeout=30) for address in addresses]
     while time.perf_counter() < deadline:
         writes = position % WRITE_EVERY == 0
         path = "/evict/write" if writes else "/evict/retrieve"
         chunk = {"text": text(rng), "token_range": [position * 10, position * 10 + 9]}
         body = json.dumps({"session_id": session, **({"chunks": [chunk]} if writes else {"query": text(rng, 8)})})
+        connection = connections[position % len(connections)]
         began = time.perf_counter()
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
@@ -55,16 +57,30 @@ def client(address: str, number: int, deadline: float) -> list[Call]:
             connection.close()
         calls.append(Call(path, status, time.perf_counter() - began))
         position += 1
-    connection.close()
+    for connection in connections:
+        connection.close()
     return calls
 
 
-def load(address: str, seconds: float) -> list[Call]:
+def load(addresses: Sequence[str], seconds: float, clients: int = CLIENTS) -> list[Call]:
     """Run all clients and return every call."""
     deadline = time.perf_counter() + seconds
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        done = [pool.submit(client, address, number, deadline) for number in range(CLIENTS)]
+    with ThreadPoolExecutor(clients) as pool:
+        done = [pool.submit(client, addresses, number, deadline) for number in range(clients)]
         return [call for calls in done for call in calls.result()]
+
+
+def report(calls: list[Call], seconds: float) -> dict[str, Any]:
+    """Return how many were answered how, and in what time."""
+    statuses = Counter(call.status for call in calls)
+    return {
+        "seconds": seconds,
+        "calls_a_second": round(len(calls) / seconds),
+        "statuses": {str(status): count for status, count in sorted(statuses.items())},
+        "errors_other_than_429_503": sum(n for s, n in statuses.items() if s not in (200, 201, 429, 503)),
+        "write": percentiles([call.seconds for call in calls if call.path == "/evict/write"]),
+        "retrieve": percentiles([call.seconds for call in calls if call.path == "/evict/retrieve"]),
+    }
 
 
 def main() -> None:
@@ -77,22 +93,16 @@ def main() -> None:
     try:
         with service(folder / "data", arguments.embedder) as running:
             running.wait_until_hybrid()
-            load(running.address, arguments.seconds / 4)
+            load([running.address], arguments.seconds / 4)
             before = running.rss_mb()
-            calls = load(running.address, arguments.seconds)
+            calls = load([running.address], arguments.seconds)
             after = running.rss_mb()
             spans = running.client.get("/readyz").json()["spans"]
     finally:
         shutil.rmtree(folder)
-    statuses = Counter(call.status for call in calls)
     results = {
         "clients": CLIENTS,
-        "seconds": arguments.seconds,
-        "calls_a_second": round(len(calls) / arguments.seconds),
-        "statuses": {str(status): count for status, count in sorted(statuses.items())},
-        "errors_other_than_429_503": sum(n for s, n in statuses.items() if s not in (200, 201, 429, 503)),
-        "write": percentiles([call.seconds for call in calls if call.path == "/evict/write"]),
-        "retrieve": percentiles([call.seconds for call in calls if call.path == "/evict/retrieve"]),
+        **report(calls, arguments.seconds),
         "rss_before_mb": round(before, 1),
         "rss_after_minus_before_mb": round(after - before, 1),
         "spans_at_the_end": spans,

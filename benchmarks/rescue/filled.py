@@ -8,9 +8,10 @@ import numpy as np
 
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, SqliteStore
+from rescue_svc.store import NewSpan, Pending, SqliteStore, Store, Vectors
 
 WORDS_A_SPAN = 60
+CAPS = Caps(10**7, 10**7, 10**4)
 VOCABULARY = 30_000
 _weights = list(itertools.accumulate(1 / (rank + 1) for rank in range(VOCABULARY)))
 _words = [f"w{rank}" for rank in range(VOCABULARY)]
@@ -23,15 +24,21 @@ def text(rng: random.Random, words: int = WORDS_A_SPAN) -> str:
 
 def fill(directory: Path, session: str, spans: int) -> None:
     """Write a session of this many spans with a vector each, and close the directory cleanly."""
-    rng, generator = random.Random(spans), np.random.default_rng(spans)
-    store = SqliteStore(directory, Caps(10**7, 10**7, 10**4))
-    for first in range(0, spans, 1000):
-        numbers = range(first, min(first + 1000, spans))
-        store.write(session, [NewSpan(10 * n, 10 * n + 9, -1, 0.0, text(rng)) for n in numbers])
-    last = 0
-    while pending := store.pending(HashingEmbedder.model, last, 1000):
-        vectors = generator.standard_normal((len(pending), HashingEmbedder.dim)).astype(np.float32)
-        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-        store.store_vectors(HashingEmbedder.model, pending, vectors)
-        last = pending[-1].span
+    store = SqliteStore(directory, CAPS)
+    grow(store, session, 0, spans)
     store.close()
+
+
+def grow(store: Store, session: str, first: int, last: int) -> None:
+    """Write the spans from `first` to `last` into a session, with a vector each."""
+    rng, generator = random.Random(last), np.random.default_rng(last)
+    for start in range(first, last, 1000):
+        numbers = range(start, min(start + 1000, last))
+        store.write(session, [NewSpan(10 * n, 10 * n + 9, -1, 0.0, text(rng)) for n in numbers])
+
+    def vectors(waiting: list[Pending]) -> Vectors:
+        made = generator.standard_normal((len(waiting), HashingEmbedder.dim)).astype(np.float32)
+        return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+    while store.embed_next(HashingEmbedder.model, 1000, vectors):
+        pass

@@ -18,14 +18,14 @@ import psutil
 class Service:
     """`mlx-tq-rescue serve` on a free port."""
 
-    def __init__(self, directory: Path, embedder: str) -> None:
+    def __init__(self, directory: Path, embedder: str, **further: str) -> None:
         self.log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115 - lives as long as the service
         settings = {"RESCUE_DATA_DIR": str(directory), "RESCUE_EMBEDDER": embedder, "RESCUE_PORT": "0"}
         settings |= {"RESCUE_QUERY_TIMEOUT_S": "30"}  # a slow embedder must show in the figures, not turn to BM25
         began = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rescue_svc", "serve", "--max-session-spans", "10000000"],
-            env=os.environ | settings,
+            env=os.environ | settings | further,
             stderr=self.log,
         )
         self.url = self._url()
@@ -72,9 +72,9 @@ class Service:
 
 
 @contextmanager
-def service(directory: Path, embedder: str) -> Iterator[Service]:
-    """Run a service for the length of a block."""
-    running = Service(directory, embedder)
+def service(directory: Path, embedder: str, **further: str) -> Iterator[Service]:
+    """Run a service for the length of a block; `further` are variables of its environment."""
+    running = Service(directory, embedder, **further)
     try:
         yield running
     finally:
