@@ -18,6 +18,7 @@ from benchmarks.tables import (
     server,
     shares,
     speed,
+    store,
     trellis,
 )
 from benchmarks.tables.markdown import Table
@@ -36,6 +37,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **rescue.TABLES,
     **speed.TABLES,
     **server.TABLES,
+    **store.TABLES,
     **golden.TABLES,
     **published.TABLES,
     **trellis.TABLES,
