@@ -213,7 +213,13 @@ def serving() -> list[Row]:
             NOT_BUILT,
             "mlx-lm instead: `mlx_tq.compressed`, and a server",
         ),
-        Row("shadow mode: an FP8 cache, and a packed copy beside it", "built", NOT_BUILT, "there is one cache, packed"),
+        Row(
+            "shadow mode: an FP8 cache, and a packed copy beside it",
+            "built",
+            BUILT,
+            "`--kv-shadow`: fp16 attends, and both are compared",
+            "[Flags](../reference/flags.md)",
+        ),
         Row(
             "primary mode: the packed cache alone",
             "built; fused for TQ4, for TQ35 decoded (v0.8.1), fused later",
@@ -263,9 +269,9 @@ def serving() -> list[Row]:
         Row(
             "cold tier in system memory behind an FP8 or a 4-bit one",
             "3.9 million tokens in 128 GB; 1,072 MB/s for 16K tokens",
-            NOT_BUILT,
-            "what leaves goes to a file on disk; its speed was not measured",
-            "[Rounds](../how/rounds.md#recall)",
+            BUILT,
+            _warmed(),
+            at("store", "tiers", "store_tiers.json"),
         ),
         Row(
             "chosen blocks come back",
@@ -285,15 +291,25 @@ def serving() -> list[Row]:
         ),
         Row("recompute what no tier has", "third tier", BUILT, "a prompt that no store has is read"),
         Row(
-            "KVCacheGraph: five kinds of edges, eviction, prefetch", "in production", NOT_BUILT, "policies score tokens"
+            "KVCacheGraph: five kinds of edges, eviction, prefetch",
+            "in production; no figure",
+            NOT_REACHED,
+            _graph(),
+            at("store", "what-leaves", "store_graph.json"),
         ),
-        Row("GraphEvictionAdvisor", "ranks every 500 ms in under 50 ms", NOT_BUILT, "rounds run before a pass"),
+        Row(
+            "GraphEvictionAdvisor",
+            "ranks every 500 ms in under 50 ms",
+            NOT_BUILT,
+            "measured with the graph, which is no gain",
+            at("store", "what-leaves", "store_graph.json"),
+        ),
         Row(
             "blocks shared by requests, known by edges of the graph",
             "built",
-            NOT_BUILT,
-            "prefixes are known by a digest of what was read",
-            "[Read once](../guides/read_once.md)",
+            BUILT,
+            _shared(),
+            at("store", "requests-with-one-beginning", "store_shared.json"),
         ),
         Row(
             "a 14B model on a rented RTX 3090, set up by a script",
@@ -317,3 +333,31 @@ def _over_bound() -> str:
 
 def _sum(rows: list[Record], field: str) -> str:
     return str(sum(bool(row[field]) for row in rows))
+
+
+def _warmed() -> str:
+    """How fast rows come back from a file."""
+    found = report("store_tiers.json")["figures"][-1]
+    speeds = {name: found["nbytes"] / found[name]["warm"] / 1e6 for name in ("archive", "store", "plain")}
+    return (
+        f"a file, out of the page cache: {speeds['archive']:.0f} MB/s from the archive, {speeds['store']:.0f} from the "
+        f"store for 16K tokens of that shape; a plain file {speeds['plain']:.0f}"
+    )
+
+
+def _graph() -> str:
+    """Tokens read again beside least recently used."""
+    figures = report("store_graph.json")["figures"]
+    usual = {(f["trace"], f["share"]): f["read_again"] for f in figures if f["policy"] == "least recently used"}
+    found = [f for f in figures if f["policy"] == "graph and recency" and usual[f["trace"], f["share"]]]
+    more = [100 * (f["read_again"] / usual[f["trace"], f["share"]] - 1) for f in found]
+    return f"{min(more):+.0f} to {max(more):+.0f} % of tokens read again beside least recently used: studied, not built"
+
+
+def _shared() -> str:
+    """What requests hold together."""
+    found = report("store_shared.json")["figures"][-1]
+    return (
+        f"known by a digest of what was read; {found['requests']} requests with 4,000 tokens in common hold "
+        f"{100 * found['shared']['held'] / found['own']['held']:.0f} % of the bytes"
+    )

@@ -22,6 +22,7 @@ from benchmarks.tables import (
     server,
     shares,
     speed,
+    store,
     trellis,
 )
 from benchmarks.tables.markdown import Table
@@ -43,6 +44,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **postgres.TABLES,
     **speed.TABLES,
     **server.TABLES,
+    **store.TABLES,
     **golden.TABLES,
     **published.TABLES,
     **ranks.TABLES,

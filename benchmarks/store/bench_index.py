@@ -1,0 +1,93 @@
+"""The store with 100,000 records: a start, with and without what the lock tells, and looking a prefix of 32K tokens up.
+
+Records are files of 64 bytes: what costs is their number. Looked up is the last resume point of a prompt of 32,768
+tokens that is there (its first 24K), and of one that is not. The last rows are what removes the least recently used,
+and a start after a crash: all files are counted.
+
+python -m benchmarks.store.bench_index
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from mlx_tq.commands.environment import environment
+from mlx_tq.prefixes.folder import BLOCKS, POINTS, Folder
+from mlx_tq.prefixes.keys import steps
+
+RESULTS = Path(__file__).parents[1] / "results" / "store_index.json"
+RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5
+
+
+def timed(work, times=TIMES):
+    """The median of the seconds that something takes, and what came of it last."""
+    seconds, found = [], None
+    for _ in range(times):
+        started = time.perf_counter()
+        found = work()
+        seconds.append(time.perf_counter() - started)
+    return round(median(seconds), 4), found
+
+
+def main():
+    """Measure and write the file."""
+    prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
+    keys = [step.key for step in steps(b"begin", [prompt], STEP)]
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "store"
+        folder = Folder(path)
+        with folder.writing():
+            for number in range(RECORDS - len(keys)):
+                kind = POINTS if number % 5 == 0 else BLOCKS
+                folder.write(kind, f"{number:064x}", bytes(64))
+            for key in keys[: 3 * len(keys) // 4]:
+                folder.write(POINTS, key, bytes(64))
+
+        def look(begin):
+            ends = steps(begin, [prompt], STEP)
+            return next((stop for stop, key in reversed(ends) if folder.holds(POINTS, key)), 0)
+
+        def start():
+            opened = Folder(path)
+            with opened.writing() as may:
+                assert may
+                return opened.read(POINTS, keys[0])
+
+        def after_a_crash():
+            (path / "lock").write_bytes(b"")
+            return start()
+
+        found, there = timed(lambda: look(b"begin"))
+        missed, nothing = timed(lambda: look(b"another"))
+        assert (there, nothing) == (STEP * (3 * len(keys) // 4), 0)
+        begun, _ = timed(start)
+        counted, _ = timed(after_a_crash)
+        listed, records = timed(folder.records)
+        folder.limit = sum(record.size for record in records) // 2
+
+        def shrink():
+            with folder.writing():
+                folder.write(BLOCKS, "f" * 64, bytes(64))
+
+        left, _ = timed(shrink, 1)
+        assert sum(record.size for record in folder.records()) <= folder.limit
+    figures = {
+        "lookup, there": found,
+        "lookup, not there": missed,
+        "start": begun,
+        "start after a crash": counted,
+        "list": listed,
+        "half of it leaves": left,
+    }
+    print(json.dumps(figures))
+    about = {"command": "python -m benchmarks.store.bench_index", "environment": environment()}
+    sizes = {"records": RECORDS, "tokens": TOKENS, "step": STEP}
+    RESULTS.write_text(json.dumps({**about, **sizes, "seconds": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Memory of 1, 5 and 20 requests that begin with the same 4,000 tokens, and each go on with 40 of their own.
+
+The caches are those of the embedded model in the default profile, filled with random keys and values in float16: once
+copies of one cache, which share its rows, and once each with rows of its own. A batch of them attends to one token more
+for each. Memory is what mlx holds then beyond what it held before.
+
+python -m benchmarks.store.bench_shared
+"""
+
+import gc
+import json
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import profile
+from mlx_tq.models import load
+from mlx_tq.sequence.build import build_caches
+from mlx_tq.sequence.compressed import compressed, plan_caches
+
+RESULTS = Path(__file__).parents[1] / "results" / "store_shared.json"
+COUNTS, BEGINNING, OWN = (1, 5, 20), 4000, 40
+
+
+def vectors(slot, rows, count):
+    """Keys and values [rows, H, count, D]."""
+    shape = (rows, slot.heads, count)
+    return [mx.random.normal((*shape, dim)).astype(mx.float16) for dim in (slot.key_dim, slot.value_dim)]
+
+
+def begun(plan):
+    """Caches that have read the beginning."""
+    caches = build_caches(plan)
+    for cache, layer in zip(caches, plan.layers, strict=True):
+        for start in range(0, BEGINNING, 500):
+            cache.append(*vectors(layer.slot, 1, min(500, BEGINNING - start)))
+            cache.settle()
+        mx.eval(cache.state)
+    return caches
+
+
+def step(batches, plan, count):
+    """One token more for each row, and what it attends to."""
+    outs = []
+    for batch, layer in zip(batches, plan.layers, strict=True):
+        key, _ = batch.update_and_fetch(*vectors(layer.slot, count, 1))
+        queries = mx.random.normal((count, 2 * layer.slot.heads, 1, layer.slot.key_dim)).astype(mx.float16)
+        outs.append(key.view.attend(queries, layer.slot.key_dim**-0.5, None, None))
+    mx.eval(outs, [batch.state for batch in batches])
+
+
+def measure(plan, count, *, shared):
+    """Bytes that mlx holds, and those that the batch counts."""
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    first = begun(plan)
+    batches = []
+    for cache in first:
+        rows = [cache if shared else type(cache).from_state(cache.state) for _ in range(count)]
+        if not shared:  # of a state the rows are views; rows of one's own are a copy
+            for row in rows:
+                row.replace_body(row.body()[0] + 0, row.body_positions)
+        batches.append(BatchCompressedKVCache.merge(rows))
+    del first, rows, cache
+    for batch, layer in zip(batches, plan.layers, strict=True):
+        batch.update_and_fetch(*vectors(layer.slot, count, OWN))
+        mx.eval(batch.state)
+    step(batches, plan, count)
+    gc.collect()
+    mx.clear_cache()
+    nbytes = sum(batch.nbytes for batch in batches)
+    return {"held": mx.get_active_memory() - before, "nbytes": nbytes}
+
+
+def main():
+    """Measure and write the file."""
+    model, _ = load()
+    plan = plan_caches(model, profile("balanced"))
+    figures = []
+    with compressed(model):
+        for count in COUNTS:
+            arms = {name: measure(plan, count, shared=name == "shared") for name in ("own", "shared")}
+            figures.append({"requests": count, **arms})
+            print(json.dumps(figures[-1]), flush=True)
+    about = {"command": "python -m benchmarks.store.bench_shared", "environment": environment()}
+    sizes = {"beginning": BEGINNING, "own": OWN}
+    RESULTS.write_text(json.dumps({**about, **sizes, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

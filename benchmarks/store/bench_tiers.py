@@ -1,0 +1,177 @@
+"""Bulk spill and warm: seconds for rows to leave memory for the disk and to come back, beside plain copies.
+
+The shape is that of the published table: 36 layers, 8 KV heads of 128; 64, 256 and 1,024 blocks of 16 tokens. Formats
+are those of `small`. Rows spill to the archive, as in a round, or to the store, as a prompt's blocks, and come back to
+caches.
+The archive and the plain file end with their bytes on the disk (fsync), the store as after a prompt, with one of its
+last record. Files are read once out of the system's page cache and once not.
+
+python -m benchmarks.store.bench_tiers
+"""
+
+import json
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import profile
+from mlx_tq.policies import EvictConfig
+from mlx_tq.policies.config import Budget
+from mlx_tq.prefixes.folder import BLOCKS, Folder
+from mlx_tq.prefixes.points import Point, block_name, from_record
+from mlx_tq.sequence.eviction import EvictionPlan
+from mlx_tq.sequence.sequence import Sequence
+
+RESULTS = Path(__file__).parents[1] / "results" / "store_tiers.json"
+LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
+COUNTS = (64, 256, 1024)
+TIMES = 1
+TOGETHER = 256  # tokens that a round spills
+
+
+def layers(tokens):
+    """Caches with so many packed tokens, those of a short text over and over."""
+    config = profile("small")
+    spec = CacheSpec.for_layer(config, 0, config.key, config.value)
+    begun = CompressedKVCache(spec)
+    pair = [mx.random.normal((1, HEADS, config.prefix + 1024, DIM)).astype(mx.float16) for _ in range(2)]
+    begun.append(*pair)
+    begun.settle()
+    keys, values, rows, health, *learned, offset, kept, about, gaps, part, (asked, scale, means) = begun.state
+    times = -(-tokens // rows.shape[2])
+    more = tokens - rows.shape[2]
+    each = []
+    for _ in range(LAYERS):
+        body, centres = (mx.tile(x, (1, 1, times, 1)) for x in (rows, means))
+        known = (asked, scale, centres[:, :, : tokens // 32])
+        state = (
+            keys,
+            values,
+            body[:, :, :tokens],
+            health,
+            *learned,
+            offset + more,
+            kept + more,
+            about,
+            gaps,
+            part,
+            known,
+        )
+        each.append(CompressedKVCache.from_state(state))
+    mx.eval([cache.state for cache in each])
+    return each
+
+
+def timed(work):
+    """Seconds, and what came of it."""
+    started = time.perf_counter()
+    found = work()
+    return time.perf_counter() - started, found
+
+
+def through_archive(caches, tokens):
+    """Seconds to spill and to warm, and the bytes that went both ways."""
+    sequence = Sequence(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
+
+    def spill():
+        for start in range(0, tokens, TOGETHER):
+            sequence._keep(caches, np.arange(start, start + TOGETHER))
+            sequence.archive.make_room()
+        sequence.archive.settle()
+        os.fsync(sequence.archive._file)
+
+    spilled, _ = timed(spill)
+    positions = caches[0].body_positions
+    for cache in caches:
+        mx.eval(cache.compact(np.arange(0, 0), positions[:0]))
+    warmed, count = timed(partial(sequence.recall, caches, sequence.archived))
+    assert count == tokens, (count, sequence.archive.warning)
+    return {"spill": spilled, "warm": warmed}, sequence.archive.nbytes
+
+
+def through_store(caches, folder):
+    """Likewise, of the store's blocks."""
+    names = []
+
+    def spill():
+        point = Point(caches)
+        with folder.writing():
+            for data in point.new_blocks(0):
+                names.append(block_name(data))
+                folder.write(BLOCKS, names[-1], data)
+            folder.settle(BLOCKS, names[-1])
+        return point.to_bytes_without(names)
+
+    def warm():
+        found = from_record(record, lambda name: folder.read(BLOCKS, name))
+        mx.eval([cache.state for cache in found])
+        return found
+
+    spilled, record = timed(spill)
+    warmed, _ = timed(warm)
+    drop(folder.path)
+    cold, _ = timed(warm)
+    folder.clear()
+    return {"spill": spilled, "warm": warmed, "warm, out of the page cache": cold}
+
+
+def plainly(nbytes, folder):
+    """Seconds to copy so many bytes in memory, and to write and read a file of them."""
+    data = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
+    path = folder / "plain"
+
+    def write():
+        with path.open("wb") as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    copied, _ = timed(data.copy)
+    written, _ = timed(write)
+    read, _ = timed(path.read_bytes)
+    drop(folder)
+    cold, _ = timed(path.read_bytes)
+    path.unlink()
+    return {"copy": copied, "spill": written, "warm": read, "warm, out of the page cache": cold}
+
+
+def drop(folder):
+    """Let the files of a folder leave the system's page cache, where it lets them."""
+    for path in folder.rglob("*"):
+        if path.is_file() and hasattr(os, "posix_fadvise"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main():
+    """Measure and write the file."""
+    figures = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for blocks in COUNTS:
+            tokens, runs = blocks * BLOCK, []
+            for _ in range(TIMES):
+                archived, nbytes = through_archive(layers(tokens), tokens)
+                stored = through_store(layers(tokens), Folder(folder / "store"))
+                runs.append({"archive": archived, "store": stored, "plain": plainly(nbytes, folder)})
+            arms = {
+                arm: {what: round(median(run[arm][what] for run in runs), 4) for what in runs[0][arm]}
+                for arm in runs[0]
+            }
+            figures.append({"blocks": blocks, "tokens": tokens, "nbytes": nbytes, **arms})
+            print(json.dumps(figures[-1]), flush=True)
+    about = {"command": "python -m benchmarks.store.bench_tiers", "environment": environment(), "times": TIMES}
+    RESULTS.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
