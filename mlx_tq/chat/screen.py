@@ -1,5 +1,6 @@
 """What a chat shows beside the answers, on stderr."""
 
+from mlx_tq.commands.args import SHADOW
 from mlx_tq.commands.foreign_text import readable
 from mlx_tq.commands.memory_bar import memory_bar
 from mlx_tq.commands.screen import console, human_bytes, results, show_plan, show_quoted, show_recalled, table
@@ -11,7 +12,8 @@ _SHOWN_TOKENS = 32768  # context at which the bytes of a model without a limit a
 def show_banner(session: Session) -> None:
     """Print how the conversation's cache is stored, what leaves it, and what brings that back."""
     if session.plan is not None:
-        show_plan(session.plan, session.positions or _SHOWN_TOKENS)
+        beside = None if session.shadow is None else SHADOW.flag
+        show_plan(session.plan, session.positions or _SHOWN_TOKENS, beside)
     if session.client is not None:
         console.print(f"rescue: {session.rescue.service}", style="dim", markup=False)
 
@@ -50,6 +52,7 @@ def show_stats(session: Session) -> None:
         "tokens": f"{stats.tokens:,}" + (f" of {stats.positions:,}" if stats.positions else ""),
         "live in the cache": f"{stats.live:,}",
         "evicted": f"{stats.evicted:,}",
+        **({"archived": f"{stats.archived:,}", "recalled last": f"{stats.recalled:,}"} if stats.archived else {}),
         "rescued": f"{stats.rescued:,}",
         "KV cache": size,
     }

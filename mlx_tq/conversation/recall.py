@@ -167,6 +167,13 @@ def release(caches: list[Any]) -> None:
         sequence.release(sequence_layers(caches))
 
 
+def archived_tokens(caches: list[Any]) -> int:
+    """Tokens whose rows are in the archive."""
+    sequence = sequence_in(caches)
+    extents = () if sequence is None else sequence.archived
+    return sum(len(extent.positions) for extent in extents if not extent.lost)
+
+
 def archive_warning(caches: list[Any]) -> str | None:
     """What a user should know of the archive, once."""
     sequence = sequence_in(caches)

@@ -52,6 +52,8 @@ class SessionStats:
         turns: so far.
         tokens: read and said, quotations included.
         live, evicted: of these, in the cache and out of it.
+        archived: of those out of it, on disk for a question that needs them.
+        recalled: tokens whose rows came back for the last turn.
         rescued: tokens of quotations.
         positions: that the model allows, or None.
         nbytes, fp16_nbytes: of the cache, and of the same tokens at 16 bits, those that left among them.
@@ -62,6 +64,8 @@ class SessionStats:
     tokens: int
     live: int
     evicted: int
+    archived: int
+    recalled: int
     rescued: int
     positions: int | None
     nbytes: int

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.conversation.recall import archived_tokens
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import cache_stats
 
@@ -38,12 +38,11 @@ def what_is_held(caches: list[Any], plan: Plan | None, recalled: tuple[int, int]
         plan: how they were made.
         recalled: tokens whose rows were back for it, and how many of them the rescue service named.
     """
-    stats, sequence = cache_stats(caches, plan), sequence_in(caches)
-    extents = () if sequence is None else sequence.archived
+    stats = cache_stats(caches, plan)
     return Held(
         tokens=stats.tokens,
         evicted=stats.evicted,
-        archived=sum(len(extent.positions) for extent in extents if not extent.lost),
+        archived=archived_tokens(caches),
         recalled=recalled[0],
         by_meaning=recalled[1],
         nbytes=stats.nbytes,
