@@ -25,8 +25,8 @@ try:
         # The document is a turn of its own: what is evicted while it is read can be found when the question comes.
         "".join(session.respond(text, max_tokens=8))
         print("".join(session.respond(question)))
-        for start, stop in session.turns[-1].rehydration.ranges:
-            print(f"brought back: tokens {start} to {stop}")
+        turn = session.turns[-1]
+        print(f"{len(turn.recalled)} tokens came back as rows, {len(turn.rehydration.ids)} in a quotation")
 except (OSError, UnicodeDecodeError, mlx_tq.MlxTqError) as error:
     sys.stderr.write(f"{document}: {error}\n")
     sys.exit(2)

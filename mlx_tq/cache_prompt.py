@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="write what this compressed cache holds for mlx-lm, instead of a prompt (default: none)",
     )
     parser.add_argument("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens read at a time")
-    add_cache_arguments(parser)
+    add_cache_arguments(parser, recall=True)
     return parser
 
 

@@ -30,7 +30,7 @@ STEP = 128
 
 def measure(model: Any, plain: PlainText, ids: list[int], **options: Any) -> dict[str, Any]:
     """One way to evict."""
-    evict = EvictConfig(TriAttention(warmup=256, trigger=32, stats="text", **options), budget="75%")
+    evict = EvictConfig(TriAttention(warmup=256, trigger=32, stats="text", **options), budget="75%", recall="off")
     caches = make_prompt_cache(model, KVConfig(prefix=32, window=64, evict=evict))
     sequence = sequence_in(caches)
     assert sequence is not None

@@ -30,7 +30,7 @@ from mlx_tq.sequence.passes import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
 POLICY = TriAttention(stats="text")
-CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, budget="100%"))
+CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
 
 
 def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:

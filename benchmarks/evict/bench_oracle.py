@@ -47,7 +47,7 @@ from mlx_tq.sequence.passes import compressed_caches
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
 RETENTIONS = (90, 75, 50, 25)
 CONFIG = KVConfig(
-    key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig("triattention:stats=text", budget="100%")
+    key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig("triattention:stats=text", "100%", "off")
 )
 
 

@@ -1,7 +1,7 @@
 """Everything of mlx_tq that golden runs call by name: the one file to change where a name does.
 
 Options of eviction are called there as they were when before.json was recorded. `then` stands for the defaults of that
-day: plain keys, statistics of the text that is read, and the dims that RoPE leaves alone counted.
+day: plain keys, statistics of the text that is read, the dims that RoPE leaves alone counted, and nothing recalled.
 """
 
 import shutil
@@ -26,6 +26,7 @@ from mlx_tq.sequence.passes import compressed_caches, sequence_in
 # What options were called when before.json was recorded.
 _RENAMED = {"nope": "score_unrotated_dims", "wide_scale": "fp32_scales"}
 _CONDITIONS = ("generate", "chat", "server", "cache_prompt", "evaluate")  # commands with the flag
+_RECALLS = ("generate", "chat", "server", "cache_prompt")  # likewise
 _CALIBRATES = ("triattention", "expected_attention")
 
 
@@ -87,7 +88,9 @@ def swept(then: bool) -> str:
 def flags_then(words: list[str]) -> list[str]:
     """What a command line needs for the other defaults of that day; a file's own configuration is not named again."""
     goes_on = words[0] == "generate" and "--prompt-cache-file" in words
-    return ["--kv-condition", "off"] if words[0] in _CONDITIONS and not goes_on else []
+    recalls = words[0] in _RECALLS and "--kv-evict" in words
+    condition = ["--kv-condition", "off"] if words[0] in _CONDITIONS and not goes_on else []
+    return [*condition, *(["--kv-recall", "off"] if recalls else [])]
 
 
 def config(then: bool, evict: Options | None = None, **changes: Any) -> KVConfig:
@@ -98,7 +101,7 @@ def config(then: bool, evict: Options | None = None, **changes: Any) -> KVConfig
     if evict is None:
         return KVConfig(**changes)
     policy = parse_policy(_policy(evict, then), **({"stats": "text"} if then else {}))
-    return KVConfig(**changes, evict=EvictConfig(policy, evict.get("budget", "90%")))
+    return KVConfig(**changes, evict=EvictConfig(policy, evict.get("budget", "90%"), "off"))  # nothing is asked
 
 
 def serving(model: Any, chosen: KVConfig | None = None) -> AbstractContextManager[None]:

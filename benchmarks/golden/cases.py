@@ -31,7 +31,7 @@ _TRI = {"policy": "triattention", "budget": "50%", "warmup": 128}
 
 
 def _go_on(flags: str = "", **evict: Any) -> Command:
-    return Command((f"{_GO_ON} {flags} {{evict}}",), evict)
+    return Command((f"{_GO_ON} {flags} {'--kv-recall off' if evict else ''} {{evict}}",), evict)
 
 
 def _evict(**options: Any) -> Command:
@@ -63,7 +63,7 @@ COMMANDS: dict[str, Command] = {
     # Generate: eviction.
     "evict triattention": _evict(),
     "evict bytes": _evict(budget="2400KB"),
-    "evict v2": Command((f"{_GO_ON} --kv-prefix 0 {{evict}}",), {**_TRI, "mode": "v2", "segments": 4}),
+    "evict v2": Command((f"{_GO_ON} --kv-prefix 0 --kv-recall off {{evict}}",), {**_TRI, "mode": "v2", "segments": 4}),
     **{
         f"evict {name}": _go_on(policy=name, budget="50%", segments=4, granularity=8)
         for name in ("random", "recency", "streaming", "knorm")
@@ -86,7 +86,7 @@ COMMANDS: dict[str, Command] = {
     "calibrate": Command(
         (
             "calibrate --dtype float32 --tokens 1000 -o {tmp}/stats.safetensors",
-            f"{_GO_ON} {{evict}}",
+            f"{_GO_ON} --kv-recall off {{evict}}",
         ),
         {"policy": "triattention", "budget": "50%", "stats": "{tmp}/stats.safetensors"},
     ),

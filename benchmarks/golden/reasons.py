@@ -68,7 +68,7 @@ CODE = [
         "names --kv-recall, which is new",
         r"/ err / \d+$",
         '"warning: .*evicted.*',
-        '"warning: .*evicted.*--kv-recall auto.*',
+        '"warning: .*evicted tokens are gone, and the answer may miss what they said.*',
     ),
     Reason(
         "a chat's bytes",
@@ -95,8 +95,8 @@ CODE = [
 ]
 
 # From then.json to today.json: what other defaults changed. Keys are conditioned, a policy that asks queries knows
-# those of questions, and the dims that RoPE leaves alone do not count. No run that packs nothing, or names all this,
-# differs.
+# those of questions, and the dims that RoPE leaves alone do not count. What leaves is archived, and comes back. No run
+# that packs nothing, or names all this, differs.
 _PACKS = r"^(?!generate off|calibrate plain|evaluate spectrum|doctor|demo|bench).*"
 _CONDITIONED = "keys are conditioned, and nothing is packed before the first 128 tokens were read: other rounding"
 _ROUNDS = "keys are conditioned, so that nothing is packed before 128 tokens were read, and nothing unpacked leaves"
@@ -165,4 +165,9 @@ DEFAULTS = [
         new=".*(?:keys not weighted|joined to the rest|as in MLA).*",
     ),
     Reason("figures of `evaluate`", f"{_CONDITIONED}; {_KNOWN}", r"^evaluate (?!formats|spectrum).*results"),
+    Reason(
+        "what evicting runs say",
+        "what leaves is archived, in blocks of 32, and comes back for a question: other tokens stay, none are gone",
+        r"^(?:cache_prompt evicting|chat (?:evicting|rescued)|generate shown|server evicting) / ",
+    ),
 ]

@@ -51,7 +51,7 @@ def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
     plain = KVConfig(prefix=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
-    evict = EvictConfig(parse_policy(policy, stats="text", warmup=WARMUP, granularity=64, trigger=64), budget)
+    evict = EvictConfig(parse_policy(policy, stats="text", warmup=WARMUP, granularity=64, trigger=64), budget, "off")
     return replace(plain, evict=evict)
 
 

@@ -1,5 +1,6 @@
 """What a chat shows beside the answers, on stderr."""
 
+from mlx_tq.commands.args import SHADOW
 from mlx_tq.commands.foreign_text import readable
 from mlx_tq.commands.memory_bar import memory_bar
 from mlx_tq.commands.screen import console, human_bytes, results, show_plan, show_quoted, show_recalled, table
@@ -11,7 +12,8 @@ _SHOWN_TOKENS = 32768  # context at which the bytes of a model without a limit a
 def show_banner(session: Session) -> None:
     """Print how the conversation's cache is stored, what leaves it, and what brings that back."""
     if session.plan is not None:
-        show_plan(session.plan, session.positions or _SHOWN_TOKENS)
+        beside = None if session.shadow is None else SHADOW.flag
+        show_plan(session.plan, session.positions or _SHOWN_TOKENS, beside)
     if session.client is not None:
         console.print(f"rescue: {session.rescue.service}", style="dim", markup=False)
 
@@ -52,6 +54,7 @@ def show_stats(session: Session) -> None:
         "evicted": f"{stats.evicted:,}",
         "of these on disk": f"{stats.tiers.cold:,} in {human_bytes(stats.tiers.cold_nbytes)}",
         "in no tier": f"{stats.tiers.recompute:,}",
+        **({"recalled last": f"{stats.recalled:,}"} if stats.tiers.cold else {}),
         "rescued": f"{stats.rescued:,}",
         "KV cache": size,
     }

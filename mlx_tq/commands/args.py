@@ -116,7 +116,8 @@ RECALL = Option(
     "tokens|auto|off",
     str,
     "with --kv-evict: archive what leaves, in a file without a name, and bring back what the question asks for, up to "
-    "so many tokens; auto is a tenth of the budget, at least 128 (default: off)",
+    "so many tokens; auto is a tenth of the budget, at least 128, and off beside --draft-model, --image and "
+    "--kv-shadow (default: auto)",
 )
 ARCHIVE_LIMIT = Option(
     "--kv-archive-limit",
@@ -297,9 +298,7 @@ def evict_from_args(
         if idle:
             raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
         return None
-    recall = _parse_recall(option_value(args, RECALL, environ)) if has_recall else "off"
-    if recall is None:
-        recall = "off" if given is None else given.recall
+    recall = _chosen_recall(args, environ, given) if has_recall else "off"
     limit = None
     if recall != "off":
         defaults = {"granularity": _RECALL_BLOCKS, **defaults}
@@ -317,9 +316,28 @@ def evict_from_args(
     return EvictConfig(policy, recall=recall, archive_limit=limit, **more)
 
 
-def _parse_recall(text: str | None) -> int | str | None:
-    """A count of tokens, a word that `EvictConfig` checks, or None where nothing was said."""
-    return int(text) if text is not None and text.isdecimal() else text
+def _chosen_recall(args: argparse.Namespace, environ: Mapping[str, str], given: "EvictConfig | None") -> int | str:
+    """A count of tokens, or a word that `EvictConfig` checks: auto is off where no rows can come back.
+
+    Raises:
+        ConfigError: a count of tokens there.
+    """
+    text = option_value(args, RECALL, environ)
+    recall = ("auto" if given is None else given.recall) if text is None else int(text) if text.isdecimal() else text
+    beside = beside_recall(args, environ)
+    if beside is None or recall == "off":
+        return recall
+    if recall == "auto":
+        return "off"
+    raise ConfigError(f"--kv-recall {recall} cannot be combined with {beside}. Drop one of the two.")
+
+
+def beside_recall(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
+    """What is asked for beside which no rows can come back, or None."""
+    if hasattr(args, "kv_shadow") and option_value(args, SHADOW, environ) is not None:
+        return SHADOW.flag
+    flags = ("--draft-model", "--image")
+    return next((flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_"), None)), None)
 
 
 def add_rescue_arguments(parser: argparse.ArgumentParser) -> None:

@@ -156,7 +156,7 @@ def save_queries(model: Any, path: str | Path, found: Queries) -> None:
 def _caches(model: Any, covariance: bool) -> Callable[[], list[Any]]:
     """Makes caches that lose nothing and calibrate on whatever they read."""
     policy = ExpectedAttention if covariance else TriAttention
-    evict = EvictConfig(policy(warmup=_ENDLESS, stats=TEXT), budget="100%")
+    evict = EvictConfig(policy(warmup=_ENDLESS, stats=TEXT), "100%", "off")
     return partial(build_caches, plan_caches(model, KVConfig(key="fp16", value="fp16", evict=evict)))
 
 

@@ -19,6 +19,8 @@ def memory_bar(stats: SessionStats) -> Text:
         bar.append(sign * count, style)
     bar.append(f" {stats.live:,} live", "green")
     bar.append(f"  {stats.evicted:,} evicted", "yellow")
+    if stats.tiers.cold:
+        bar.append(f"  {stats.tiers.cold:,} archived  {stats.recalled:,} recalled", "cyan")
     bar.append(f"  {stats.rescued:,} rescued", "cyan")
     bar.append(f"  {human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}", "dim")
     return bar

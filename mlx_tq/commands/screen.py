@@ -56,8 +56,14 @@ def _layer_range(layers: list[LayerPlan]) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def show_plan(plan: Plan, tokens: int) -> None:
-    """Print how each group of layers is stored and the bytes at a context of `tokens`."""
+def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
+    """Print how each group of layers is stored and the bytes at a context of `tokens`.
+
+    Args:
+        plan: of the caches.
+        tokens: of the context.
+        beside: what keeps rows from coming back, if anything does.
+    """
     shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
     shown.columns[-1].no_wrap, shown.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
     for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
@@ -98,7 +104,7 @@ def show_plan(plan: Plan, tokens: int) -> None:
     if any(layer.spec.cold for layer in plan.layers):
         console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
     if plan.eviction is not None:
-        console.print(describe_eviction(plan.eviction), style="dim", markup=False, soft_wrap=True)
+        console.print(describe_eviction(plan.eviction, beside), style="dim", markup=False, soft_wrap=True)
         console.print(describe_tiers(planned_tiers(plan, tokens)), style="dim", markup=False, soft_wrap=True)
     decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
     if decoded:
@@ -109,12 +115,14 @@ def show_plan(plan: Plan, tokens: int) -> None:
         )
 
 
-def describe_eviction(plan: EvictionPlan) -> str:
-    """Policy, budget and calibration in a line."""
+def describe_eviction(plan: EvictionPlan, beside: str | None = None) -> str:
+    """Policy, budget, calibration and recall in a line; `beside` is what keeps rows from coming back."""
     config, tokens = plan.config, plan.budget.tokens
     budget = f"{tokens:,} tokens" if tokens is not None else f"{config.budget} of the tokens"
     line = f"eviction: {config.policy} keeps {budget}"
     line = f"{line}, calibrated on {plan.source}" if plan.source else line
+    if beside is not None:
+        return f"{line}; no rows come back beside {beside}"
     if not config.recalls:
         return line
     limit = config.archive_limit

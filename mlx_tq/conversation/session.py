@@ -22,7 +22,7 @@ from mlx_tq.conversation.files import SavedSession, load_session, save_session
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.plain_text import PlainText, check_answer, check_text
 from mlx_tq.conversation.recall import archive_warning, live_positions, release
-from mlx_tq.conversation.shadow import chosen_shadow, refuse_files
+from mlx_tq.conversation.shadow import chosen_shadow, refuse_files, shadowed
 from mlx_tq.conversation.statistics import SessionStats, TurnStats
 from mlx_tq.conversation.template import ChatFrame
 from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
@@ -98,7 +98,7 @@ class Session:
         shadow: int | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.model, self.tokenizer, self.config = model, tokenizer, shadowed(config, shadow)
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
         self._may_choose_rescue = rescue is None
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
@@ -118,7 +118,7 @@ class Session:
         self._end_worker = weakref.finalize(self, self._worker.end)  # also where the program ends
         seed = secrets.randbits(63) if seed is None else seed
         self._worker.do(lambda: mx.random.seed(seed))
-        self.plan = self._worker.do(lambda: self._planned(config))
+        self.plan = self._worker.do(lambda: self._planned(self.config))
         self._store_folder, self._shadow_every = open_folder(store), shadow
         self._store: PrefixStore | None = None
         self._client = _client(self.rescue)
@@ -337,7 +337,7 @@ class Session:
             )
         recalls = self.config.evict is not None and self.config.evict.recalls
         evicted = said - len(self._live())
-        if evicted and self._client is None and not recalls:
+        if evicted and self._client is None and not recalls and self.shadow is None:
             self._warn_once(
                 f"{evicted:,} tokens were evicted and are lost to the model. Recall and rescue bring "
                 "back what a turn needs: choose --kv-recall auto, or --rescue auto."
@@ -384,6 +384,7 @@ class Session:
             turns=len(self.turns),
             tokens=tokens,
             live=live,
+            recalled=len(self.turns[-1].recalled) if self.turns else 0,
             rescued=sum(stop - start for start, stop in self._transcript.copies),
             positions=self.positions,
             nbytes=cache.nbytes,

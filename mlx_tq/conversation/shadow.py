@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.shadow import ShadowKVCache
+from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed
@@ -186,6 +187,16 @@ def chosen_shadow(model: Any, plan: Plan | None, every: int | None, *, stores: b
         why = "nothing is compressed: choose a profile or formats" if plan is None else "a store is asked for: drop it"
         raise ConfigError(f"a shadow needs a compressed cache that reads all of a prompt, and {why}.")
     return Shadow(model, plan, every)
+
+
+def shadowed(config: KVConfig, every: int | None) -> KVConfig:
+    """The configuration of a conversation with a shadow every so many tokens, or with none: recall that is auto is off.
+
+    The answers are those of the whole cache, and nothing has left that.
+    """
+    if every is None or config.evict is None or config.evict.recall != "auto":
+        return config
+    return replace(config, evict=replace(config.evict, recall="off"))
 
 
 def refuse_files(shadow: Shadow | None) -> None:

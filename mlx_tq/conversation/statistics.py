@@ -53,6 +53,7 @@ class SessionStats:
         turns: so far.
         tokens: read and said, quotations included.
         live: of these, in the cache.
+        recalled: tokens whose rows came back for the last turn.
         rescued: tokens of quotations.
         positions: that the model allows, or None.
         nbytes, fp16_nbytes: of the cache, and of the same tokens at 16 bits, those that left among them.
@@ -63,6 +64,7 @@ class SessionStats:
     turns: int
     tokens: int
     live: int
+    recalled: int
     rescued: int
     positions: int | None
     nbytes: int

@@ -61,7 +61,7 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     """
     name, at, budget = text.partition(_AT)
     if at:
-        changes["evict"] = replace(changes.get("evict") or EvictConfig(), budget=budget)
+        changes["evict"] = replace(changes.get("evict") or EvictConfig(recall="off"), budget=budget)
     elif name == OFF.name:
         return OFF
     if name in PROFILES or name in PAIRS:

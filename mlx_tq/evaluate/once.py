@@ -44,10 +44,10 @@ class Readings:
         policies = [found.evict.policy for found in self._plans if found.evict is not None]
         calibrated = [policy for policy in policies if isinstance(policy, CalibratedPolicy)]
         if not calibrated:
-            return replace(config, evict=EvictConfig(Recency(), budget="100%"))
+            return replace(config, evict=EvictConfig(Recency(), "100%", "off"))
         covariance = any(policy.needs_covariance and policy.file is None for policy in calibrated)
         reader = ExpectedAttention if covariance else TriAttention
-        return replace(config, evict=EvictConfig(reader(warmup=calibrated[0].warmup, stats=TEXT), budget="100%"))
+        return replace(config, evict=EvictConfig(reader(warmup=calibrated[0].warmup, stats=TEXT), "100%", "off"))
 
     def maker(self, config: KVConfig) -> Callable[[list[int]], list[Any]]:
         """Caches that hold a text, from which was evicted as `config` says."""

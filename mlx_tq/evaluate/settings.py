@@ -41,7 +41,7 @@ class Setting:
             ConfigError: a value that cannot be met.
         """
         policy = parse_policy(self.variant, granularity=self.granularity, trigger=self.trigger, warmup=warmup)
-        return replace(base, prefix=self.prefix, evict=EvictConfig(policy, f"{self.retention}%"))
+        return replace(base, prefix=self.prefix, evict=EvictConfig(policy, f"{self.retention}%", "off"))
 
 
 def grid(

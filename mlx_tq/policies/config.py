@@ -55,7 +55,7 @@ class EvictConfig:
             taken too (see `parse_policy`).
         budget: what may stay: tokens (4096), a share of those seen ("90%"), or bytes of all layers ("2GB").
         recall: whether what leaves is archived and comes back when a question asks for it: tokens that may be back at
-            once, "auto" for a tenth of the budget and at least 128, or "off".
+            once; "auto" for a tenth of the budget and at least 128, and none where it cannot be combined; or "off".
         archive_limit: bytes of a conversation's archive, beyond which its oldest, least recalled blocks leave it; None
             for 20 GB, or a tenth of the free disk where that is less.
 
@@ -72,7 +72,7 @@ class EvictConfig:
         self,
         policy: Policy | str = "triattention",
         budget: int | str = "90%",
-        recall: int | str = "off",
+        recall: int | str = "auto",
         archive_limit: int | None = None,
     ) -> None:
         object.__setattr__(self, "policy", parse_policy(policy) if isinstance(policy, str) else policy)

@@ -71,7 +71,7 @@ def test_a_profile_that_evicts_gives_what_flags_do_not_say():
     assert read(*words) == PROFILES["long"]
     policy = TriAttention(granularity=32, stats="text")
     changed = read(*words, RECALL.flag, "off", BUDGET.flag, "90%", STATS.flag, "text")
-    assert changed.evict == EvictConfig(policy, "90%")
+    assert changed.evict == EvictConfig(policy, "90%", "off")
     limited = read(*words, ARCHIVE_LIMIT.flag, "2GB", **{name_of(ARCHIVE_LIMIT): "1GB"})
     assert limited.evict == replace(PROFILES["long"].evict, archive_limit=2 * 10**9)
     assert read(*words, **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit == 10**9
@@ -85,9 +85,13 @@ def test_a_profile_that_evicts_gives_what_flags_do_not_say():
 
 def test_profiles_and_flags_of_eviction_fall_back():
     evicts = {name_of(EVICT): "knorm:trigger=64", name_of(BUDGET): "4096", name_of(STATS): "x"}
-    assert read(**evicts).evict == EvictConfig("knorm:trigger=64", "4096")  # without statistics it passes them over
-    assert read(BUDGET.flag, "50%", **evicts).evict == EvictConfig("knorm:trigger=64", "50%")
-    assert read(EVICT.flag, "triattention", **evicts).evict == EvictConfig("triattention:stats=x", "4096")
+    blocks = "knorm:trigger=64:granularity=32"  # in which the archive gives tokens back
+    assert read(**evicts).evict == EvictConfig(blocks, "4096")  # without statistics it passes them over
+    assert read(BUDGET.flag, "50%", **evicts).evict == EvictConfig(blocks, "50%")
+    assert read(EVICT.flag, "triattention", **evicts).evict == EvictConfig(
+        "triattention:stats=x:granularity=32", "4096"
+    )
+    assert read(RECALL.flag, "off", **evicts).evict == EvictConfig("knorm:trigger=64", "4096", "off")
     assert read(EVICT.flag, "none", **evicts).evict is None
     environ = {name_of(PROFILE): "small"}
     assert (read(**environ).key, read(**environ).value) == ("tq4", "tq4")

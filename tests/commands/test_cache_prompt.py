@@ -108,6 +108,7 @@ def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, saved, tmp_path, e
     refused(cli(*words, *PACKED), "drop the prompt, and the flags of the cache")
     evicts = (*PACKED, "--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 64, "--prefill-step-size", 64)
     assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", saved, *evicts).code == 0
+    assert cli("generate", *ASK, "--prompt-cache-file", saved).out == "417295\n"  # what left is in the file's archive
     refused(cli(*words), "tokens have left the cache", code=1)
 
 

@@ -19,7 +19,7 @@ HI = ("generate", "-p", "hi", "-m", 2)
 OFF = ("--kv-profile", "off")
 QUIET = ("--verbose", "F")
 EVICTING = ("--kv-evict", "triattention:warmup=256", "--kv-prefix", 16, "--kv-window", 32, "--kv-budget", 300)
-EVICTING = ("generate", "-p", "".join(facts(40)), "-m", 8, *EVICTING, "--prefill-step-size", 256)
+EVICTING = ("generate", "-p", "".join(facts(40)), "-m", 8, *EVICTING, "--prefill-step-size", 256, "--kv-recall", "off")
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12)
     words = (*words, "--kv-evict", "recency", "--kv-budget", 300)
     words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
-    lost = cli(*words, "--json").json
+    lost = cli(*words, "--json", "--kv-recall", "off").json
     found = cli(*words, "--json", "--kv-recall", 96).json
     assert ("417295" in lost["text"], "417295" in found["text"]) == (False, True)
     assert lost["recalled"] is None
@@ -223,13 +223,18 @@ def test_a_document_and_its_question_in_one_prompt(cli):
     just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
     assert cli(*just, "--json", "--kv-recall", 96).json["recalled"]["archived"], "it is the question that makes it due"
     assert found["recalled"]["by"] == {"queries": found["recalled"]["positions"], "meaning": []}
-    shown = cli(*words, "--kv-recall", "auto")
+    shown = cli(*words)
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
     assert re.search(r"tiers: [\d,]+ tokens live in .*B; [\d,]+ on disk in .*B; 0 in neither", shown.err)
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
     refused(cli(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
-    refused(cli(*words, "--kv-recall", "auto", "--draft-model", EMBEDDED), "cannot be combined with --draft-model")
+    refused(
+        cli(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"
+    )
+    beside = cli(*words, "--draft-model", EMBEDDED).err
+    assert re.search(r"eviction: recency\S* keeps 300 tokens; no rows come back beside --draft-model\n", beside)
+    assert "warning: evicted tokens are gone, and the answer may miss what they said.\n" in beside
 
 
 def test_the_rescue_service_is_asked_when_a_prompt_is_read(cli, service):

@@ -14,7 +14,8 @@ from mlx_tq.evaluate.asking import whereabouts
 PREFIX, KEPT, WINDOW = 16, 176, 32
 TOKENS = 640
 # The newest stay, so wherever a fact stands that is older than these it leaves.
-EVICTS = KVConfig(prefix=PREFIX, window=WINDOW, evict=EvictConfig("recency:granularity=16:trigger=16", budget=KEPT))
+EVICT = EvictConfig("recency:granularity=16:trigger=16", KEPT, "off")
+EVICTS = KVConfig(prefix=PREFIX, window=WINDOW, evict=EVICT)
 KEEPS = KVConfig(prefix=PREFIX, window=WINDOW)
 DEPTHS = {"start": 0.0, "middle": 0.5, "end": 1.0}
 QUICK = {("start", 0)}

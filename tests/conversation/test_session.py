@@ -20,7 +20,7 @@ from mlx_tq.sequence.passes import sequence_in
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
 SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
-EVICTS = replace(SMALL, evict=EvictConfig("recency:granularity=16:trigger=16", budget=128))
+EVICTS = replace(SMALL, evict=EvictConfig("recency:granularity=16:trigger=16", 128, "off"))
 FACT = "The access code is 417295."
 QUESTION = "What is the access code?"
 

@@ -1,6 +1,7 @@
 """A conversation in the shadow: it is the model's own, and what is reported is what a compressed cache would do."""
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.sequence.compressed import plan_caches
 
 CONFIG = KVConfig(key="tq3", value="tq3", prefix=8, window=8, condition=False)
-EVICT = EvictConfig("recency:trigger=8", 96)
+EVICT = EvictConfig("recency:trigger=8", 96, "off")
 OFF = KVConfig("fp16", "fp16")
 SAID = ("The access code is 417295. " * 8, "What is the access code?")
 
@@ -108,7 +109,7 @@ def test_copies_go_on_as_the_model_would(exact):
     [
         ({"shadow": 0}, "1 or more"),
         ({"config": KVConfig(key="tq4~tq3")}, "one format"),
-        ({"config": KVConfig(evict=EvictConfig(recall="auto"))}, "--kv-recall off"),
+        ({"config": KVConfig(evict=EvictConfig(recall=96))}, "--kv-recall off"),
         ({"config": OFF}, "nothing is compressed"),
         ({"store": "auto"}, "drop it"),
     ],
@@ -121,12 +122,13 @@ def test_what_cannot_be_shadowed(changes, says, exact, tmp_path, monkeypatch):
 
 
 def test_a_conversation_says_the_same_and_is_not_saved(exact, tmp_path):
-    said = []
+    said, evicts = [], replace(CONFIG, evict=replace(EVICT, recall="auto"))
     for every in (None, 4):
-        with Session(*exact, CONFIG if every else OFF, max_tokens=8, shadow=every) as session:
+        with Session(*exact, evicts if every else OFF, max_tokens=8, shadow=every) as session:
             said.append(["".join(session.respond(text)) for text in SAID])
             if every:
                 assert session.shadow.report().comparisons
+                assert not session.config.evict.recalls  # auto is off where nothing has left
                 with pytest.raises(ConfigError, match="cannot be saved"):
                     session.save(tmp_path / "conversation.safetensors")
     assert said[0] == said[1]

@@ -35,7 +35,7 @@ def test_some_arms_evict_and_the_others_keep_all():
     assert off.is_off
     assert (alone.key, alone.value, alone.evict.budget, alone.evict.policy.trigger) == ("fp16", "fp16", "90%", 32)
     assert (both.key, both.evict.budget, both.prefix) == ("tq4", "300", 32)
-    assert parse_arm("q8/tq3@75%").config.evict == EvictConfig(budget="75%")
+    assert parse_arm("q8/tq3@75%").config.evict == EvictConfig(budget="75%", recall="off")
 
 
 def test_the_default_the_list_and_the_flags():

@@ -20,9 +20,9 @@ BASE = KVConfig(prefix=0, window=32)
 def test_variants_are_policies_with_options_that_win():
     setting = Setting("triattention:evict=highest:trigger=8", 90, granularity=16, trigger=64)
     assert setting.config(BASE, 32).evict == EvictConfig(
-        TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%"
+        TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
-    assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm", "50%")
+    assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm", "50%", "off")
     for variant in DEFAULT_VARIANTS.split(","):
         assert grid([variant], [90], [1], [128], [0])[0].config(BASE, 64).evict.budget == "90%"
 

@@ -18,7 +18,7 @@ POLICIES = ["knorm:trigger=8", "triattention:warmup=64:trigger=8"]
 
 def config(policy=POLICIES[0], budget=60, **changes):
     """Plain keys unless they are asked to be conditioned, which needs longer texts before something is packed."""
-    evict = None if policy is None else EvictConfig(policy, budget)
+    evict = None if policy is None else EvictConfig(policy, budget, "off")
     plain = {"key": "q8", "value": "tq4", "prefix": 4, "window": 24, "condition": False}
     return KVConfig(**{**plain, "evict": evict, **changes})
 

@@ -202,7 +202,15 @@ def test_an_archive_has_no_name_and_places_are_used_again(tmp_path):
     keys, means = archive.keys(extents[:2], 0)
     assert np.array_equal(keys, np.concatenate([stored.layers[0].keys] * 2, axis=1))
     assert np.array_equal(means, np.stack([stored.layers[0].mean] * 2))
-    del extents[0]
+    shorter, _ = block(3)
+    mixed = [extents[0], archive.put(shorter), extents[1]]
+    archive.settle()
+    for number in (0, 1):
+        keys, means = archive.keys(mixed, number)
+        rows = [each.layers[number] for each in (stored, shorter, stored)]
+        assert np.array_equal(keys, np.concatenate([each.keys for each in rows], axis=1))
+        assert means.size == 0 or np.array_equal(means, np.stack([each.mean for each in rows]))
+    del extents[0], mixed
     assert archive.nbytes == size * 2 // 3
     again = archive.put(stored)
     archive.settle()

@@ -220,7 +220,9 @@ def test_rows_come_back_for_the_question_of_a_request(loaded, step):
     document is read in one step, whose round is held before the question.
     """
     tokenizer = loaded[1]
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160))
+    config = KVConfig(
+        "q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160, "off")
+    )
 
     def answers(config):
         engine, jobs = make_engine(loaded, config, prefill_step_size=step), []

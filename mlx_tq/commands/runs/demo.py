@@ -51,7 +51,7 @@ def ways(budget: str) -> dict[str, tuple[KVConfig, str]]:
     """The configuration and the rescue of each way to keep the conversation."""
     packed = profile(DEFAULT_PROFILE, prefix=_PREFIX, window=_WINDOW)
     policy = TriAttention(stats=TEXT, warmup=256, granularity=64, trigger=64)  # at once: no questions are asked first
-    evicting = replace(packed, evict=EvictConfig(policy, budget))
+    evicting = replace(packed, evict=EvictConfig(policy, budget, "off"))  # rescue by itself
     return {
         "fp16": (PROFILES["off"], OFF),
         "compressed": (packed, OFF),

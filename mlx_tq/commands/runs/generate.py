@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.commands.args import RESCUE_OPTIONS, SHADOW, option_value, rescue_from_args
+from mlx_tq.commands.args import RECALL, RESCUE_OPTIONS, SHADOW, beside_recall, option_value, rescue_from_args
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     opened = open_prompt_cache(model, args)
     max_tokens = _check_limits(model, opened, len(ids), args)
     if args.verbose and opened.plan is not None:
-        show_plan(opened.plan, tokens_seen(opened.caches) + len(ids) + max(max_tokens, 0))
+        beside = beside_recall(args) if option_value(args, RECALL) != OFF else None
+        show_plan(opened.plan, tokens_seen(opened.caches) + len(ids) + max(max_tokens, 0), beside)
     elif args.verbose:
         console.print(_describe_native(args), style="dim")
 
@@ -159,10 +160,6 @@ def _check_request(args: argparse.Namespace) -> None:
     template_config(args)
     config = chosen_config(args)
     chosen_rescue(args)
-    if config.evict is not None and config.evict.recalls:
-        for flag, given in (("--draft-model", args.draft_model), ("--image", args.image)):
-            if given:
-                raise ConfigError(f"--kv-recall cannot be combined with {flag}. Drop one of the two.")
     if option_value(args, SHADOW) is not None:
         for flag, given in (("--draft-model", args.draft_model), ("--prompt-cache-file", args.prompt_cache_file)):
             if given:
@@ -246,15 +243,16 @@ def _check_limits(model: Any, opened: PromptCache, prompt: int, args: argparse.N
             warn(f"the model allows {limit:,} positions: at most {limit - start:,} tokens will be generated.")
         max_tokens = limit - start
     if opened.plan is not None and opened.plan.eviction is not None:
-        _warn_of_eviction(start + max(max_tokens, 0), limit, recalls=opened.plan.recalls)
+        _warn_of_eviction(start + max(max_tokens, 0), limit, opened.plan, args)
     if opened.plan is not None:
         check_memory(opened.plan, start + max(max_tokens, 0), args.kv_memory_limit or free_memory())
     return max_tokens
 
 
-def _warn_of_eviction(tokens: int, limit: int | None, *, recalls: bool) -> None:
-    if not recalls:
-        warn("evicted tokens are gone, and the answer may miss what they said; --kv-recall auto brings it back.")
+def _warn_of_eviction(tokens: int, limit: int | None, plan: Plan, args: argparse.Namespace) -> None:
+    if not plan.recalls and chosen_rescue(args).service == OFF:
+        remedy = "" if beside_recall(args) else "; --kv-recall auto brings it back"
+        warn(f"evicted tokens are gone, and the answer may miss what they said{remedy}.")
     if limit is not None and tokens > _NEARLY * limit:
         warn(
             f"this conversation may reach {tokens:,} of the model's {limit:,} positions. Evicted tokens keep theirs: "
@@ -325,7 +323,9 @@ def _generate(
     brought: Brought | None = None
     looks: Looks | None = None
     whole, step, limit = len(ids), args.prefill_step_size, position_limit(model)
-    recalls, rescue = opened.plan is not None and opened.plan.recalls, chosen_rescue(args)
+    rescue = chosen_rescue(args)
+    possible = beside_recall(args) is None and option_value(args, RECALL) != OFF  # whatever a file was made with
+    recalls = possible and opened.plan is not None and opened.plan.recalls
     started = time.perf_counter()
     try:
         with ExitStack() as stack:
