@@ -46,7 +46,8 @@ def counts(answer):
 @pytest.fixture(scope="module")
 def evicting(folder, service, tmp_path_factory):
     log = tmp_path_factory.mktemp("evicting") / "log"
-    with running(folder, log, *EVICTS, "--rescue", service.url, "--sessions", "3") as made:
+    patient = ("--rescue-timeout", "60")  # however long a busy machine takes to answer
+    with running(folder, log, *EVICTS, "--rescue", service.url, *patient, "--sessions", "3") as made:
         yield made
 
 
