@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.tables import (
+    answers,
     conditioned,
     eviction,
     formats,
@@ -13,6 +14,7 @@ from benchmarks.tables import (
     quality,
     recall,
     recall_grid,
+    report_formats,
     rescue,
     rooms,
     server,
@@ -27,6 +29,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLES: dict[str, Callable[[], Table | str]] = {
     **rooms.TABLES,
     **quality.TABLES,
+    **answers.TABLES,
+    **report_formats.TABLES,
     **conditioned.TABLES,
     **formats.TABLES,
     **eviction.TABLES,
