@@ -28,6 +28,7 @@ _ENCODED = "[One token](../how/one_token.md#encoded)"
 _PAIRS = at("formats", "all-formats", "quality_all_formats.json")
 _SPECTRAL = at("formats", "all-formats", "quality_spectral.json")
 _ABLATION = at("codec", "rotations-blocks-means", "quality_ablation.json")
+_ANSWERS = "[Answers](answers.md)"
 _KERNELS = "[Kernels](../how/kernels.md)"
 _STREAMS = at("speed", "the-server", "server_streams.json")
 _DECODE = at("speed", "one-layer", "decode_attention.json")
@@ -217,8 +218,8 @@ def serving() -> list[Row]:
             "shadow mode: an FP8 cache, and a packed copy beside it",
             "built",
             BUILT,
-            "`--kv-shadow`: fp16 attends, and both are compared",
-            "[Flags](../reference/flags.md)",
+            "`--kv-shadow`: the model's own cache answers, and what the compressed one would have changed is reported",
+            "[Save memory](../guides/save_memory.md)",
         ),
         Row(
             "primary mode: the packed cache alone",
@@ -250,7 +251,13 @@ def serving() -> list[Row]:
             f"{streams['small', 20] / streams['off', 20]:.2f} times the tokens of fp16",
             _STREAMS,
         ),
-        Row("GSM8K, 200 questions", "84.5 %", NOT_MEASURED, "no model here answers it"),
+        Row(
+            "GSM8K, 200 questions",
+            "84.5 %",
+            NOT_MEASURED,
+            "`mlx_tq.evaluate reasoning` takes its file; no model here answers it",
+            _ANSWERS,
+        ),
         Row(
             "4 bits answer as FP8 does",
             "the same traces on GSM8K",
@@ -258,7 +265,13 @@ def serving() -> list[Row]:
             f"the same next token as fp16: {on_real_models('small', 'top1')}, prefix and window in 16 bits",
             _PROFILES,
         ),
-        Row("tool calls", "10 of 10", NOT_MEASURED, "the server takes tools", "[Serve](../guides/serve.md)"),
+        Row(
+            "tool calls",
+            "10 of 10",
+            NOT_MEASURED,
+            "`mlx_tq.evaluate tools`, with 33 cases; no model here is made for calls. The server takes tools",
+            _ANSWERS,
+        ),
         Row(
             "a prefix that was read before",
             "12 to 17 % faster, one request",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.tables import (
+    answers,
     conditioned,
     eviction,
     formats,
@@ -17,6 +18,7 @@ from benchmarks.tables import (
     ranks,
     recall,
     recall_grid,
+    report_formats,
     rescue,
     rooms,
     server,
@@ -32,6 +34,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TABLES: dict[str, Callable[[], Table | str]] = {
     **rooms.TABLES,
     **quality.TABLES,
+    **answers.TABLES,
+    **report_formats.TABLES,
     **conditioned.TABLES,
     **formats.TABLES,
     **frontier.TABLES,
