@@ -129,7 +129,7 @@ class Reader:
             timeout=300,
             check=False,
         )
-        assert re.search(r"^1 +[\d.]+ kB .* calls", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
+        assert re.search(r"^1 +[\d.]+ .B .* calls", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
 
     def paste(self, code):
         """A block of Python, after those before it."""
