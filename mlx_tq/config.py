@@ -90,6 +90,8 @@ class KVConfig:
                 "choose them too. Drop one of the two."
             )
         if self.evict is not None:
+            if COLD in self.key and self.evict.recall == "auto":
+                object.__setattr__(self, "evict", replace(self.evict, recall="off"))
             self._check_eviction(self.evict)
 
     def _check_eviction(self, evict: EvictConfig) -> None:

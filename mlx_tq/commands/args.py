@@ -310,7 +310,7 @@ def evict_from_args(
     named = option_value(args, STATS, {})
     if named is not None and named != getattr(policy, "stats", None):
         why = "names another file" if isinstance(policy, CalibratedPolicy) else "asks no queries"
-        raise ConfigError(f"--kv-stats {named} is given, but the policy {policy} {why}; drop one of the two.")
+        raise ConfigError(f"--kv-stats {named} is given, but the policy {policy.name} {why}; drop one of the two.")
     budget = option_value(args, BUDGET, environ) or (None if given is None else given.budget)
     more = {} if budget is None else {"budget": budget}
     return EvictConfig(policy, recall=recall, archive_limit=limit, **more)

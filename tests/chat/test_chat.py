@@ -215,6 +215,6 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
 
 
 def test_the_bar():
-    stats = SessionStats(3, 3000, 1000, 96, 4000, 812_000, 9_300_000, None, Tiers(1000, 812_000))
+    stats = SessionStats(3, 3000, 1000, 0, 96, 4000, 812_000, 9_300_000, None, Tiers(1000, 812_000))
     text = memory_bar(stats).plain
     assert text == f"{'█' * 10}{'▒' * 20}{'·' * 10} 1,000 live  2,000 evicted  96 rescued  812.0 kB, fp16 9.3 MB"
