@@ -45,6 +45,8 @@ _LEFT_OUT = {
         "generation_tps",
         "peak_memory",
         "evict_seconds",
+        "recompute_seconds",
+        "restore_seconds",
         "seconds",
     ),
     *("median", "low", "high", "id", "created", "index", "versions"),
