@@ -12,6 +12,7 @@ from mlx_tq.policies import EvictConfig, TriAttention
 
 # Another valid value for each field.
 CHANGES = {
+    "mean_bits": 4.2,
     "key": "tq4",
     "value": "tq3",
     "prefix": 64,

@@ -29,6 +29,9 @@ _CONDITIONS = ("generate", "chat", "server", "cache_prompt", "evaluate")  # comm
 _RECALLS = ("generate", "chat", "server", "cache_prompt")  # likewise
 _CALIBRATES = ("triattention", "expected_attention")
 
+# What lines begin with that were added since: there is nothing to compare them with.
+SAID_SINCE = ("tiers: ", "of these on disk", "in no tier")
+
 
 def text() -> str:
     """The excerpt of WikiText-2 inside the package."""
@@ -123,7 +126,7 @@ class Storage:
         """The plan, as commands show it."""
         with screen.console.capture() as shown:
             screen.show_plan(self._plan, tokens)
-        return shown.get()
+        return "\n".join(line for line in shown.get().splitlines() if not line.startswith(SAID_SINCE))
 
     def nbytes(self, tokens: int) -> tuple[int, int]:
         """What the plan says of the compressed layers, and of the same layers in the model's type."""

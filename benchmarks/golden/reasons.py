@@ -54,16 +54,6 @@ CODE = [
     Reason("`recalled`", "what came back from the archive, which is new: nothing", r"/ recalled$", _NONE, "null"),
     Reason("`rescued`", "what the rescue service brought back, which is new: nothing", r"/ rescued$", _NONE, "null"),
     Reason("`recall`", "the same: off", r"eviction / recall$", _NONE, '"off"'),
-    Reason("tiers", "where all rows are, which is new: live, on disk, or in neither", r"/ tiers(?: / \w+)?$"),
-    Reason("`archived`", "the same: on disk, and the bytes there", r"/ archived(?:_nbytes)?$", _NONE),
-    Reason("tiers in the plan", "the same", _PLAN, _NONE, '"tiers: .*'),
-    Reason(
-        "tiers in a chat's statistics",
-        "the same",
-        r"^chat .* / err / \d+$",
-        _NONE,
-        '" ?(?:of these on disk|in no tier) .*',
-    ),
     Reason("`archive_limit`", "of the disk, which is new: the default", r"eviction / archive_limit$", _NONE, "null"),
     Reason(
         "bytes after a run",

@@ -45,10 +45,9 @@ _LEFT_OUT = {
         "generation_tps",
         "peak_memory",
         "evict_seconds",
-        "recompute_seconds",
-        "restore_seconds",
         "seconds",
     ),
+    *("restore_seconds", "tiers", "archived", "archived_nbytes"),  # said since, with nothing to compare with
     *("median", "low", "high", "id", "created", "index", "versions"),
 }
 _MASKS = (
@@ -61,7 +60,7 @@ _MASKS = (
     (r"(spans at the service) .*", r"\1 #"),
     (r" +", " "),
 )
-_FIRST_RUN = "statistics of questions and text are kept in"  # only the first of several runs says so
+_UNSAID = ("statistics of questions and text are kept in", *adapter.SAID_SINCE)  # the first by one of several runs
 
 
 class Runs:
@@ -152,7 +151,7 @@ class Runs:
             text = text.replace(str(folder), name)
         for pattern, mask in _MASKS:
             text = re.sub(pattern, mask, text)
-        return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_FIRST_RUN)]
+        return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_UNSAID)]
 
     def _clean(self, value: Any) -> Any:
         """Without times; figures with four digits; equal rows of a list counted."""

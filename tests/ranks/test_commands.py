@@ -65,6 +65,7 @@ def test_ranks_say_what_one_process_says(name, way, tmp_path):
         assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
 
 
+@pytest.mark.full
 def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
     """The first rank alone asks the rescue service."""
     lines = [
@@ -75,7 +76,8 @@ def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
         "/stats",
         "/quit",
     ]
-    words = ("--max-tokens", "12", *PACKED, "--kv-evict", "recency", "--kv-budget", "200", "--rescue-timeout", "60")
+    words = ("--max-tokens", "12", *PACKED, "--kv-evict", "recency", "--kv-budget", "200")
+    words = (*words, "--kv-recall", "off", "--rescue-timeout", "60")
     said = "".join(f"{line}\n" for line in lines)
     (alone,) = command(tmp_path / "alone", 1, "chat", *words, said=said.replace("/save x\n", ""))
     first, second = command(tmp_path / "together", 2, "chat", *words, said=said)

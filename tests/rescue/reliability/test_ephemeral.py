@@ -82,6 +82,7 @@ def test_what_others_put_in_meanwhile_stays(tmp_path, caplog):
     assert "stays" in caplog.text
 
 
+@pytest.mark.full
 def test_one_that_cannot_close_its_store_deletes_it_all_the_same(tmp_path):
     """Another program reads the database, so its log cannot be emptied."""
     with ExitStack() as stack:
