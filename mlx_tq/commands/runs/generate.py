@@ -2,29 +2,23 @@
 
 import argparse
 import json
-import math
 import sys
-import time
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import stream_generate
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.commands.args import RECALL, RESCUE_OPTIONS, SHADOW, beside_recall, option_value, rescue_from_args
 from mlx_tq.commands.asking import ask_beforehand
-from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.frame import DONE, INTERRUPTED
 from mlx_tq.commands.images import embed_images
 from mlx_tq.commands.joining import collect_stats, join_ranks, show_ranks
 from mlx_tq.commands.preflight import check_arguments, check_memory, check_positions, free_memory
-from mlx_tq.commands.progress import prefill_progress
-from mlx_tq.commands.prompt_cache import PromptCache, chosen_config, make_caches, open_prompt_cache, saved_model
+from mlx_tq.commands.prompt_cache import PromptCache, chosen_config, open_prompt_cache, saved_model
 from mlx_tq.commands.prompts import encode, read_prompt, render, template_config
+from mlx_tq.commands.runs.answering import Answering
 from mlx_tq.commands.screen import (
     console,
     plan_dict,
@@ -38,35 +32,20 @@ from mlx_tq.commands.screen import (
 from mlx_tq.commands.stores import chosen_store
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.bring_back import Brought
-from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.one_prompt import OnePrompt
-from mlx_tq.conversation.recall import archive_warning, question_of
-from mlx_tq.conversation.shadow import Shadow, chosen_shadow
-from mlx_tq.errors import ConfigError, NonFiniteError
+from mlx_tq.conversation.recall import archive_warning
+from mlx_tq.conversation.shadow import chosen_shadow
+from mlx_tq.errors import ConfigError
 from mlx_tq.models import load_with_config
-from mlx_tq.policies import CalibratedPolicy
-from mlx_tq.policies.policy import AUTO
 from mlx_tq.prefixes.folder import Folder
-from mlx_tq.prefixes.store import PrefixStore, reading
+from mlx_tq.prefixes.store import PrefixStore
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.rescue import OFF
 from mlx_tq.seam.probe import position_limit
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import compressed_caches
 from mlx_tq.sequence.plan import Plan
-from mlx_tq.sequence.statistics import GenerationStats, cache_stats, tokens_seen
+from mlx_tq.sequence.statistics import tokens_seen
 
 _NEARLY = 0.9  # of the model's positions
-_ENDLESS = 2**31  # positions of a model that does not say how many it has
 _ALONE = ("--draft-model", "--image", "--prompt-cache-file")
-
-
-class Answer(NamedTuple):
-    """What was generated, how, and what came back for it, where anything could."""
-
-    text: str
-    stats: GenerationStats
-    brought: Brought | None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)
         shadow.begin(ids[-1], len(ids) - 1)
-    answer = _generate(model, tokenizer, prompt, ids, opened, store, shadow, max_tokens, args, options, ranks)
+    answering = Answering(model, tokenizer, opened, args, options, ranks, store=store, shadow=shadow)
+    answer = answering.answer(prompt, ids, max_tokens, chosen_rescue(args))
     ranks.settle()
     together = collect_stats(ranks, answer.stats.cache, archive_warning(opened.caches))
     if args.json:
@@ -274,130 +254,6 @@ def _sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
     return ranks.choosing(sampler)
 
 
-def _add_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """The draft model, and the caches of both models."""
-    draft, draft_tokenizer, _ = load_with_config(
-        args.draft_model,
-        dtype=args.dtype,
-        dequantize=args.dequantize,
-        trust_remote_code=args.trust_remote_code,
-    )
-    if draft_tokenizer.vocab_size != tokenizer.vocab_size:
-        raise ConfigError(
-            f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
-            f"{tokenizer.vocab_size}; take a draft model with the model's own tokenizer."
-        )
-    if len(caches) != len(model.layers):
-        raise ConfigError("mlx-lm cannot draft for a model whose layers share caches. Drop --draft-model.")
-    config = chosen_config(args)
-    if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
-        policy = replace(config.evict.policy, stats=AUTO)  # that file is of the other model
-        config = replace(config, evict=replace(config.evict, policy=policy))
-    ask_beforehand(draft, draft_tokenizer, config)
-    return draft, [*caches, *make_caches(draft, config, args.max_kv_size).caches]
-
-
-def _generate(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    ids: list[int],
-    opened: PromptCache,
-    store: PrefixStore | None,
-    shadow: Shadow | None,
-    max_tokens: int,
-    args: argparse.Namespace,
-    options: dict[str, Any],
-    ranks: Ranks,
-) -> Answer:
-    caches, models = opened.caches, [model]
-    if args.draft_model is not None:
-        draft, caches = _add_draft(model, tokenizer, caches, args)
-        options["draft_model"] = draft
-        models.append(draft)
-        options["num_draft_tokens"] = args.num_draft_tokens
-    stream = not args.json
-    said, ttft, finish, cached, restoring = "", 0.0, "interrupted", 0, 0.0
-    last: Any = None
-    asking: OnePrompt | None = None
-    brought: Brought | None = None
-    looks: Looks | None = None
-    whole, step, limit = len(ids), args.prefill_step_size, position_limit(model)
-    rescue = chosen_rescue(args)
-    possible = beside_recall(args) is None and option_value(args, RECALL) != OFF  # whatever a file was made with
-    recalls = possible and opened.plan is not None and opened.plan.recalls
-    started = time.perf_counter()
-    try:
-        with ExitStack() as stack:
-            for each in models:
-                stack.enter_context(compressed(each))
-            show = stack.enter_context(prefill_progress(show=args.verbose))
-            document, rest = ids[:-1], ids[-1:]
-            if recalls or rescue.service != OFF:
-                asks = rescue if ranks.is_first else RescueConfig()  # the first one asks for all
-                asking = stack.enter_context(OnePrompt(model, tokenizer, caches, asks, limit, step))
-                document, rest = question_of(tokenizer, ids)
-            stored = stack.enter_context(reading(store, caches, document, step))
-
-            def progress(processed: int, total: int) -> None:
-                stored.note(stored.restored + processed)
-                show(stored.restored + processed, stored.restored + total)
-
-            ids = ids[stored.restored :]
-            if asking is not None:
-                asking.read(document, stored.restored, progress)
-                brought = asking.ask(prompt, rest, _ENDLESS if limit is None else limit - whole)
-                looks = Looks(caches, stays=brought.recalled.named)
-                looks.begin()
-                ids = [*brought.rehydration.ids, *rest]
-                whole += len(brought.rehydration.ids)
-                max_tokens = max_tokens if limit is None else min(max_tokens, limit - whole)
-            cached, restoring = stored.restored, stored.seconds
-            for response in stream_generate(
-                model,
-                tokenizer,
-                ids,
-                max_tokens=max_tokens,
-                prompt_cache=caches,
-                prompt_progress_callback=progress if brought is None else (lambda *_: None),
-                kv_bits=args.kv_bits,
-                kv_group_size=args.kv_group_size,
-                quantized_kv_start=args.quantized_kv_start,
-                **options,
-            ):
-                if last is None:
-                    ttft = time.perf_counter() - started
-                    show(whole, whole)  # mlx-lm reports nothing of a prompt that a draft model reads too
-                    _check_finite(response)
-                last = response
-                if looks is not None:
-                    looks.token()
-                if shadow is not None:
-                    shadow.token(response.token, response.text, response.logprobs)
-                said += response.text
-                if stream:
-                    say(response.text)
-            finish = last.finish_reason
-            for cache in compressed_caches(caches):
-                cache.check_health()
-            for each in options.get("logits_processors", ()):
-                each.check()
-    except KeyboardInterrupt:
-        pass
-    except ValueError as error:  # mlx-lm's word for options that cannot be combined
-        raise ConfigError(str(error)) from error
-    if stream:
-        say("\n")
-    stats = replace(_stats(whole, opened, last, ttft, finish), cached_tokens=cached, restore_seconds=restoring)
-    if looks is not None and brought is not None:
-        brought = replace(brought, recalled=brought.recalled.and_queries(looks.positions))
-    if brought is not None and ttft:
-        stats = replace(stats, prompt_tps=whole / ttft)  # mlx-lm saw the question alone
-    for warning in asking.warnings() if asking is not None and ranks.is_alone else ():
-        warn(warning)
-    return Answer(said, stats, brought)
-
-
 def _report(brought: Brought | None, rescue: RescueConfig, plan: Plan | None) -> dict[str, Any]:
     """What came back, as plain data; None for each way in which nothing could."""
     recalled = rescued = None
@@ -407,23 +263,3 @@ def _report(brought: Brought | None, rescue: RescueConfig, plan: Plan | None) ->
         quoted = brought.rehydration
         rescued = {"ranges": quoted.ranges, "tokens": len(quoted.ids), "seconds": brought.rescue_seconds}
     return {"recalled": recalled, "rescued": rescued}
-
-
-def _check_finite(response: Any) -> None:
-    if math.isnan(response.logprobs[response.token].item()):
-        raise NonFiniteError(
-            "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
-        )
-
-
-def _stats(prompt: int, opened: PromptCache, last: Any, ttft: float, finish: str) -> GenerationStats:
-    return GenerationStats(
-        prompt_tokens=prompt,
-        generation_tokens=last.generation_tokens if last else 0,
-        ttft=ttft,
-        prompt_tps=last.prompt_tps if last else 0.0,
-        generation_tps=last.generation_tps if last else 0.0,
-        finish_reason=finish,
-        peak_memory=mx.get_peak_memory(),
-        cache=cache_stats(opened.caches, opened.plan),
-    )
