@@ -20,19 +20,20 @@ def compact(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     Returns:
         uint32 [B, H, capacity, W].
     """
-    if kept.size == 0:
-        batch, heads, _, words = rows.shape
-        return mx.zeros((batch, heads, capacity, words), mx.uint32)
     return impl.call(_compact_gpu, compact_ref, rows, kept, capacity)
 
 
 def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     """`compact` in mlx's own operations."""
+    if kept.size == 0:
+        return _nothing(rows, capacity)
     index = mx.concatenate([kept, mx.zeros(capacity - kept.size, mx.int32)])
     return mx.take(rows, index, axis=2)
 
 
 def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
+    if kept.size == 0:
+        return _nothing(rows, capacity)
     batch, heads, _, words = rows.shape
     (compacted,) = build.run(
         KERNEL,
@@ -44,3 +45,9 @@ def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
         output_dtypes=[mx.uint32],
     )
     return compacted
+
+
+def _nothing(rows: mx.array, capacity: int) -> mx.array:
+    """A buffer of which no row counts, also of no rows."""
+    batch, heads, _, words = rows.shape
+    return mx.zeros((batch, heads, capacity, words), mx.uint32)

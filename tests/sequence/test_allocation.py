@@ -63,6 +63,7 @@ def test_the_bits_are_those_of_the_arrays(embedded, bits):
     assert plan.allocation.bits > bits - 0.2
 
 
+@pytest.mark.full
 def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
     """Its values', against log-probabilities in float64; the file inside the package holds what is measured here."""
     model, tokenizer = embedded
