@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.tables import (
     answers,
+    by_layer,
     conditioned,
     eviction,
     formats,
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **conditioned.TABLES,
     **formats.TABLES,
     **frontier.TABLES,
+    **by_layer.TABLES,
     **four_arms.TABLES,
     **eviction.TABLES,
     **shares.TABLES,

@@ -1,0 +1,28 @@
+"""Formats by layer against one pair for all, at equal bits, on a text that their losses were not measured on."""
+
+from collections.abc import Callable
+
+from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.markdown import RESULTS, lines, machine, report
+
+_COMMAND = (
+    "python -m mlx_tq evaluate divergence --dtype float32 --profiles tq4/tq4,4.21bits,... --kv-prefix 32 "
+    "--kv-window 64 --length 1024 --step 128 --chunks 2 --text REST [--model M --dequantize]"
+)
+
+
+def by_layer() -> str:
+    """A row for each model and arm."""
+    files = [name for name in (f"by_layer_{model}.json" for model in MODELS) if (RESULTS / name).exists()]
+    rows = []
+    for name in files:
+        model = MODELS[name.removeprefix("by_layer_").removesuffix(".json")]
+        for arm, r in report(name)["results"].items():
+            kld = f"{r['kld']:.6f} ± {r['kld_error']:.6f}"
+            rows.append([model, arm, kld, f"{r['kld_99']:.4f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
+    about = f"*{machine(report(files[0]))}; {', '.join(f'[{n}](../../benchmarks/results/{n})' for n in files)}.*"
+    columns = ["model", "formats", "KLD", "99 %", "top-1 %"]
+    return "\n".join(["```", _COMMAND, "```", "", about, "", lines(columns, rows)])
+
+
+TABLES: dict[str, Callable[[], str]] = {"by_layer": by_layer}
