@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.tables.conditioned import MODELS
-from benchmarks.tables.markdown import RESULTS, lines, machine, report
+from benchmarks.tables.markdown import RESULTS, Table, machine, report
 
 _COMMAND = (
     "python -m mlx_tq evaluate divergence --dtype float32 --profiles tq4/tq4,4.21bits,... --kv-prefix 32 "
@@ -11,7 +11,7 @@ _COMMAND = (
 )
 
 
-def by_layer() -> str:
+def by_layer() -> Table:
     """A row for each model and arm."""
     files = [name for name in (f"by_layer_{model}.json" for model in MODELS) if (RESULTS / name).exists()]
     rows = []
@@ -20,9 +20,9 @@ def by_layer() -> str:
         for arm, r in report(name)["results"].items():
             kld = f"{r['kld']:.6f} ± {r['kld_error']:.6f}"
             rows.append([model, arm, kld, f"{r['kld_99']:.4f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
-    about = f"*{machine(report(files[0]))}; {', '.join(f'[{n}](../../benchmarks/results/{n})' for n in files)}.*"
+    first, *also = files
     columns = ["model", "formats", "KLD", "99 %", "top-1 %"]
-    return "\n".join(["```", _COMMAND, "```", "", about, "", lines(columns, rows)])
+    return Table(first, _COMMAND, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
 
 
-TABLES: dict[str, Callable[[], str]] = {"by_layer": by_layer}
+TABLES: dict[str, Callable[[], Table]] = {"by_layer": by_layer}

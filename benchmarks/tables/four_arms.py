@@ -3,14 +3,15 @@
 from collections.abc import Callable
 
 from benchmarks.tables.conditioned import MODELS
-from benchmarks.tables.markdown import RESULTS, Record, lines, machine, report
+from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report, with_missing
 
 ARMS = {"off": "fp16", "balanced": "TQ", "off@90%": "V3", "balanced@90%": "TQ and V3"}
 LENGTHS = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000)}
 _FLAGS = "--profiles off,balanced,off@90%,balanced@90% --kv-evict triattention --kv-prefix 32 --kv-window 64"
-_COMMAND = f"""python -m mlx_tq evaluate perplexity {_FLAGS} \\
-    --length L --chunks N --step S --dtype float32 [--model M --dequantize]
-python -m mlx_tq evaluate needle {_FLAGS.replace("triattention", "triattention:warmup=256")} \\
+_PERPLEXITY = f"""python -m mlx_tq evaluate perplexity {_FLAGS} \\
+    --length L --chunks N --step S --dtype float32 [--model M --dequantize]"""
+_SHORT = _FLAGS.replace("triattention", "triattention:warmup=256:trigger=32")
+_NEEDLES = f"""python -m mlx_tq evaluate needle {_SHORT} \\
     --lengths L,... --seeds 2 --step 256 --dtype float32 [--model M --dequantize]"""
 
 
@@ -28,10 +29,10 @@ def four_arms() -> str:
             rows += [
                 [f"{MODELS[model]}, {length:,}", label, *_cells(about["results"][arm])] for arm, label in ARMS.items()
             ]
-    head = f"*{machine(report(files[0]))}; {', '.join(f'[{n}](../../benchmarks/results/{n})' for n in files)}.*"
+    first, *also = files
     columns = ["model, tokens", "arm", "perplexity", "change %", "kept %", "MB", "reading, s"]
-    parts = ["```", _COMMAND, "```", "", head, "", lines(columns, rows)]
-    return "\n".join([*parts, *(["", f"Not measured: {', '.join(missing)}."] if missing else [])])
+    found = Table(first, _PERPLEXITY, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
+    return with_missing(found, missing)
 
 
 def _cells(r: Record) -> list[str]:
@@ -39,7 +40,7 @@ def _cells(r: Record) -> list[str]:
     return [f"{r['ppl']:.2f}", change, f"{100 * r['kept']:.0f}", f"{r['nbytes'] / 1e6:.1f}", f"{r['seconds']:.0f}"]
 
 
-def found() -> str:
+def found() -> Table:
     """Needles found of those that the fp16 cache finds, by arm and length."""
     every = [f"four_arms_needles_{model}.json" for model in MODELS]
     files, rows = [name for name in every if (RESULTS / name).exists()], []
@@ -52,8 +53,9 @@ def found() -> str:
                 own = [c["verdict"] for c in cells if (c["name"], c["tokens"]) == (arm, length)]
                 row.append(f"{own.count('PASS')} of {len(own) - own.count('VOID')}")
             rows.append(row)
-    head = f"*{machine(report(files[0]))}; {', '.join(f'[{n}](../../benchmarks/results/{n})' for n in files)}.*"
-    return "\n".join([head, "", lines(["model, tokens", *ARMS.values()], rows)])
+    first, *also = files
+    columns = ["model, tokens", *ARMS.values()]
+    return Table(first, _NEEDLES, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
 
 
-TABLES: dict[str, Callable[[], str]] = {"four_arms": four_arms, "four_arms_needles": found}
+TABLES: dict[str, Callable[[], Table | str]] = {"four_arms": four_arms, "four_arms_needles": found}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.tables.conditioned import MODELS
-from benchmarks.tables.markdown import RESULTS, Record, lines, machine, report
+from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report, with_missing
 from mlx_tq.sequence.allocation import CHOICES
 
 FULL_BITS = 32  # the models computed in float32
@@ -47,10 +47,9 @@ def frontier() -> str:
         "",
         *(f"{MODELS[model]}: {what}" for model in about for what in ("bits", "KLD", "top-1 %")),
     ]
-    files = ", ".join(f"[frontier_{model}.json](../../benchmarks/results/frontier_{model}.json)" for model in about)
-    head = ["```", _COMMAND, "```", "", f"*{machine(next(iter(about.values())))}; {files}.*", ""]
-    missing = ", ".join(MODELS[model] for model in MODELS if model not in about)
-    return "\n".join([*head, lines(columns, rows), *(["", f"Not measured: {missing}."] if missing else [])])
+    source, *also = (f"frontier_{model}.json" for model in about)
+    found = Table(source, _COMMAND, machine(report(source)), columns, rows, model="the models named", also=tuple(also))
+    return with_missing(found, [MODELS[model] for model in MODELS if model not in about])
 
 
 def _cells(name: str, about: dict[str, Record]) -> list[str]:

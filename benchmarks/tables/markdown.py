@@ -39,6 +39,11 @@ class Table:
         return "\n".join(["```", self.command, "```", "", about, "", lines(self.columns, self.rows)])
 
 
+def with_missing(table: Table, missing: list[str]) -> str:
+    """The table, and below it what was not measured."""
+    return f"{table}\n\nNot measured: {', '.join(missing)}." if missing else str(table)
+
+
 def lines(columns: list[str], rows: list[list[str]]) -> str:
     """The table itself.
 

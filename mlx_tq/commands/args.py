@@ -85,8 +85,8 @@ OPTIONS = (
         "keys are stored less the mean of their block, and dims weighted by what queries read of them (default: on)",
     ),
 )
-# What names formats, in the place of which bits may be given.
-_FORMATS = (PROFILE, *(option for option in OPTIONS if option.field in ("key", "value")))
+# What names formats, in the place of which MEAN_BITS may be given.
+FORMAT_OPTIONS = (PROFILE, *(option for option in OPTIONS if option.field in ("key", "value")))
 _PREFIX = "MLX_TQ_"
 KEY_VARIABLE = "MLX_TQ_API_KEY"  # of mlx_tq.server
 _NO_POLICY = "none"
@@ -255,7 +255,7 @@ def config_from_args(
     changes = {field: value for field, value in chosen.items() if value is not None}
     named = option_value(args, PROFILE, environ)
     if "mean_bits" in changes:
-        flags = [option.flag for option in _FORMATS if option_value(args, option, {}) is not None]
+        flags = [option.flag for option in FORMAT_OPTIONS if option_value(args, option, {}) is not None]
         if flags and option_value(args, MEAN_BITS, {}) is not None:
             raise ConfigError(f"{MEAN_BITS.flag} and {flags[0]} both choose formats. Drop one of them.")
         if flags:  # the environment is but a default

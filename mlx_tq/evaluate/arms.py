@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_tq.commands.args import OPTIONS, PROFILE, config_from_args, evict_from_args, option_value
+from mlx_tq.commands.args import FORMAT_OPTIONS, MEAN_BITS, OPTIONS, config_from_args, evict_from_args, option_value
 from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
 from mlx_tq.errors import ConfigError
 from mlx_tq.policies import EvictConfig
@@ -18,7 +18,7 @@ from mlx_tq.sequence.plan import Plan
 # Of keys: not conditioned.
 _PLAIN = "plain"
 # What chooses formats, which an arm's name does.
-_FORMATS = ("key", "value", "mean_bits")
+_CHOOSING = (*FORMAT_OPTIONS, MEAN_BITS)
 # Before the budget of an arm that evicts.
 _AT = "@"
 
@@ -86,8 +86,8 @@ def parse_arm(text: str, **changes: Any) -> Arm:
 
 def region_changes(args: argparse.Namespace) -> dict[str, Any]:
     """What flags and environment say about everything but the formats."""
-    chosen = {option.field: option_value(args, option) for option in OPTIONS}
-    changes = {field: value for field, value in chosen.items() if value is not None and field not in _FORMATS}
+    chosen = {option.field: option_value(args, option) for option in OPTIONS if option not in _CHOOSING}
+    changes = {field: value for field, value in chosen.items() if value is not None}
     return changes | {"evict": evict_from_args(args)}
 
 
@@ -97,11 +97,10 @@ def arms_from_args(args: argparse.Namespace) -> list[Arm]:
     Raises:
         ConfigError: an unknown name, or formats chosen twice.
     """
-    options = [PROFILE, *(option for option in OPTIONS if option.field in _FORMATS)]
-    flags = [option.flag for option in options if option_value(args, option, {}) is not None]
+    flags = [option.flag for option in _CHOOSING if option_value(args, option, {}) is not None]
     if args.profiles is not None and flags:
         raise ConfigError(f"--profiles and {flags[0]} both choose formats. Drop one of them.")
-    if args.profiles is None and any(option_value(args, option) is not None for option in options):
+    if args.profiles is None and any(option_value(args, option) is not None for option in _CHOOSING):
         config = config_from_args(args)
         bits = config.mean_bits
         return [Arm(f"{config.key}/{config.value}" if bits is None else f"{bits:g}bits", config)]
