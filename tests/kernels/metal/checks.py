@@ -123,12 +123,13 @@ def recalls(problem: Problem, sizes: tuple[int, ...], **how: Any) -> None:
     maxima = np.maximum.reduceat(truth, np.cumsum([0, *sizes[:-1]]), axis=-1)
     with simulated(**how) as counters:
         found = _recall_score_gpu(*arguments)
-    # A lane sums the products of all dims one after the other.
-    roundings = max(8, layout.key.head_dim**0.5) * 2.0**-24 * np.abs(truth).max()
+    # Roundings of the rotation and of sums are of the vectors' lengths, however small a score is; then the total's own.
+    lengths = np.linalg.norm(double(queries), axis=-1).max() * np.linalg.norm(stored, axis=-1).max()
+    total = np.logaddexp.reduce(truth, axis=-1)
     for results in (found, recall_score_ref(*arguments)):
-        for result, right in zip(results, (maxima, np.logaddexp.reduce(truth, axis=-1)), strict=True):
+        for result, right, own in zip(results, (maxima, total), (0, np.abs(total).max()), strict=True):
             assert result.shape == right.shape
-            assert largest_error(result, right) <= roundings
+            assert largest_error(result, right) <= 2.0**-24 * (4 * lengths + own)
     (counted,) = counters
     assert counted.loaded["key_codes"] == 2 * HEADS * body * layout.key.words, "once, however many ask"
 
