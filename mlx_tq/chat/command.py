@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = join_ranks(args)
     config = config_from_args(args)
     rescue = rescue_from_args(args, default=AUTO if config.evict else OFF)
-    if rescue.service != OFF:
+    in_blocks = rescue.service != OFF  # on every rank
+    if in_blocks:
         config = with_blocks(config, args)
     if not ranks.is_first:  # the first one asks for all
         rescue = RescueConfig(service=OFF)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         warn=warnings.append,
     ) as session:
         if args.load is not None:
-            _load(session, args, in_blocks=rescue.service != OFF)
+            _load(session, args, in_blocks=in_blocks)
         show_banner(session)
         show_last_exchange(session)
         if session.rescue.service == AUTO and session.client is not None:
