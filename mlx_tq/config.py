@@ -18,6 +18,8 @@ BLOCK = 32
 SCHEDULE = "+"
 # Between the key format of recent tokens and that of older ones.
 COLD = "~"
+# Fields that name formats of layers, and keep their defaults beside `mean_bits`.
+CHOOSING = ("key", "value", "boundary", "outlier")
 # Tokens that one short span, what stands around it and the marks of a quotation take.
 LEAST_QUOTATION = 128
 
@@ -47,7 +49,8 @@ class KVConfig:
             read of each pair of dims; so nothing is packed before these were seen.
         evict: which tokens leave the cache, or None to keep all.
         mean_bits: stored bits a value, scales and means included, that all layers may take together; the formats of
-            each are then chosen by what it is known to lose, and take the places of `key` and `value`.
+            each are then chosen by what it is known to lose, and take the places of `key` and `value`; `boundary` and
+            `outlier` choose none.
 
     Raises:
         ConfigError: a value that cannot be met, with those that can.
@@ -84,10 +87,11 @@ class KVConfig:
                 raise ConfigError(f"{name} is {value}; it must be 0 or more.")
         if self.recent < BLOCK or self.recent % BLOCK:
             raise ConfigError(f"recent is {self.recent}; it must be a multiple of {BLOCK}, such as 512.")
-        if self.mean_bits is not None and (self.key, self.value) != (KVConfig.key, KVConfig.value):
+        named = [name for name in CHOOSING if getattr(self, name) != getattr(KVConfig, name)]
+        if self.mean_bits is not None and named:
             raise ConfigError(
-                f"mean_bits is {self.mean_bits:g} and chooses the formats; key {self.key!r} and value {self.value!r} "
-                "choose them too. Drop one of the two."
+                f"mean_bits is {self.mean_bits:g} and chooses the formats of all layers; {named[0]} is "
+                f"{getattr(self, named[0])!r} and chooses some too. Drop one of the two."
             )
         if self.evict is not None:
             if COLD in self.key and self.evict.recall == "auto":

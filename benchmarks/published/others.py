@@ -28,6 +28,12 @@ _LAYERS = at("codec", "layer-by-layer", "quality_layers.json")
 _ABLATION = at("codec", "rotations-blocks-means", "quality_ablation.json")
 _PROFILES = at("README", "three-models", "quality_profiles_smollm2.json", "quality_profiles_gemma3-270m.json")
 _DECODE = at("speed", "one-layer", "decode_attention.json")
+_REAL = at(
+    "formats",
+    "the-reports-formats-on-real-models",
+    "quality_reports_smollm2.json",
+    "quality_reports_gemma3-270m.json",
+)
 _KERNELS = "[Kernels](../how/kernels.md)"
 
 
@@ -113,6 +119,7 @@ def tq3_0() -> list[Row]:
     rows = 8 * 80 * 73728
     keys = pair("tq3/fp16", "formats")
     real = {name: kld(pair(f"{name}:plain/fp16", "reports_smollm2")) for name in ("tq3_0", "tq3")}
+    gemma = {name: kld(pair(f"{name}/fp16", "reports_gemma3-270m")) for name in ("tq3_0:plain", "tq3")}
     own = rows * nbytes("tq3", "tq3", conditioned=True) / 2**20
     return [
         Row(
@@ -142,9 +149,9 @@ def tq3_0() -> list[Row]:
             "+6.6 %, 1.64 times less",
             SMALL,
             f"`tq3` keys {change(keys)}, {keys['ratio']:.2f} times less; the embedded model. Of `tq3_0` keys the KLD "
-            f"alone: {real['tq3_0']}, `tq3` {real['tq3']} "
-            "(SmolLM2-135M)",
-            f"{_WITH_KERNELS}; {at('formats', 'the-reports-formats-on-a-real-model', 'quality_reports_smollm2.json')}",
+            f"alone: {real['tq3_0']}, plain `tq3` {real['tq3']} (SmolLM2-135M); {gemma['tq3_0:plain']}, conditioned "
+            f"`tq3` {gemma['tq3']} (Gemma 3 270M)",
+            f"{_WITH_KERNELS}; {_REAL}",
         ),
         Row(
             "divergence of the format",
@@ -207,6 +214,13 @@ def _error_of(name: str) -> str:
 def tbq4_0() -> list[Row]:
     """TBQ4_0 for llama.cpp on a DGX Spark."""
     wide = get_format("tbq3_0").bytes_per_vector(256)
+    mixed, ours = (
+        {name: kld(pair(name, "reports_gemma3-270m")) for name in names}
+        for names in (
+            ("q8_0:plain/tbq4_0", "tbq4_0:plain/q8_0", "tbq4_0:plain/tbq3_0"),
+            ("q8:plain/tq4", "tq4/q8", "tq4/tq3"),
+        )
+    )
     return [
         Row(
             "block of 128: 4-bit codes and an fp16 norm",
@@ -262,7 +276,14 @@ def tbq4_0() -> list[Row]:
             "for `tq` formats of 64, 80, 128, 256; levels are computed",
             _KERNELS,
         ),
-        Row("different formats of keys and values", "one pair; others planned", BUILT, "any pair", FORMATS),
+        Row(
+            "different formats of keys and values",
+            "q8_0/turbo3 and tbq4_0/tbq4_0; q8_0/tbq4_0, tbq4_0/q8_0, tbq4_0/tbq3_0 (about +2 to 3 %) planned",
+            BUILT,
+            f"any pair. KLD of the three planned {', '.join(mixed.values())}; of q8/tq4 with plain, tq4/q8 and tq4/tq3 "
+            f"with conditioned keys {', '.join(ours.values())} (Gemma 3 270M)",
+            _REAL,
+        ),
         Row(
             "one fixed rotation for all devices",
             "made from a seed, kept in the code",

@@ -4,9 +4,18 @@ import argparse
 
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.cache.files import check_config
 from mlx_tq.chat.loop import Chat
 from mlx_tq.chat.screen import show_banner, show_last_exchange
-from mlx_tq.commands.args import SHADOW, chooses_rescue, config_from_args, option_value, rescue_from_args, with_blocks
+from mlx_tq.commands.args import (
+    SHADOW,
+    chooses_rescue,
+    config_from_args,
+    names_cache,
+    option_value,
+    rescue_from_args,
+    with_blocks,
+)
 from mlx_tq.commands.joining import join_ranks
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.preflight import check_arguments
@@ -15,7 +24,9 @@ from mlx_tq.commands.screen import console, show_shadow
 from mlx_tq.commands.stores import chosen_store
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation import Session
+from mlx_tq.errors import ConfigError
 from mlx_tq.rescue import AUTO, OFF
+from mlx_tq.sequence.files import with_formats
 
 _START_S = 60.0
 
@@ -27,10 +38,13 @@ def run(args: argparse.Namespace) -> int:
         MlxTqError: whatever stands in the way of a conversation.
     """
     check_arguments(args)
+    if args.load is not None and args.system_prompt is not None:
+        raise ConfigError("--system-prompt is given, but the conversation of --load has begun; drop one of the two.")
     ranks = join_ranks(args)
     config = config_from_args(args)
     rescue = rescue_from_args(args, default=AUTO if config.evict else OFF)
-    if rescue.service != OFF:
+    in_blocks = rescue.service != OFF  # on every rank
+    if in_blocks:
         config = with_blocks(config, args)
     if not ranks.is_first:  # the first one asks for all
         rescue = RescueConfig(service=OFF)
@@ -52,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         warn=warnings.append,
     ) as session:
         if args.load is not None:
-            session.load(args.load)
+            _load(session, args, in_blocks=in_blocks)
         show_banner(session)
         show_last_exchange(session)
         if session.rescue.service == AUTO and session.client is not None:
@@ -62,3 +76,12 @@ def run(args: argparse.Namespace) -> int:
         if session.shadow is not None:
             show_shadow(session.shadow.report())
         return code
+
+
+def _load(session: Session, args: argparse.Namespace, *, in_blocks: bool) -> None:
+    """Go on with a conversation as it was saved, which flags about its cache can only repeat."""
+    session.load(args.load)
+    if names_cache(args):
+        wanted = config_from_args(args, {}, base=session.config)
+        wanted = with_formats(session.model, with_blocks(wanted, args, {}) if in_blocks else wanted)
+        check_config(args.load, session.config, wanted)

@@ -249,20 +249,21 @@ def config_from_args(
     Raises:
         ConfigError: a value that cannot be met.
     """
-    from mlx_tq.config import KVConfig, profile  # loads mlx, which --help does without
+    from mlx_tq.config import CHOOSING, KVConfig, profile  # loads mlx, which --help does without
 
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
     named = option_value(args, PROFILE, environ)
     if "mean_bits" in changes:
-        flags = [option.flag for option in FORMAT_OPTIONS if option_value(args, option, {}) is not None]
+        options = (PROFILE, *(option for option in OPTIONS if option.field in CHOOSING))
+        flags = [option.flag for option in options if option_value(args, option, {}) is not None]
         if flags and option_value(args, MEAN_BITS, {}) is not None:
             raise ConfigError(f"{MEAN_BITS.flag} and {flags[0]} both choose formats. Drop one of them.")
         if flags:  # the environment is but a default
             del changes["mean_bits"]
         else:
             named = None
-            changes |= {"key": KVConfig.key, "value": KVConfig.value}
+            changes |= {field: getattr(KVConfig, field) for field in CHOOSING}
     if named is None and base is not None:
         config = replace(base, **changes)
     else:

@@ -107,6 +107,22 @@ def test_paths_and_what_a_loaded_conversation_said_last(talk, tmp_path, monkeypa
     assert f"> {question}\n417295" in err
 
 
+def test_a_flag_that_a_loaded_conversation_would_pass_over_is_refused(talk, capsys):
+    """It goes on as it was saved; the same flags again say so."""
+    evicts = ("--kv-evict", "recency", "--kv-budget", "50%", "--rescue", "off")
+    talk("hi", "/save here", words=evicts)
+    load = ("--load", "here")
+    for words in ((), evicts, ("--kv-window", "128", "--rescue", "off")):
+        assert talk(words=(*load, *words)).out == ""
+    for words, says in (
+        (("--kv-profile", "small"), "made with another configuration: key is 'q8', not 'tq4'"),
+        ((*evicts[:3], "25%"), "made with another configuration: evict is"),
+        (("--system-prompt", "Be brief."), "--system-prompt is given, but the conversation of --load has begun"),
+    ):
+        assert cli.main(["chat", *load, *words]) > 0
+        assert says in capsys.readouterr().err
+
+
 def test_what_is_pasted_is_one_message(popen):
     """A terminal marks a paste; the key Enter ends the message. Lines of a pipe are messages each, as before."""
     if "libedit" in (readline.__doc__ or ""):

@@ -103,8 +103,11 @@ def test_profiles_and_flags_of_eviction_fall_back():
 def test_bits_and_formats_exclude_each_other_where_both_are_flags():
     assert read("--kv-mean-bits", "4", **{name_of(PROFILE): "small"}) == KVConfig(mean_bits=4)
     assert read(PROFILE.flag, "small", **{name_of(MEAN_BITS): "4"}) == PROFILES["small"]
-    with pytest.raises(ConfigError, match="--kv-mean-bits and --kv-key both choose formats"):
-        read("--kv-mean-bits", "4", "--kv-key", "q8")
+    assert read("--kv-mean-bits", "4", MLX_TQ_KV_BOUNDARY="1") == KVConfig(mean_bits=4)
+    assert read("--kv-boundary", "1", **{name_of(MEAN_BITS): "4"}) == KVConfig(boundary=1)
+    for flag, value in (("--kv-key", "q8"), ("--kv-boundary", "1"), ("--kv-outlier", "0")):
+        with pytest.raises(ConfigError, match=f"--kv-mean-bits and {flag} both choose formats"):
+            read("--kv-mean-bits", "4", flag, value)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,9 @@ def test_what_cannot_be_is_said(embedded, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for settings_, says in (
         ({"mean_bits": 1.5}, "mean_bits is 1.5; qwen3 takes 2.19 at least, with tq2 in every layer"),
-        ({"mean_bits": 4.2, "key": "tq3"}, "mean_bits is 4.2 and chooses the formats; key 'tq3' and value 'tq4'"),
+        ({"mean_bits": 4.2, "key": "tq3"}, "mean_bits is 4.2 and chooses the formats of all layers; key is 'tq3'"),
+        ({"mean_bits": 4.2, "boundary": 1}, "of all layers; boundary is 1 and chooses some too. Drop one of the two"),
+        ({"mean_bits": 4.2, "outlier": 0.0}, "of all layers; outlier is 0.0"),
         ({"value": "tq4+tq3"}, "value names 2 formats, and the model has 6 layers"),
         ({"value": "tq4+spectral8"}, "value is 'spectral8', which is for keys only"),
     ):

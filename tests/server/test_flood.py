@@ -1,5 +1,7 @@
 """More at once than anyone needs: the server goes on, its health is answered before all else, its log stays small."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from http_harness import answered, connections, open_files, wait_for
 
@@ -7,6 +9,7 @@ from .conftest import PACKED
 from .harness import running
 
 MEGABYTE = 10**6
+QUEUE = 40  # requests that may wait while one runs
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
 
@@ -14,7 +17,7 @@ SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length
 @pytest.fixture(scope="module", params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])
 def flooded(folder, tmp_path_factory, request):
     """A server that few files are allowed to, and the share of the full counts."""
-    limits = ("--decode-concurrency", "1", "--max-queue", str(100 // request.param))
+    limits = ("--decode-concurrency", "1", "--max-queue", str(QUEUE // request.param))
     with (
         open_files(1280 // request.param),
         running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, *limits) as made,
@@ -35,9 +38,27 @@ def test_slow_bodies(flooded):
     """As many as may wait or run may send at once; the next one is told to come back."""
     server, share = flooded
     with connections(server.url, 200 // share, SLOW) as made:
-        wait_for(lambda: answered(made) == len(made) - 1 - 100 // share)  # the rest is arriving
+        wait_for(lambda: answered(made) == len(made) - 1 - QUEUE // share)  # the rest is arriving
         assert server.http.get("/health").status_code == 200
         refused = server.post(messages=[{"role": "user", "content": "hi"}], max_tokens=1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert refused.headers["retry-after"] == "1"
+    assert len(server.log()) < MEGABYTE
+
+
+def test_many_clients_at_once(flooded):
+    """None is answered otherwise than by what was asked for, or by a refusal that says when to come back."""
+    server, share = flooded
+
+    def call(client):
+        assert server.http.get("/health").status_code == 200
+        answer = server.post(messages=[{"role": "user", "content": f"hi {client}"}], max_tokens=2)
+        assert answer.status_code == 200 or answer.headers["retry-after"]
+        return answer.status_code
+
+    clients = 64 // share
+    with ThreadPoolExecutor(clients) as pool:
+        statuses = set(pool.map(call, range(clients)))
+    assert 200 in statuses
+    assert statuses <= {200, 429, 503}
     assert len(server.log()) < MEGABYTE
