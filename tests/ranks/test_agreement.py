@@ -190,6 +190,5 @@ def test_ranks_differ_from_one_process_by_rounding(tmp_path):
     for first, second in ours.values():
         assert np.array_equal(first.value, second.value), (first.err, second.err)
     far = [np.abs(each - exact).max() for each in (ours["float32"][0].value, ours["bfloat16"][0].value, rounded)]
-    print(far)
     assert far[0] < 1e-3
     assert far[1] < 2 * far[2]

@@ -161,6 +161,7 @@ def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen):
     assert "417295" in expected[-4]["content"]
     with ranks_running(popen, tmp_path, *flags) as (server, other):
         assert answers(server) == expected
+        assert server.http.get("/v1/plan").json()["plan"]["ranks"] == 2
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) in (0, 130)
     assert other.wait(60) == 0, (tmp_path / "second.log").read_text()
