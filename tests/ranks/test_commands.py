@@ -57,6 +57,7 @@ def chosen(name, folder):
         pytest.param(name, way, marks=[] if (name, way) == ("needle", "recall") else pytest.mark.full)
         for name in MODELS
         for way in WAYS
+        if (name, way) != ("smollm2", "bytes")  # the least that can be asked for is more than its short prompt takes
     ],
 )
 def test_ranks_say_what_one_process_says(name, way, tmp_path):
