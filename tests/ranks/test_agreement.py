@@ -67,14 +67,14 @@ def test_what_ranks_add_up_agree_on_and_tell_each_other(tmp_path):
 POLICIES = ["knorm", "triattention:warmup=64:stats=text", "expected_attention:warmup=64:stats=text", "random"]
 
 
-def random_model(rng, size):
+def random_model(rng, size, vocabulary=160):
     """A random llama with some KV heads for each rank; equal generators give equal models."""
     module = import_module("mlx_lm.models.llama")
     heads, groups = size * int(rng.integers(1, 3)), int(rng.integers(1, 3))
     sizes = {"hidden_size": 64, "intermediate_size": 32 * size, "num_hidden_layers": int(rng.integers(1, 4))}
     heads = {"num_attention_heads": heads * groups, "num_key_value_heads": heads, "head_dim": 32}
     args = module.ModelArgs(
-        model_type="llama", rms_norm_eps=1e-5, vocab_size=160, max_position_embeddings=4096, **sizes, **heads
+        model_type="llama", rms_norm_eps=1e-5, vocab_size=vocabulary, max_position_embeddings=4096, **sizes, **heads
     )
     mx.random.seed(int(rng.integers(2**31)))
     model = module.Model(args)

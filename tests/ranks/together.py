@@ -15,7 +15,9 @@ from mlx_tq.cli import main
 
 LIMIT = 240  # seconds after which a rank is taken for stuck
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mlx_lm", "mlx_tq.commands.runs.generate", "mlx_tq.chat.command", __name__])
+_CONTEXT.set_forkserver_preload(
+    ["mlx_lm", "mlx_tq.commands.runs.generate", "mlx_tq.chat.command", "mlx_tq.server.engine", __name__]
+)
 
 
 @dataclass(frozen=True)
