@@ -17,14 +17,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_arguments(parser, adapter=False)
     parser.add_argument("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="that are read")
+    parser.add_argument("--tokens", type=int, metavar="N", help="that are read (default: 4096)")
     parser.add_argument(
         "--text-share",
         type=float,
-        default=0.25,
         metavar="SHARE",
         help="of the text's own queries beside those of questions about it and their answers: 0 for questions alone, "
-        "1 for the text alone",
+        "1 for the text alone (default: 0.25)",
     )
     parser.add_argument(
         "--covariance",
@@ -34,7 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--losses",
         action="store_true",
-        help="instead measure what each layer loses, for --kv-mean-bits, and keep it in the user's cache folder",
+        help="instead measure what each layer loses on the text, for --kv-mean-bits, and keep it in the user's cache "
+        "folder",
     )
     parser.add_argument(
         "-o",

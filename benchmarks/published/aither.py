@@ -96,6 +96,13 @@ def codec() -> list[Row]:
             "whole caches are copied packed; they have no blocks that several share",
         ),
         Row("the codec by itself, which checks its error", "built", BUILT, "`TurboQuant`, `validate`", _PYTHON),
+        Row(
+            "decoded vectors of one layer at a time, or of chosen blocks",
+            "a buffer that all layers share",
+            BUILT,
+            "prompts decode a layer at a time; single tokens decode nothing",
+            _KERNELS,
+        ),
         Row("memory estimate", "of a model and a context", BUILT, "`memory_report`", _PYTHON),
         Row(
             "FP8: 2.0 times less, near exact",
@@ -147,7 +154,12 @@ def codec() -> list[Row]:
             NOT_BUILT,
             "spectral keys are decoded first",
         ),
-        Row("spectral profiles of seven Qwen3.5 models", "F = 10 to 16", NOT_BUILT, "none is in the package"),
+        Row(
+            "spectral profiles of seven Qwen3.5 models",
+            "F = 10 to 16: 11.6 to 7.5 times less",
+            NOT_BUILT,
+            "none is in the package",
+        ),
         Row(
             "frequencies by layer",
             "fewer in early layers",
@@ -169,11 +181,9 @@ def codec() -> list[Row]:
 
 def serving() -> list[Row]:
     """Kernels, vLLM, tiers, the graph of blocks, throughput."""
-    streams = {
-        (f["profile"], f["streams"]): f["tokens_per_second"]
-        for f in report("server_streams.json")["figures"]
-        if f["prefix"] == "hot"
-    }
+    served = {(f["profile"], f["streams"], f["prefix"]): f for f in report("server_streams.json")["figures"]}
+    streams = {key[:2]: f["tokens_per_second"] for key, f in served.items() if key[2] == "hot"}
+    cold, hot = (served["small", 1, prefix]["seconds"] for prefix in ("cold", "hot"))
     token = 36 * 8 * nbytes("tq4", "tq4", conditioned=True)
     looks = report("recall.json")["rows"]
     return [
@@ -203,9 +213,24 @@ def serving() -> list[Row]:
         ),
         Row(
             "tokens in 20 GiB, the same shape",
-            "548,275 at 4 bits, 291,271 in FP8",
+            "548,275 at 4 bits, 291,271 in FP8: 13.4 and 7.1 sequences of 40K",
             REACHED,
-            f"{20 * 2**30 // token:,} by definition (`small`, all packed)",
+            f"{20 * 2**30 // token:,}, {20 * 2**30 / token / 40960:.1f} sequences, by definition (`small`, all packed)",
+            FORMATS,
+        ),
+        Row(
+            "page of 16 tokens, 8 KV heads",
+            "17,408 bytes at 4 bits; 32,768 in FP8, 65,536 in 16 bits",
+            REACHED,
+            f"{16 * token // 36:,} bytes by definition (`small`); pages there are none",
+            FORMATS,
+        ),
+        Row(
+            "tokens in 128 GB of system memory, the same shape",
+            "3.9 million, 34 KB each",
+            NOT_REACHED,
+            f"{128 * 2**30 / token / 1e6:.2f} million by definition; the published 612 MiB for 16K are 39 KB each, and "
+            f"give {128 * 2**30 / (612 * 2**20 / 16384) / 1e6:.2f}",
             FORMATS,
         ),
         Row(
@@ -230,17 +255,25 @@ def serving() -> list[Row]:
         ),
         Row(
             "torch.compile, CUDA graphs, custom operations",
-            "144 graph breaks a token, then none; 11 to 40 tok/s",
+            "26.1 to 64.0 tok/s at 5 streams; 144 graph breaks a token, then none: 11 to 40 tok/s at one",
             NOT_BUILT,
             "a step compiles with `mx.compile`, which gains nothing",
             _KERNELS,
         ),
         Row(
             "1, 5, 20 streams on an RTX 5090, 8B weights",
-            "median 37.8, 174.8, 589 tok/s (v1.3); 224.1 at 5 and 288.6 at 10 (v0.8)",
+            "median 37.8, 174.8, 589 tok/s (v1.3); 224.1, 288.6 and 115.2 at 5, 10 and 20 (v0.8); 23.6 and 120 at "
+            "1 and 5 (v1.0)",
             NOT_REACHED,
             f"{', '.join(str(streams['small', count]) for count in (1, 5, 20))} tok/s on two CPU cores with 7 million "
             f"weights: 20 streams give {streams['small', 20] / streams['small', 1]:.1f} times one's, there 15.6",
+            _STREAMS,
+        ),
+        Row(
+            "20 streams without an error",
+            "no error",
+            SMALL,
+            f"all {served['small', 20, 'hot']['answer_tokens']} tokens of 20 answers came; the embedded model",
             _STREAMS,
         ),
         Row(
@@ -253,9 +286,9 @@ def serving() -> list[Row]:
         ),
         Row(
             "GSM8K, 200 questions",
-            "84.5 %",
+            "84.5 %, read from behind the model's thoughts",
             NOT_MEASURED,
-            "`mlx_tq.evaluate reasoning` takes its file; no model here answers it",
+            "`mlx_tq.evaluate reasoning` takes its file, and leaves thoughts out; no model here answers it",
             _ANSWERS,
         ),
         Row(
@@ -275,13 +308,14 @@ def serving() -> list[Row]:
         Row(
             "a prefix that was read before",
             "12 to 17 % faster, one request",
-            NOT_MEASURED,
-            "built, bit for bit, on disk and in the server",
-            "[Read once](../guides/read_once.md)",
+            SMALL,
+            f"an answer behind 2,048 tokens that were read takes {hot:.1f} s, behind 256 that were not {cold:.1f}; bit "
+            "for bit the same, also on disk; the embedded model",
+            _STREAMS,
         ),
         Row(
             "cold tier in system memory behind an FP8 or a 4-bit one",
-            "3.9 million tokens in 128 GB; 1,072 MB/s for 16K tokens",
+            "1,072 MB/s for 16K tokens, 135 for 1K",
             BUILT,
             _warmed(),
             at("store", "tiers", "store_tiers.json"),

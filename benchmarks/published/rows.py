@@ -33,7 +33,7 @@ class Row(NamedTuple):
 def at(page: str, part: str, *files: str) -> str:
     """A section of a page of the measurements, above whose table the command stands, and the files that it shows."""
     names = ", ".join(f"[{name}](../../benchmarks/results/{name})" for name in files)
-    label = "Three models" if page == "README" else page.capitalize()
+    label = (part.replace("-", " ") if page == "README" else page).capitalize()
     return f"[{label}]({page}.md#{part})" + (f"; {names}" if names else "")
 
 

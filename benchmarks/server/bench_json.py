@@ -1,15 +1,16 @@
 """Answers that are held to 20 schemas of bounded strings and arrays: how many end, are valid, and what a token costs.
 
-Sampled at temperature 1, 20 at once, by the openai client. What holding costs is timed apart, on the same answers with
-logits that are there: reading the last token, making the mask and applying it.
+Sampled at temperature 1, 20 at once, by the openai client. Each answer is a line of --answers, and those that are there
+are not asked for again. What holding costs is timed apart, on the same answers with logits that are there: reading the
+last token, making the mask and applying it.
 
-python -m benchmarks.server.bench_json --model smollm2 --dtype float32 --dequantize --kv-profile off
+python -m benchmarks.server.bench_json --answers answers.jsonl --model smollm2 --dtype float32 --dequantize
 """
 
 import argparse
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import median
 
@@ -40,6 +41,20 @@ def generate(client, case, seed):
         max_tokens=MAX_TOKENS,
     ).choices[0]
     return choice.message.content, choice.finish_reason
+
+
+def answered(file, seeds, flags):
+    """Text and reason by schema and seed; those that `file` has not are asked for, and added to it."""
+    lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    found = {(number, seed): (text, finish) for number, seed, text, finish in lines}
+    jobs = [(number, seed) for seed in range(seeds) for number in range(len(CASES)) if (number, seed) not in found]
+    with serving(*flags) as url, ThreadPoolExecutor(AT_ONCE) as pool, file.open("a", buffering=1) as out:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
+        asked = {pool.submit(generate, client, CASES[number], seed): (number, seed) for number, seed in jobs}
+        for answer in as_completed(asked):
+            found[asked[answer]] = answer.result()
+            out.write(json.dumps([*asked[answer], *answer.result()]) + "\n")
+    return found
 
 
 def is_valid(case, text):
@@ -83,24 +98,22 @@ def main():
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--dtype")
     parser.add_argument("--dequantize", action="store_true")
+    parser.add_argument("--answers", type=Path, required=True, metavar="FILE")
     args, others = parser.parse_known_args()  # the others are the server's
     flags = [*(["--model", args.model] if args.model else []), *(["--dtype", args.dtype] if args.dtype else [])]
     flags += [*(["--dequantize"] if args.dequantize else []), *others]
-    jobs = [(case, seed) for seed in range(args.seeds) for case in CASES]
-    answers = []
-    with serving(*flags) as url, ThreadPoolExecutor(AT_ONCE) as pool:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
-        for answer in pool.map(lambda job: generate(client, *job), jobs):
-            answers.append(answer)
-            print(len(answers), *answer, flush=True)
-    ended = [(case, text) for (case, _), (text, finish) in zip(jobs, answers, strict=True) if finish == "stop"]
+    answers = [
+        (CASES[number], text, finish)
+        for (number, _), (text, finish) in sorted(answered(args.answers, args.seeds, flags).items())
+    ]
+    ended = [(case, text) for case, text, finish in answers if finish == "stop"]
     model, tokenizer = load(args.model)
     began = time.perf_counter()
     grammars = Grammars(tokenizer)
     start = time.perf_counter() - began
     tokens, beginnings = costs(model, tokenizer, grammars, ended)
     report = {
-        "command": " ".join(["python -m benchmarks.server.bench_json", *flags]),
+        "command": " ".join(["python -m benchmarks.server.bench_json --answers answers.jsonl", *flags]),
         "model": args.model,
         "environment": environment(),
         "generations": len(answers),
@@ -111,7 +124,7 @@ def main():
         "token_us": summary(tokens),
         "schema_us": summary(beginnings),
         "start_s": round(start, 2),
-        "unended": [case["asked"] for (case, _), (_, finish) in zip(jobs, answers, strict=True) if finish != "stop"],
+        "unended": [case["asked"] for case, _, finish in answers if finish != "stop"],
     }
     print(json.dumps(report))
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")

@@ -249,7 +249,7 @@ def config_from_args(
     Raises:
         ConfigError: a value that cannot be met.
     """
-    from mlx_tq.config import profile  # loads mlx, which --help does without
+    from mlx_tq.config import KVConfig, profile  # loads mlx, which --help does without
 
     chosen = {option.field: option_value(args, option, environ) for option in OPTIONS}
     changes = {field: value for field, value in chosen.items() if value is not None}
@@ -262,7 +262,7 @@ def config_from_args(
             del changes["mean_bits"]
         else:
             named = None
-            changes = {field: value for field, value in changes.items() if field not in ("key", "value")}
+            changes |= {"key": KVConfig.key, "value": KVConfig.value}
     if named is None and base is not None:
         config = replace(base, **changes)
     else:

@@ -28,7 +28,7 @@ def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
     """
     for config in configs:
         if config.mean_bits is not None and known_losses(fingerprint(model)) is None:
-            measure(model, tokenizer)
+            measure(model, tokenizer, load_text())
         policy = None if config.evict is None else config.evict.policy
         if not isinstance(policy, CalibratedPolicy) or not policy.looks_up or not plan_caches(model, config).is_blind:
             continue
@@ -43,8 +43,8 @@ def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
             )
 
 
-def measure(model: Any, tokenizer: Any) -> None:
-    """Measure what each layer of the model loses, and keep it in the user's cache folder.
+def measure(model: Any, tokenizer: Any, text: str) -> None:
+    """Measure what each layer of the model loses on a text, and keep it in the user's cache folder.
 
     Raises:
         MlxTqError: it cannot be measured, or not kept.
@@ -52,7 +52,7 @@ def measure(model: Any, tokenizer: Any) -> None:
     path = kept_losses(fingerprint(model))
     make_folder(path)  # before the work, not after it
     with prefill_progress(what="measuring what each layer loses, once") as progress:
-        found = measure_losses(model, tokenizer, load_text(), progress)
+        found = measure_losses(model, tokenizer, text, progress)
     save_losses(path, found)
     console.print(f"what each layer loses is kept in {path}", style="dim", markup=False, soft_wrap=True)
 

@@ -15,7 +15,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.rescue import OFF
 from mlx_tq.sequence.build import adopt_caches, build_caches
 from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.files import load_prompt_cache
+from mlx_tq.sequence.files import load_prompt_cache, with_formats
 from mlx_tq.sequence.plan import Plan, unasked
 
 
@@ -99,7 +99,7 @@ def open_prompt_cache(model: Any, args: argparse.Namespace) -> PromptCache:
 def _open_ours(model: Any, path: str, args: argparse.Namespace) -> PromptCache:
     loaded = load_prompt_cache(path, model=model)
     if names_cache(args):
-        check_config(path, loaded.config, config_from_args(args, {}, base=loaded.config))
+        check_config(path, loaded.config, with_formats(model, config_from_args(args, {}, base=loaded.config)))
     if loaded.config.is_off:
         return PromptCache(loaded.caches, None, loaded.config)
     if native := _native_flags(args):

@@ -8,6 +8,7 @@ import psycopg
 
 from rescue_svc.errors import StoreDamagedError
 from rescue_svc.postgres.connections import LOCK, SCHEMA
+from rescue_svc.postgres.transactions import transaction
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -31,7 +32,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 def migrate(connection: psycopg.Connection) -> None:
     """Take the steps that are missing, all in one transaction; raises StoreDamagedError for a newer database."""
-    with connection.transaction():
+    with transaction(connection):
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK])
         if not connection.execute("SELECT to_regclass(%s)", [f"{SCHEMA}.version"]).fetchone()[0]:  # type: ignore[index]
             connection.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")

@@ -14,6 +14,7 @@ from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullE
 from rescue_svc.postgres import vectors, words
 from rescue_svc.postgres.connections import Connections
 from rescue_svc.postgres.schema import create_tables, drop_tables, migrate
+from rescue_svc.postgres.transactions import transaction
 from rescue_svc.settings import Caps
 from rescue_svc.store import NewSpan, Pending, Session, Span, Vectors
 
@@ -101,7 +102,7 @@ class PostgresStore:
             "plain": [" ".join(found) for found in plain],
             "now": now,
         }
-        with self._connections.take() as connection, connection.transaction():
+        with self._connections.take() as connection, transaction(connection):
             session = self._session_for_writing(connection, name, now)
             added, total, everywhere = connection.execute(_ADD.format(session=session), rows).fetchone() or (0, 0, 0)
             self._check_caps(name, total, everywhere)
@@ -184,7 +185,7 @@ class PostgresStore:
         Returns what it was. Raises SessionNotFoundError.
         """
         with self._connections.take() as connection:
-            with connection.transaction():
+            with transaction(connection):
                 row = connection.execute(
                     f"DELETE FROM sessions WHERE name = %s RETURNING {_SESSION}",
                     [name],
@@ -213,7 +214,7 @@ class PostgresStore:
         """
         self._adopt_sessions(model)
         with self._connections.take() as connection:
-            with connection.transaction():
+            with transaction(connection):
                 taken = vectors.take(connection, self._given_up, limit)
                 waiting = self._texts(taken)
                 if waiting:

@@ -7,6 +7,7 @@ import psycopg
 from psycopg.errors import UndefinedTable
 
 from rescue_svc.postgres.connections import LOCK, Connections
+from rescue_svc.postgres.transactions import transaction
 from rescue_svc.store import Pending, Vectors
 
 # Up to here an exact scan takes a few milliseconds.
@@ -47,7 +48,7 @@ def store(connection: psycopg.Connection, model: str, spans: list[Pending], matr
 
 def adopt(connection: psycopg.Connection, session: int, model: str) -> None:
     """Make a session one of this model; vectors of another go, and its spans wait again."""
-    with connection.transaction():
+    with transaction(connection):
         row = connection.execute("SELECT model FROM sessions WHERE id = %s FOR NO KEY UPDATE", [session]).fetchone()
         if row is None or row[0] == model:
             return
@@ -72,7 +73,7 @@ def index_large(connection: psycopg.Connection, sessions: Iterable[int]) -> None
 
 def build(connection: psycopg.Connection, session: int) -> None:
     """Build the index of a session, unless another service does; who searches meanwhile scans."""
-    with connection.transaction():
+    with transaction(connection):
         if connection.execute("SELECT pg_try_advisory_xact_lock(%s)", [(LOCK << 32) + session]).fetchone() != (True,):
             return
         connection.execute("SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0")

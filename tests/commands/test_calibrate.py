@@ -107,6 +107,12 @@ def test_statistics_are_gathered_once_a_model(cli, tmp_path, monkeypatch):
     assert calibration(result) == blind
 
 
+def test_losses_are_of_the_text_that_is_named(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "text").write_text("two words", encoding="utf-8")
+    refused(cli("calibrate", "--losses", "--text", tmp_path / "text"), "measured on 512 tokens; the text has ")
+
+
 def test_the_embedded_model_was_asked_beforehand(embedded):
     source = plan_caches(embedded[0], KVConfig(evict=EvictConfig())).eviction.source
     assert re.fullmatch(r"questions and text \(.*/assets/queries/queries-\w+\.safetensors\)", source)

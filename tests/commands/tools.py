@@ -42,9 +42,10 @@ def facts(count, key=417295):
 
 
 def environment(**changes):
-    """The environment of a process that finds this copy of mlx_tq."""
+    """The environment of a process that finds this copy of mlx_tq, and does not find torch."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_TQ_")}
-    return {**env, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "TERM": "xterm", **changes}
+    paths = f"{ROOT}:{Path(__file__).with_name('core')}"
+    return {**env, "PYTHONPATH": paths, "HF_HUB_DISABLE_TELEMETRY": "1", "TERM": "xterm", **changes}
 
 
 def command(*words):

@@ -19,17 +19,19 @@ CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
 
 
 def test_the_latest_queries_decide_what_is_back(exact):
-    """As a copy of the cache would choose; all of it leaves again, and is archived once."""
+    """As a copy of the cache would choose, beside what stays; all of it leaves again, and is archived once."""
     model, tokenizer = exact
     text, question = facts(40)
     caches = make_prompt_cache(model, CONFIG)
-    looked = 0
+    looked, alone = 0, False
     with compressed(model):
         for ids in np.array_split(tokenizer.encode(text), 8):
             mx.eval(model(mx.array(ids)[None], cache=caches))
         sequence, layers = sequence_in(caches), sequence_layers(caches)
         asked = tokenizer.encode(question)
-        looks = Looks(caches, every=EVERY)
+        named = sequence.archived[-1]
+        sequence.recall(layers, [named])
+        looks = Looks(caches, every=EVERY, stays=[named])
         looks.begin()
         steps = generate_step(mx.array(asked), model, prompt_cache=caches, max_tokens=36)
         for _ in steps:
@@ -41,11 +43,13 @@ def test_the_latest_queries_decide_what_is_back(exact):
             looks.token()
             if looks.count > looked:
                 looked = looks.count
-                assert sequence.recalled.tolist() == sorted(wanted)
+                assert sequence.recalled.tolist() == sorted({*wanted, *named.positions})
+                alone |= not set(named.positions) <= set(wanted)
                 assert set(wanted) <= set(layers[0].positions.tolist())
                 assert 0 < len(wanted) <= MOST
     looks.end()
     assert looked
+    assert alone, "a look would have taken it away"
     assert looks.positions
     release(caches)
     gone = set(range(layers[0].offset)) - set(layers[0].positions.tolist())

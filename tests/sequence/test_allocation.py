@@ -99,6 +99,32 @@ def test_losses_of_all_layers_are_measured_as_they_are_shipped(embedded):
     assert seen[-1] == (13 * MEASURED, 13 * MEASURED)
 
 
+def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_path):
+    """Nobody who goes on with it has to know what layers lose; who says other bits is refused."""
+    model, tokenizer = embedded
+    config, file, talk = KVConfig(mean_bits=4.2, prefix=16, window=32), tmp_path / "a.safetensors", tmp_path / "b"
+    chosen = plan_caches(model, config).config
+    with mlx_tq.compressed(model):
+        caches = mlx_tq.make_prompt_cache(model, config)
+        model(mx.arange(300)[None], cache=caches)
+    mlx_tq.save_prompt_cache(file, caches, model=model, config=config)
+    with mlx_tq.Session(model, tokenizer, config, max_tokens=2) as session:
+        assert list(session.respond("The code is 4."))
+        session.save(talk)
+    assert mlx_tq.load_prompt_cache(file, model=model, config=config).config == chosen
+    with pytest.raises(CacheFormatError, match="made with another configuration: key is 'tq3"):
+        mlx_tq.load_prompt_cache(file, model=model, config=KVConfig(mean_bits=3, prefix=16, window=32))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = kept_losses(fingerprint(model))
+    kept.parent.mkdir()
+    save_losses(kept, Losses((0.1,), (0.2,), 320))  # by which nothing can be chosen
+    assert mlx_tq.load_prompt_cache(file, model=model).config == chosen
+    with mlx_tq.Session(model, tokenizer, max_tokens=2) as session:
+        session.load(talk)
+        assert session.config == chosen
+        assert list(session.respond("What is it?"))
+
+
 def test_what_cannot_be_is_said(embedded, monkeypatch, tmp_path):
     model, tokenizer = embedded
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
