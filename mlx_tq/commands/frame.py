@@ -14,12 +14,12 @@ from pathlib import Path
 from mlx_tq.commands.args import check_environment, choose_impl
 from mlx_tq.commands.foreign_text import readable
 from mlx_tq.errors import ConfigError, MlxTqError, RankError
-from mlx_tq.ranks.ending import end_when_told, tell_end
+from mlx_tq.ranks.ending import end_now, end_when_told, tell_end
 from mlx_tq.ranks.launched import is_launched, launched_rank
 
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
 # Commands that several processes run together under `mlx.launch`.
-_TOGETHER = ("generate", "chat")
+_TOGETHER = ("generate", "chat", "server")
 # Of mlx, about a connection to another process.
 _BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")
 
@@ -37,7 +37,7 @@ def run_command(command: str, parser: argparse.ArgumentParser, work: str, words:
 
     def run() -> int:
         if is_launched():
-            _take_place(command)
+            _take_place(command, sys.argv[1:] if words is None else words)
         args = parser.parse_args(words)
         check_environment()
         choose_impl(args)
@@ -67,7 +67,7 @@ def guarded(command: str, run: Callable[[], int]) -> int:
     except RuntimeError as error:
         if not str(error).startswith(_BACKENDS):
             raise
-        _tell(command, f"another rank has ended, or cannot be reached any more ({error}).")
+        _tell(command, _gone(error))
         return FAILED
     except BrokenPipeError:  # the reader of our output left
         _give_up_output()
@@ -78,17 +78,33 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         return FAILED
 
 
-def _take_place(command: str) -> None:
+def end_rank(command: str, error: Exception) -> None:
+    """End at once, from any thread, a process that others of its kind wait for, with the line that says why."""
+    if isinstance(error, RuntimeError) and str(error).startswith(_BACKENDS):
+        end_now(_line(command, _gone(error)))
+    end_now(_line(command, str(error) if isinstance(error, MlxTqError) else repr(error)))
+
+
+def _gone(error: RuntimeError) -> str:
+    return f"another rank has ended, or cannot be reached any more ({error})."
+
+
+def _take_place(command: str, words: Sequence[str]) -> None:
     """Get ready to run with others: the first rank alone writes to stdout, and each says in a line why it ends.
 
     Raises:
-        ConfigError: the command runs in one process.
+        ConfigError: the command runs in one process, or is asked to divide the model as mlx-lm also can.
     """
     if launched_rank():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
     if command not in _TOGETHER:
         raise ConfigError(
             f"it runs in one process; {', '.join(_TOGETHER)} run in several. Start it without mlx.launch."
+        )
+    if "--pipeline" in words:
+        raise ConfigError(
+            "--pipeline divides a model by its layers, and mlx_tq only by its heads, of which each rank has some in "
+            "all layers. Drop it."
         )
     end_when_told(_line(command, "told to end (SIGTERM), which mlx.launch does where another rank has ended."))
 

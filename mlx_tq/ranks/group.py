@@ -9,7 +9,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,8 +20,11 @@ import numpy as np
 from mlx_tq.errors import MlxTqError, RankError
 
 T = TypeVar("T")
+Sampler = Callable[[mx.array], mx.array]
 # Between two looks of ranks that wait for the first.
 _NAP_S = 0.05
+# What `tell` sends where there is nothing to tell.
+_NOTHING = b"[null, null]"
 
 
 class Ranks:
@@ -37,6 +41,8 @@ class Ranks:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.calls = self.nbytes = 0
+        self._samplers: MutableMapping[int, Sampler] = weakref.WeakValueDictionary()
+        self._chosen: mx.array | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
         """A copy of a cache is on the same rank."""
@@ -60,6 +66,10 @@ class Ranks:
         """The largest of all ranks' values, float64, of the same shape."""
         return values if self.is_alone else self._all(mx.distributed.all_max, values)
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        return -int(self.most(np.array([-number]))[0])
+
     def any(self, flags: list[bool]) -> list[bool]:
         """Which flags are set on any rank."""
         if self.is_alone or not flags:
@@ -76,12 +86,20 @@ class Ranks:
         if self.is_alone:
             return chosen
         own = chosen.astype(mx.uint32) if self.is_first else mx.zeros(chosen.shape, mx.uint32)
+        if self._chosen is not None:  # of two rows of a pass that are chosen apart, one comes first on all ranks
+            (own,) = mx.depends([own], [self._chosen])
         self._count(own.nbytes)
-        return mx.distributed.all_sum(own, group=self.group)
+        self._chosen = mx.distributed.all_sum(own, group=self.group)
+        return self._chosen
 
-    def choosing(self, sampler: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
-        """A sampler of mlx-lm's that samples what the first rank's does."""
-        return sampler if self.is_alone else lambda logprobs: self.first(sampler(logprobs))
+    def choosing(self, sampler: Sampler) -> Sampler:
+        """A sampler of mlx-lm's that samples what the first rank's does; the same one of the same, while it is used."""
+        if self.is_alone:
+            return sampler
+        found = self._samplers.get(id(sampler))
+        if found is None:
+            found = self._samplers[id(sampler)] = lambda logprobs: self.first(sampler(logprobs))
+        return found
 
     def check(self, what: str, *parts: np.ndarray) -> None:
         """See that all ranks have the same arrays.
@@ -118,7 +136,7 @@ class Ranks:
         if self.is_alone:
             return make()
         if not self.is_first:
-            value, failed = json.loads(self._sent(b""))
+            value, failed = json.loads(self._sent(b"") or _NOTHING)
             if failed is not None:
                 raise RankError(failed, everywhere=True)
             return value  # type: ignore[no-any-return]
@@ -127,8 +145,18 @@ class Ranks:
         except MlxTqError as error:
             self._sent(json.dumps([None, str(error)]).encode())
             raise
-        self._sent(json.dumps([value, None]).encode())
+        self._sent(b" " if value is None else json.dumps([value, None]).encode())
         return value
+
+    def first_alone(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns on the first rank, or raises there and on all; None on the others, which do not call it.
+
+        Raises:
+            MlxTqError: as `make`, on all ranks alike.
+        """
+        made: list[T] = []
+        self.tell(lambda: made.append(make()))
+        return made[0] if made else None
 
     def wait_for(self, make: Callable[[], T]) -> T:
         """As `tell`, where `make` may take its time: the others sleep meanwhile, instead of asking the network."""
@@ -173,6 +201,8 @@ class Ranks:
         while not (size := self._size(len(data))):
             time.sleep(_NAP_S)
         self._count(mx.uint32.size)
+        if size == 1:  # of no JSON that `tell` sends: there is nothing to say, for which one call is enough
+            return b""
         own = np.frombuffer(data or bytes(size), np.uint8)
         return self._all(mx.distributed.all_sum, own, mx.uint8).tobytes()
 

@@ -3,10 +3,12 @@
 import argparse
 import logging
 import os
+import socket
 import sys
 
 from mlx_tq.commands.args import KEY_VARIABLE, config_from_args
 from mlx_tq.commands.frame import DONE
+from mlx_tq.commands.joining import join_ranks
 from mlx_tq.commands.preflight import check_arguments
 from mlx_tq.commands.stores import chosen_store
 from mlx_tq.errors import ConfigError
@@ -32,18 +34,27 @@ def run(args: argparse.Namespace) -> int:
         from mlx_tq.server import guard, process  # their packages are an extra, which may not be installed
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
-    key = args.api_key or os.environ.get(KEY_VARIABLE)
     _check(args)
-    if not key and not guard.is_loopback(args.host):
-        raise ConfigError(f"others can reach {args.host}: set {KEY_VARIABLE} to a key that clients must send.")
+    ranks = join_ranks(args)
     folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [])
     if folder is None and args.kv_store_share:
         raise ConfigError("--kv-store-share is given, but nothing is stored: add --kv-store auto, or drop it.")
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])
-    with process.listen(args.host, args.port) as listener:
-        process.serve(args, key, folder, listener)
+    key = args.api_key or os.environ.get(KEY_VARIABLE)
+
+    def listen() -> socket.socket:
+        if not key and not guard.is_loopback(args.host):
+            raise ConfigError(f"others can reach {args.host}: set {KEY_VARIABLE} to a key that clients must send.")
+        return process.listen(args.host, args.port)
+
+    listener = ranks.first_alone(listen)
+    if listener is None:
+        process.follow(args, ranks)
+    else:
+        with listener:
+            process.serve(args, key, folder, listener, ranks)
     return DONE
 
 

@@ -6,18 +6,19 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
+from mlx_tq.commands.frame import end_rank
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import question_of, ready_to_recall, recall, release
 from mlx_tq.errors import CacheFormatError, MlxTqError
+from mlx_tq.models import ranks_of
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.sequence.compressed import compressed
@@ -25,8 +26,11 @@ from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.held import what_is_held
-from mlx_tq.server.jobs import Event, Failed, Job, Left, Piece, Progress, Started
+from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Started
+from mlx_tq.server.limits import EngineLimits, Kept
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.orders import Following, Orders
+from mlx_tq.server.outbox import Outbox
 from mlx_tq.server.prefixes import close, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, choices_of, rest_of
 
@@ -34,42 +38,6 @@ log = logging.getLogger(__name__)
 
 _MEASURE_S = 0.1  # between two measurements of a batch that stays the same; each reads the size of every array
 _ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, keeps ours
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much the engine takes.
-
-    Attributes:
-        concurrency: answers that are generated at once.
-        prompt_concurrency: prompts that are read at once.
-        queue: jobs that may wait.
-        prefill_step_size: tokens of a prompt that are read at a time.
-        prompt_cache_size: prompts whose caches are kept for later requests.
-        prompt_cache_bytes: of those caches.
-        memory: bytes of caches in all, kept ones included; None where caches are not compressed.
-    """
-
-    concurrency: int
-    prompt_concurrency: int
-    queue: int
-    prefill_step_size: int
-    prompt_cache_size: int
-    prompt_cache_bytes: int
-    memory: int | None
-
-
-class Kept(Protocol):
-    """Caches that are kept outside of the engine, and given up where running ones need the room; see `Sessions`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all kept caches."""
-        ...
-
-    def trim_to(self, nbytes: int) -> None:
-        """Give up some, until the rest take so many bytes at most."""
-        ...
 
 
 class Engine:
@@ -97,15 +65,17 @@ class Engine:
         store: PrefixStore | None = None,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
+        self._ranks = ranks_of(model)
+        self._following = Following(self._ranks)
         self._limits, self._metrics, self._kept, self._store = limits, metrics, kept, store
         self._waiting: deque[Job] = deque()
         self._changed = Condition()  # guards what is waiting and whether to stop
         self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         # The engine's thread alone uses what follows.
         self._running: dict[int, Running] = {}
-        self._outbox: list[tuple[Job, Event | Left]] = []
+        self._outbox = Outbox()
+        self._ended: list[int] = []  # of the running ones, those that leave before the next step
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._prompt_cache = LRUPromptCache(limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._measured = 0.0
@@ -114,8 +84,16 @@ class Engine:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin; events of jobs are delivered on `loop`."""
-        self._loop = loop
+        self._outbox.loop = loop
         self._thread.start()
+
+    def follow(self) -> None:
+        """Do what the engine of the first rank does, until that ends.
+
+        Raises:
+            MlxTqError: what ended it here, or on all ranks.
+        """
+        self._serve()
 
     def stop(self) -> None:
         """End the answers in progress with an error, and take no more jobs. Returns at once."""
@@ -168,6 +146,11 @@ class Engine:
     def _run(self) -> None:
         try:
             self._serve()
+        except Exception as error:
+            if not self._ranks.is_alone:  # the others wait for this one
+                end_rank("server", error)
+            log.exception("the engine has ended")
+            raise
         finally:
             # A join returns before a thread's own storage is freed. mlx keeps streams there, and a program that ends
             # meanwhile is aborted.
@@ -179,9 +162,6 @@ class Engine:
             try:
                 while self._take():
                     self._step()
-            except Exception:
-                log.exception("the engine has ended")
-                raise
             finally:
                 with self._changed:
                     self._stopping = True
@@ -189,7 +169,7 @@ class Engine:
                     self._waiting.clear()
                 for job in jobs:
                     self._fail(job, UnavailableError("the server is stopping"))
-                self._send()
+                self._outbox.send()
                 self._batch.close()
                 self._prompt_cache.trim_to(n_sequences=0)
 
@@ -199,49 +179,66 @@ class Engine:
             completion_batch_size=self._limits.concurrency,
             prefill_batch_size=min(self._limits.prompt_concurrency, self._limits.concurrency),
             prefill_step_size=self._limits.prefill_step_size,
-            stream=mx.default_stream(mx.default_device()),
+            stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
 
     def _take(self) -> bool:
-        """Move jobs from the queue to the batch, waiting where there is nothing to do; False ends the thread."""
+        """Let answers leave the batch and jobs join it, as the first rank decides; False ends the thread."""
+        orders = self._following.told(self._decide, idle=not (self._waiting or self._running))
+        self._remove([*orders.ended, *orders.left], orders.left)
+        for job in orders.admitted:
+            try:
+                self._admit(job)
+            except Exception as error:
+                if not self._ranks.is_alone:
+                    raise
+                log.exception("a request could not join the batch")
+                self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
+        if orders.room is not None:
+            self._prompt_cache.trim_to(n_bytes=orders.room)
+        return orders.goes_on
+
+    def _decide(self) -> Orders:
+        """What is to be done, once there is something."""
         with self._changed:
             while not (self._stopping or self._waiting or self._running):
                 self._changed.wait()
             if self._stopping:
-                return False
+                return Orders(goes_on=False)
+            ended, self._ended = self._ended, []
+            left = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in ended]
+            staying = [running for uid, running in self._running.items() if uid not in (*ended, *left)]
             admitted: list[Job] = []
-            while self._waiting and self._fits(admitted):
+            while self._waiting and self._fits(staying, admitted):
                 job = self._waiting.popleft()
                 if job.cancelled:
-                    self._outbox.append((job, Left()))
+                    self._outbox.put((job, Left()))
                 else:
                     admitted.append(job)
             self._metrics.waiting.set(len(self._waiting))
-        for job in admitted:
-            try:
-                self._admit(job)
-            except Exception as error:
-                log.exception("a request could not join the batch")
-                self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
-        return True
+        return Orders(admitted, ended, left, self._room(staying, admitted))
 
     def _fail(self, job: Job, error: ApiError) -> None:
-        self._outbox += [(job, Failed(error)), (job, Left())]
+        self._outbox.put((job, Failed(error)), (job, Left()))
 
-    def _fits(self, admitted: list[Job]) -> bool:
+    def _fits(self, staying: list[Running], admitted: list[Job]) -> bool:
         """The first waiting job can join those that run; alone it always can, which was checked when it came."""
-        before = self._answers(admitted)
-        answers = self._answers([*admitted, self._waiting[0]])
-        if not before:
+        answers = _answers(staying, [*admitted, self._waiting[0]])
+        if not (staying or admitted):
             return True
         if len(answers) > self._limits.concurrency:
             return False
         return self._limits.memory is None or self._reserved(answers) <= self._limits.memory
 
-    def _answers(self, admitted: Sequence[Job] = ()) -> list[Job]:
-        """All answers that are being generated, or will be for the prompts that are being read and for `admitted`."""
-        running = [each for one in self._running.values() for each in (one.job, *one.pending)]
-        return running + [each for job in admitted for each in (job, *job.others)]
+    def _room(self, staying: list[Running], admitted: list[Job]) -> int | None:
+        """Bytes that are left beside all answers, for caches kept for later requests; sessions make room first."""
+        if self._limits.memory is None or not admitted:
+            return None
+        room = self._limits.memory - self._reserved(_answers(staying, admitted))
+        if self._kept is not None:
+            self._kept.trim_to(room)
+            room -= self._kept.nbytes
+        return max(0, room)
 
     def _reserved(self, jobs: list[Job]) -> int:
         return sum(self._plan.nbytes(job.tokens) + job.kept_nbytes for job in jobs) if self._plan else 0
@@ -251,6 +248,7 @@ class Engine:
         if self._plan is not None and self._plan.recalls:
             question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
         caches, cached, stored = self._caches_for(job, max(1, len(question)))
+        self._ranks.check("what they have read", np.array([cached, self._prompt_cache.nbytes]))
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
@@ -263,16 +261,10 @@ class Engine:
             if len(segments) == 1:
                 caches = self._recalled(running, copy.deepcopy(caches))
         self._insert(running, segments, caches, job.prompt.ids[:cached])
-        self._outbox.append((job, Started(cached)))
+        self._outbox.put((job, Started(cached)))
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
         self._metrics.restored_tokens.inc(0 if stored is None else cached)
-        if self._limits.memory is not None:
-            room = self._limits.memory - self._reserved(self._answers())
-            if self._kept is not None:
-                self._kept.trim_to(room)
-                room -= self._kept.nbytes
-            self._prompt_cache.trim_to(n_bytes=max(0, room))
 
     def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:
         """Put a job into the batch, with the others of its prompt where only the last token of that is left to read."""
@@ -284,7 +276,7 @@ class Engine:
             max_tokens=[each.job.max_tokens for each in together],
             caches=[caches] * len(together),
             all_tokens=[list(read) for _ in together],
-            samplers=[each.job.sampler for each in together],
+            samplers=[self._ranks.choosing(each.job.sampler) for each in together],
             logits_processors=[each.job.all_processors for each in together],
             stop_sequences=[self._stop_sequences] * len(together),
         )
@@ -357,7 +349,7 @@ class Engine:
             release(caches)
             _hold(caches, None)
             held = what_is_held(caches, self._plan, running.recalled)
-            self._outbox.append((job, Left(caches, list(tokens), held)))
+            self._outbox.put((job, Left(self._following.keep(caches), list(tokens), held)))
 
     def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         release(caches)
@@ -365,21 +357,23 @@ class Engine:
 
     def _step(self) -> None:
         """One token for each job in the batch, or a part of its prompt."""
-        self._remove([uid for uid, running in self._running.items() if running.job.cancelled])
         try:
             read, generated = self._batch.next()
             self._after_reading(read)
             self._after_generating(generated)
         except Exception as error:
+            if not self._ranks.is_alone:
+                raise
             # What a batch holds after a failed step is unknown: its answers end, the server goes on.
             log.exception("a step of the batch failed")
             for running in self._running.values():
                 self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
             self._running.clear()
+            self._ended.clear()
             self._batch.close()
             self._batch = self._new_batch()
         self._measure()
-        self._send()
+        self._outbox.send()
 
     def _after_reading(self, responses: list[Any]) -> None:
         ended, asking = [], []
@@ -388,7 +382,7 @@ class Engine:
             done, total = response.progress
             before, running.prefilled = running.prefilled, len(running.job.prompt.ids) - total + done
             self._metrics.read_tokens.inc(running.prefilled - before)
-            self._outbox.append((running.job, Progress(done, total)))
+            self._outbox.put((running.job, Progress(done, total)))
             asks = running.question and total - done == len(running.question)
             if asks:
                 asking.append(response.uid)
@@ -420,7 +414,6 @@ class Engine:
                 running.stored.store(running.prefilled, caches)
 
     def _after_generating(self, responses: list[Any]) -> None:
-        stopped = []
         for response in responses:
             running = self._running[response.uid]
             running.generated += 1
@@ -432,25 +425,27 @@ class Engine:
             choice, top = choices_of(response, running.job.logprobs)
             fault = running.job.fault
             event = Failed(fault) if fault else Piece(text, choice, top, "stop" if ended else finish, running.job.index)
-            self._outbox.append((running.job, event))
+            self._outbox.put((running.job, event))
             if finish is not None:
                 del self._running[response.uid]
                 self._keep_answered(running, response.all_tokens, response.prompt_cache)
             elif ended or fault:
-                stopped.append(response.uid)
+                self._ended.append(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
-        self._remove(stopped)
 
-    def _remove(self, uids: list[int]) -> None:
-        """Take jobs out of the batch; what they have read is kept for later requests."""
+    def _remove(self, uids: list[int], left: list[int]) -> None:
+        """Take jobs out of the batch; what they have read is kept for later requests.
+
+        Of those in `left` nobody waits for the answer.
+        """
         if not uids:
             return
         for uid, (caches, tokens) in self._batch.remove(uids, return_prompt_caches=True).items():
             running = self._running.pop(uid)
             _close(running)
             job = running.job
-            if job.start is not None and job.cancelled:  # half an answer; the session stays as it was before
-                self._outbox.append((job, Left()))
+            if job.start is not None and uid in left:  # half an answer; the session stays as it was before
+                self._outbox.put((job, Left()))
             elif tokens:
                 self._keep_answered(running, tokens, caches)
 
@@ -466,18 +461,11 @@ class Engine:
         self._metrics.prompt_cache_bytes.set(self._prompt_cache.nbytes)
         self._metrics.prompt_cache_entries.set(len(self._prompt_cache))
 
-    def _send(self) -> None:
-        events, self._outbox = self._outbox, []
-        if events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, events)
 
-
-def _deliver(events: list[tuple[Job, Event | Left]]) -> None:
-    for job, event in events:
-        if isinstance(event, Left):
-            job.left.put_nowait(event)
-        else:
-            job.events.put_nowait(event)
+def _answers(running: list[Running], admitted: list[Job]) -> list[Job]:
+    """All answers that are being generated, or will be for the prompts that are being read and for `admitted`."""
+    begun = [each for one in running for each in (one.job, *one.pending)]
+    return begun + [each for job in admitted for each in (job, *job.others)]
 
 
 def _close(running: Running) -> None:

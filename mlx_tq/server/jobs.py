@@ -64,6 +64,16 @@ class Failed:
 Event = Started | Progress | Piece | Failed
 
 
+class SessionCaches(list[Any]):
+    """The caches of a session after an answer.
+
+    Attributes:
+        number: by which the first of several ranks names them to the others, which have their part of them.
+    """
+
+    number: int
+
+
 @dataclass(frozen=True)
 class Start:
     """Where the job of a session goes on.
@@ -75,7 +85,7 @@ class Start:
         named: where the rescue service found what the turn needs; what of it is archived comes back as rows.
     """
 
-    caches: list[Any] | None
+    caches: SessionCaches | None
     cached: int
     held: PositionRange | None = None
     named: Named = NOWHERE
@@ -85,7 +95,7 @@ class Start:
 class Left:
     """The job of a session has left the engine; with caches of these tokens if its answer is complete."""
 
-    caches: list[Any] | None = None
+    caches: SessionCaches | None = None
     tokens: list[int] = field(default_factory=list)
     held: Held | None = None
 

@@ -17,18 +17,22 @@ from mlx_tq.commands.grammar import Grammars
 from mlx_tq.commands.loading import load_chosen
 from mlx_tq.commands.preflight import free_memory
 from mlx_tq.commands.screen import console, show_plan
+from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import EMBEDDED
 from mlx_tq.prefixes.folder import Folder
 from mlx_tq.prefixes.store import PrefixStore
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.app import Web, create_app
 from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
-from mlx_tq.server.engine import Engine, EngineLimits
+from mlx_tq.server.engine import Engine
 from mlx_tq.server.guard import Guard
+from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefixes import salt_of
 from mlx_tq.server.sampling import Sampling
@@ -54,7 +58,21 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
 
 
-def serve(args: argparse.Namespace, key: str | None, folder: Folder | None, listener: socket.socket) -> None:
+def follow(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Load this rank's part of the model, and do what the first rank does until that ends.
+
+    Raises:
+        MlxTqError: whatever stands in the way.
+    """
+    model, tokenizer, config, plan, memory = _loaded(args, ranks)
+    ranks.first_alone(lambda: None)  # opens the rescue service
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the first rank gets too, and ends all in order
+    Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics()).follow()
+
+
+def serve(
+    args: argparse.Namespace, key: str | None, folder: Folder | None, listener: socket.socket, ranks: Ranks
+) -> None:
     """Load the model and serve it until a signal comes.
 
     Args:
@@ -62,11 +80,12 @@ def serve(args: argparse.Namespace, key: str | None, folder: Folder | None, list
         key: that clients must send, or None.
         folder: of the store of prefixes, or None.
         listener: where they come in.
+        ranks: that have parts of the model; this is the first.
 
     Raises:
         MlxTqError: whatever stands in the way.
     """
-    service = _service(args, folder, salt_of(key, shared=args.kv_store_share))
+    service = _service(args, folder, salt_of(key, shared=args.kv_store_share), ranks)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -96,23 +115,25 @@ def serve(args: argparse.Namespace, key: str | None, folder: Folder | None, list
         service.sessions.close()
 
 
-def _service(args: argparse.Namespace, folder: Folder | None, salt: str) -> Service:
-    config, rescue = config_from_args(args), rescue_from_args(args, default=OFF)
-    if rescue.service != OFF:
+def _loaded(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig, Plan | None, int | None]:
+    """Model, tokenizer, how caches are stored and, where they are compressed, the plan and the bytes they may take."""
+    config = config_from_args(args)
+    if rescue_from_args(args, default=OFF).service != OFF:
         config = with_blocks(config, args)
-    model, tokenizer = load_chosen(args, **({"chat_template": args.chat_template} if args.chat_template else {}))
+    template = {"chat_template": args.chat_template} if args.chat_template else {}
+    model, tokenizer = load_chosen(args, ranks=ranks, **template)
     if args.chat_template:
         _check_template(tokenizer, args.chat_template_args)
-    positions = position_limit(model)
     plan = None if config.is_off else plan_caches(model, config)
-    memory = None if plan is None else args.kv_memory_limit or free_memory()
-    if plan is not None:
-        show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
-    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
-    client = None if rescue.service == OFF else RescueClient(open_service(rescue.service))
-    sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
-    store = None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
-    limits = EngineLimits(
+    if plan is None:
+        return model, tokenizer, config, None, None
+    positions = position_limit(model)
+    show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
+    return model, tokenizer, config, plan, ranks.least(args.kv_memory_limit or free_memory())
+
+
+def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
+    return EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
         queue=args.max_queue,
@@ -121,6 +142,15 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str) -> Serv
         prompt_cache_bytes=args.prompt_cache_bytes or sys.maxsize,
         memory=memory,
     )
+
+
+def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> Service:
+    model, tokenizer, config, plan, memory = _loaded(args, ranks)
+    positions, rescue = position_limit(model), rescue_from_args(args, default=OFF)
+    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
+    client = ranks.first_alone(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
+    sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
+    store = None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
     return Service(
         name=_public_name(args.model),
         created=int(time.time()),
@@ -129,7 +159,7 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str) -> Serv
         grammars=Grammars(tokenizer),
         sessions=sessions,
         rescue=client,
-        engine=Engine(model, tokenizer, config, plan, limits, metrics, sessions, store),
+        engine=Engine(model, tokenizer, config, plan, _limits(args, memory), metrics, sessions, store),
         metrics=metrics,
         sampling=Sampling(args.temp, args.top_p, args.top_k, args.min_p),
         max_tokens=args.max_tokens,

@@ -53,6 +53,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "prefix": spec.prefix,
         "window": spec.window,
         "dtype": str(plan.layers[0].slot.dtype),
+        "ranks": plan.ranks.size,
         "eviction": None
         if eviction is None
         else {

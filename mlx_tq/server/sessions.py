@@ -27,7 +27,7 @@ from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import positions_of
 from mlx_tq.server.conversation import Conversations, Message, Prompt
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
-from mlx_tq.server.jobs import Left, Start
+from mlx_tq.server.jobs import Left, SessionCaches, Start
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.schemas import ChatRequest
 
@@ -51,7 +51,7 @@ class Kept:
     """
 
     transcript: Transcript
-    caches: list[Any] | None = None
+    caches: SessionCaches | None = None
     heard: list[Message] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -5,12 +5,15 @@ from importlib import import_module
 import mlx.core as mx
 import numpy as np
 import pytest
+from commands.tools import facts
 
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError, RankError
+from mlx_tq.models import load
 from mlx_tq.models.sharding import divide
 from mlx_tq.policies import EvictConfig
-from mlx_tq.ranks.group import join
+from mlx_tq.ranks.group import ALONE, join
+from mlx_tq.ranks.launched import is_launched
 from mlx_tq.sequence import sequence as sequences
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
@@ -27,10 +30,12 @@ def calls():
     ranks = join()
     rank = ranks.rank
     told = [ranks.tell(lambda: {"of": rank, "text": "ü" * 3}), ranks.wait_for(lambda: [rank])]
-    try:
-        ranks.tell(_refuse)
-    except (ConfigError, RankError) as error:
-        told.append(str(error))
+    told += [ranks.tell(lambda: None), ranks.first_alone(lambda: {rank}) == ({0} if rank == 0 else None)]
+    for asked in (ranks.tell, ranks.first_alone):
+        try:
+            asked(_refuse)
+        except (ConfigError, RankError) as error:
+            told.append(str(error))
     same = np.arange(4)
     ranks.check("the same", same)
     with pytest.raises(RankError) as differing:
@@ -39,7 +44,7 @@ def calls():
     chosen = ranks.first(mx.array([7 + rank], mx.uint32)).item()
     flags = ranks.any([False, rank == 1])
     rows = ranks.stacked(np.full((1, 2), rank, np.float32)).tolist()
-    numbers = ranks.mean(numbers).tolist(), ranks.most(numbers).tolist()
+    numbers = ranks.mean(numbers).tolist(), ranks.most(numbers).tolist(), ranks.least(rank + 3)
     return told, ranks.collect("r" * rank), str(differing.value), numbers, chosen, flags, rows
 
 
@@ -49,27 +54,27 @@ def _refuse():
 
 def test_what_ranks_add_up_agree_on_and_tell_each_other(tmp_path):
     done = run(tmp_path, 3, calls)
-    told, collected, differing, (mean, most), chosen, flags, rows = done[0].value
+    told, collected, differing, (mean, most, least), chosen, flags, rows = done[0].value
     assert [each.value for each in done] == [done[0].value] * 3, [each.err for each in done]
-    assert told == [{"of": 0, "text": "üüü"}, [0], "no such file."]
+    assert told == [{"of": 0, "text": "üüü"}, [0], None, True, "no such file.", "no such file."]
     assert collected == ["", "r", "rr"]
     assert differing.startswith("the 3 ranks disagree on what they have: rank 2 not as the others. ")
     assert np.allclose(mean, [1.1, -1])
-    assert most == [2.1, 0]
+    assert (most, least) == ([2.1, 0], 3)
     assert (chosen, flags, rows) == (7, [False, True], [[0, 0], [1, 1], [2, 2]])
 
 
 POLICIES = ["knorm", "triattention:warmup=64:stats=text", "expected_attention:warmup=64:stats=text", "random"]
 
 
-def random_model(rng, size):
+def random_model(rng, size, vocabulary=160):
     """A random llama with some KV heads for each rank; equal generators give equal models."""
     module = import_module("mlx_lm.models.llama")
     heads, groups = size * int(rng.integers(1, 3)), int(rng.integers(1, 3))
     sizes = {"hidden_size": 64, "intermediate_size": 32 * size, "num_hidden_layers": int(rng.integers(1, 4))}
     heads = {"num_attention_heads": heads * groups, "num_key_value_heads": heads, "head_dim": 32}
     args = module.ModelArgs(
-        model_type="llama", rms_norm_eps=1e-5, vocab_size=160, max_position_embeddings=4096, **sizes, **heads
+        model_type="llama", rms_norm_eps=1e-5, vocab_size=vocabulary, max_position_embeddings=4096, **sizes, **heads
     )
     mx.random.seed(int(rng.integers(2**31)))
     model = module.Model(args)
@@ -159,3 +164,31 @@ def test_ranks_lose_the_same_and_one_that_differs_is_found_in_that_round(tmp_pat
     assert len(caught) == len(differing)
     assert all(began == rounds >= number for number, (began, rounds, _) in zip(differing, caught, strict=True))
     assert all("disagree on which tokens leave: rank 1 " in message for *_, message in caught)
+
+
+def logits(dtype):
+    """Of a text after which half of the tokens have left, by this rank or by one process: float32 [steps, V]."""
+    ranks = join() if is_launched() else ALONE
+    model, tokenizer = load(dtype=dtype, ranks=ranks)
+    ids = tokenizer.encode("".join(facts(60)))
+    evict = EvictConfig("knorm:trigger=32", "50%", recall="off")
+    config = KVConfig(key="q8", value="tq4", prefix=16, window=WINDOW, evict=evict)
+    caches, found = build_caches(plan_caches(model, config)), []
+    with compressed(model):
+        for start in range(0, len(ids), 64):
+            made = model(mx.array(ids[start : start + 64])[None], cache=caches)
+            found.append(np.array(made[0, -1].astype(mx.float32)))
+    assert sequence_in(caches).stats.rounds > 3
+    return np.stack(found)
+
+
+@pytest.mark.full
+def test_ranks_differ_from_one_process_by_rounding(tmp_path):
+    """In bfloat16 by no more than that does from float32, there by next to nothing."""
+    exact, rounded = (run(tmp_path / dtype, 1, logits, dtype)[0].value for dtype in ("float32", "bfloat16"))
+    ours = {dtype: run(tmp_path / f"two {dtype}", 2, logits, dtype) for dtype in ("float32", "bfloat16")}
+    for first, second in ours.values():
+        assert np.array_equal(first.value, second.value), (first.err, second.err)
+    far = [np.abs(each - exact).max() for each in (ours["float32"][0].value, ours["bfloat16"][0].value, rounded)]
+    assert far[0] < 1e-3
+    assert far[1] < 2 * far[2]

@@ -17,6 +17,7 @@ from .together import hostfile
 
 TEXT = "The garden of house 1 has 2 trees and a gate. The garden of house 2 has 3 trees and a gate. The garden"
 GENERATE = ("generate", "-p", TEXT, "--ignore-chat-template", "--max-tokens", "3000", "--verbose", "F")
+SERVER = ("server", "--port", "0")
 
 
 @pytest.mark.full
@@ -41,9 +42,10 @@ def test_a_rank_that_is_told_to_end_while_it_waits_for_another(tmp_path, popen):
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="ranks are found by their environment in /proc")
-def test_mlx_launch_ends_the_others(tmp_path, popen):
+@pytest.mark.parametrize("asked", [GENERATE, SERVER], ids=lambda asked: asked[0])
+def test_mlx_launch_ends_the_others(asked, tmp_path, popen):
     launch = Path(sys.executable).with_name("mlx.launch")
-    words = [launch, "-n", "2", "--backend", "ring", "--starting-port", "47000", "--", *words_of(*GENERATE)]
+    words = [launch, "-n", "2", "--backend", "ring", "--starting-port", "47000", "--", *words_of(*asked)]
     mark = f"RANKS={tmp_path}"
     process = popen(
         words,
@@ -52,13 +54,16 @@ def test_mlx_launch_ends_the_others(tmp_path, popen):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    read_until(process.stdout.fileno(), " ")
+    if asked is SERVER:
+        read_until(process.stderr.fileno(), "startup complete")
+    else:
+        read_until(process.stdout.fileno(), " ")
     (pid,) = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _is_rank(pid, mark, 1)]
     os.kill(int(pid.name), signal.SIGKILL)
     began = time.monotonic()
     said = process.communicate(timeout=60)[1].decode()
     assert time.monotonic() - began < 10
-    assert sorted(re.findall(r"^mlx_tq generate: (rank \d): ", said, re.MULTILINE)) == ["rank 0"]
+    assert re.findall(r"^mlx_tq \w+: (rank \d): ", said, re.MULTILINE) == ["rank 0"]
 
 
 def _is_rank(pid, mark, rank):

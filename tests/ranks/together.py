@@ -13,9 +13,11 @@ from typing import Any
 
 from mlx_tq.cli import main
 
-LIMIT = 240  # seconds after which a rank is taken for stuck
+LIMIT = 900  # seconds after which a rank is taken for stuck; four that share two busy cores take minutes
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mlx_lm", "mlx_tq.commands.runs.generate", "mlx_tq.chat.command", __name__])
+_CONTEXT.set_forkserver_preload(
+    ["mlx_lm", "mlx_tq.commands.runs.generate", "mlx_tq.chat.command", "mlx_tq.server.engine", __name__]
+)
 
 
 @dataclass(frozen=True)

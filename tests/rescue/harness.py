@@ -25,6 +25,9 @@ from rescue_svc.settings import load_settings
 URL = "http://127.0.0.1:5054"
 TOKEN = "a-token-of-the-tests"
 EACH_STORE = pytest.mark.parametrize("kept_in", ["sqlite", "postgres"], indirect=True)
+IN_FULL_EACH_STORE = pytest.mark.parametrize(
+    "kept_in", ["sqlite", pytest.param("postgres", marks=pytest.mark.full)], indirect=True
+)
 
 
 class Calls:

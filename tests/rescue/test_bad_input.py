@@ -7,6 +7,8 @@ import pytest
 
 from rescue_svc.schemas import MAX_CHUNKS, MAX_TEXT
 
+from .harness import IN_FULL_EACH_STORE
+
 CHUNK = {"text": "t", "token_range": [0, 1], "layer": 0, "score": 0.0}
 # What a field of a chunk must not be.
 BAD_FIELDS = {
@@ -64,6 +66,7 @@ def unharmed(shared):
 
 
 @pytest.mark.parametrize("content", BAD_WRITES.values(), ids=BAD_WRITES)
+@IN_FULL_EACH_STORE
 def test_a_bad_write(unharmed, content):
     answer = post(unharmed, content)
     assert answer.status_code in (400, 422), answer.text
@@ -90,6 +93,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(("option", "values"), BAD_OPTIONS.items())
+@IN_FULL_EACH_STORE
 def test_a_bad_question(unharmed, option, values):
     for value in values:
         answer = post(unharmed, {"session_id": "good", "query": "q", option: value}, "/evict/retrieve")
@@ -99,12 +103,14 @@ def test_a_bad_question(unharmed, option, values):
 @pytest.mark.parametrize(
     "query", ['"', "AND OR NOT", "a NEAR(b)", "text:x", "*", "^a", "-", "_", "' --", "é à 漢字", "😀"]
 )
+@IN_FULL_EACH_STORE
 def test_a_question_is_words_and_no_query_language(unharmed, query):
     assert post(unharmed, {"session_id": "good", "query": query}, "/evict/retrieve").status_code == 200
 
 
 @pytest.mark.parametrize("session", ["a%00b", "a%0a", "..%2f..%2fetc", "s" * 65, "%ff"])
 @pytest.mark.parametrize("call", ["DELETE /sessions/{}", "POST /sessions/{}/resume", "GET /evict/dump?session_id={}"])
+@IN_FULL_EACH_STORE
 def test_a_bad_session_in_the_address(unharmed, session, call):
     answer = unharmed.http.request(*call.format(session).split())
     assert answer.status_code in (404, 422), answer.text
@@ -112,6 +118,7 @@ def test_a_bad_session_in_the_address(unharmed, session, call):
 
 
 @pytest.mark.parametrize("says_its_length", [True, False])
+@IN_FULL_EACH_STORE
 def test_a_body_over_the_limit_is_refused_or_cut_off(unharmed, says_its_length):
     content = b" " * (10 * 2**20 + 1) if says_its_length else (b" " * 1024 for _ in range(11 * 2**10))
     answer = unharmed.http.post("/evict/write", content=content, headers={"content-type": "application/json"})

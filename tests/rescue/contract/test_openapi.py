@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..harness import TOKEN
+from ..harness import IN_FULL_EACH_STORE, TOKEN
 
 ROOT = Path(__file__).parents[3]
 
 
+@IN_FULL_EACH_STORE
 def test_the_document_is_true(serve, tmp_path, times):
     server = serve(max_sessions=10**6, token=TOKEN)
     server.write("known", ("a text", 0, 2), ("another", 2, 4))

@@ -5,7 +5,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +19,7 @@ from hypothesis.stateful import (
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import copies
 
-from ..harness import Here
+from ..harness import IN_FULL_EACH_STORE, Here
 
 EMBEDDER = HashingEmbedder()
 WORDS = ["fox", "owl", "code", "7742", "river", "moon", "elephant", "été", "naïve", "x_1"]
@@ -136,7 +135,7 @@ class Rescue(RuleBasedStateMachine):
             Shared.service.forget(name)
 
 
-@pytest.mark.parametrize("kept_in", ["sqlite", pytest.param("postgres", marks=pytest.mark.full)], indirect=True)
+@IN_FULL_EACH_STORE
 def test_the_service_is_a_dict(times, kept_in):
     with tempfile.TemporaryDirectory() as folder:
         Shared.folders = [Path(folder) / "0"]

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from http_harness import answered, connections, open_files, wait_for
 
-from ..harness import TOKEN
+from ..harness import IN_FULL_EACH_STORE, TOKEN
 
 MEGABYTE = 10**6
 HALF = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -33,6 +33,7 @@ def test_slow_bodies(serve, times):
         assert server.http.get("/healthz").status_code == 200
 
 
+@IN_FULL_EACH_STORE
 def test_many_clients_at_once(serve, times):
     """None is answered otherwise than by success or a refusal that says when to come back."""
     server = serve(max_in_flight=times(32) + 1)

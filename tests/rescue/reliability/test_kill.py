@@ -18,7 +18,7 @@ from rescue_svc.store import NewSpan, SqliteStore
 from rescue_svc.store.files import DATABASE, connect
 from rescue_svc.store.migrations import MIGRATIONS, migrate
 
-from ..harness import Server
+from ..harness import IN_FULL_EACH_STORE, Server
 
 CAPS = Caps(10**6, 10**6, 10**4)
 
@@ -178,6 +178,7 @@ def is_back(service):
     return lambda: service.retrieve("s", "code", top_k=1)["mode"] == "hybrid"
 
 
+@IN_FULL_EACH_STORE
 def test_kill_of_the_embedder_alone(here, times):
     service = here()
     service.write("s", (FACT, 0, 5), ("nothing", 10, 12))
@@ -191,6 +192,7 @@ def test_kill_of_the_embedder_alone(here, times):
         wait_for(is_back(service))
 
 
+@IN_FULL_EACH_STORE
 def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
     service = here(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
     service.write("s", (FACT, 0, 5))
@@ -208,6 +210,7 @@ def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
     wait_for(is_back(service))
 
 
+@IN_FULL_EACH_STORE
 def test_questions_wait_for_an_idle_embedder_and_a_write_wakes_it(here):
     service = here(embed_idle_s=1, query_timeout_s=60)
     state = lambda: service.ready()["embedder"]["state"]  # noqa: E731

@@ -6,13 +6,11 @@ import random
 import shutil
 from contextlib import closing
 
-import pytest
-
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import words
 from rescue_svc.store.files import connect
 
-from ..harness import EACH_STORE
+from ..harness import EACH_STORE, IN_FULL_EACH_STORE
 
 SECRET = "Xylophonquartz"  # a word that nothing else on the disk holds
 WORDS = SECRET.lower().encode()
@@ -57,7 +55,7 @@ def test_nothing_is_left(here, kept_in):
     assert traces(kept_in.files(service.data_dir)) == []
 
 
-@pytest.mark.parametrize("kept_in", ["sqlite", pytest.param("postgres", marks=pytest.mark.full)], indirect=True)
+@IN_FULL_EACH_STORE
 def test_nothing_is_left_when_others_write_and_ask_meanwhile(here, kept_in, times):
     service = here()
     for number in range(times(100)):

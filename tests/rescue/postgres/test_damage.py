@@ -1,0 +1,138 @@
+"""A full disk, a damaged page, tables and rights that go, a primary that becomes a standby: said, and gone on with."""
+
+import os
+import pwd
+import random
+import subprocess
+
+import pytest
+
+from ..reliability.test_disk import ROOT_ONLY
+
+DATABASE = "SELECT current_database()"
+
+
+@pytest.fixture
+def small_disk(own):
+    """The URL of a database on a tmpfs, and a file there that takes up room."""
+    folder, nobody = own.folder / "small", pwd.getpwnam("nobody").pw_uid
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size=16m,mode=700,uid={nobody}", "tmpfs", str(folder)], check=True)
+    (folder / "space").mkdir()
+    os.chown(folder / "space", nobody, -1)
+    own.sql(f"CREATE TABLESPACE small LOCATION '{folder / 'space'}'")
+    url = own.database()
+    ((name,),) = own.sql(DATABASE, url)
+    own.sql(f"ALTER DATABASE {name} SET TABLESPACE small")
+    yield url, folder / "ballast"
+    own.sql(f"DROP DATABASE {name} WITH (FORCE)")
+    own.sql("DROP TABLESPACE small")
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def page(number, words=700):
+    """A text that nothing compresses, at tokens of its own."""
+    rng = random.Random(number)
+    return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(words)), number, number + 1
+
+
+@ROOT_ONLY
+@pytest.mark.full
+def test_a_full_disk_loses_nothing(small_disk, here):
+    url, ballast = small_disk
+    service = here(store=url, embedder="none")
+    assert service.write("other", *map(page, range(1000, 1030))).status_code == 201
+    ballast.write_bytes(bytes(2**20))
+    written = fill(service, 0)
+    ballast.unlink()
+    written = fill(service, written)
+    assert service.forget("other").status_code == 200
+    assert service.write("s", page(written)).status_code == 201
+    assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(written + 1)]
+    service.stop()
+
+
+def fill(service, number):
+    """Write pages from this number on until the disk is full; return how many a session then has, all of them."""
+    first = number
+    while (answer := service.write("s", page(number))).status_code == 201:
+        number += 1
+        assert number < 5000
+    assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
+    assert "free space, or forget sessions" in answer.json()["detail"]
+    assert number > first + 10
+    assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(number)]
+    return number
+
+
+@pytest.mark.full
+def test_a_damaged_page_is_said_and_other_sessions_go_on(own, here):
+    url = own.database()
+    service = here(store=url, embedder="none")
+    for name in ("whole", "damaged"):
+        service.write(name, page(1), page(2))
+    where = "SELECT pg_relation_filepath('mlx_tq_rescue.spans_' || id) FROM mlx_tq_rescue.sessions WHERE name = "
+    ((path,),) = own.sql(f"{where}'damaged'", url)
+    own.stop(keep=True)
+    with (own.data / path).open("rb+") as file:
+        file.seek(5000)
+        file.write(b"a cosmic ray")
+    own.start()
+    for answer in (
+        service.http.get("/evict/dump", params={"session_id": "damaged"}),
+        service.write("damaged", page(3)),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (503, "store_damaged")
+        assert "restore a dump" in answer.json()["detail"]
+    assert service.dump("whole")["token_ranges"] == [[1, 2], [2, 3]]
+    assert service.write("whole", page(3)).status_code == 201
+    assert service.forget("damaged").status_code == 200
+    service.stop()
+
+
+def refused(service):
+    """Why a write is refused for now."""
+    answer = service.write("s", page(9))
+    assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
+    assert service.http.get("/healthz").status_code == 200
+    return answer.json()["detail"]
+
+
+def test_rights_that_go_and_come_back(postgres, here):
+    """Those of a standby, and those of a role from which an administrator takes one."""
+    url = postgres.database()
+    ((name,),) = postgres.sql(DATABASE, url)
+    for statement in (
+        "CREATE EXTENSION vector",
+        "CREATE ROLE clerk LOGIN",
+        f"GRANT CREATE ON DATABASE {name} TO clerk",
+    ):
+        postgres.sql(statement, url)
+    service = here(store=url.replace("postgres@", "clerk@"), embedder="none")
+    service.write("s", page(1))
+    anew = (
+        f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
+    )
+    only_read = f"ALTER DATABASE {name} SET default_transaction_read_only ="
+    right = "INSERT ON mlx_tq_rescue.queue"
+    standby = f"{only_read} on", f"{only_read} off", None, "takes no writes now; name its primary in RESCUE_STORE"
+    revoked = f"REVOKE {right} FROM clerk", f"GRANT {right} TO clerk", url, "lacks a right (permission denied for table"
+    for number, (goes, comes, where, says) in enumerate((standby, revoked), start=2):
+        postgres.sql(goes, where)
+        postgres.sql(anew)
+        assert says in refused(service)
+        assert service.dump("s")["session_total"] == number - 1
+        postgres.sql(comes, where)
+        postgres.sql(anew)
+        assert service.write("s", page(number)).status_code == 201
+
+
+def test_tables_that_are_gone_are_said_and_made_by_the_next_start(postgres, here):
+    url = postgres.database()
+    service = here(store=url, embedder="none")
+    service.write("s", page(1))
+    postgres.sql("DROP SCHEMA mlx_tq_rescue CASCADE", url)
+    assert "has lost tables" in refused(service)
+    service.stop()
+    service = here(store=url, embedder="none")
+    assert service.write("s", page(1)).status_code == 201
