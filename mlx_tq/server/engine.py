@@ -6,10 +6,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
@@ -23,53 +23,20 @@ from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
+from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.held import what_is_held
-from mlx_tq.server.jobs import Event, Failed, Job, Left, Piece, Progress, Started
+from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Started
+from mlx_tq.server.limits import EngineLimits, Kept
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.prefixes import close, is_worth_storing, stored_prompt
+from mlx_tq.server.outbox import Outbox
+from mlx_tq.server.prefixes import close, going_on, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, choices_of, rest_of
 
 log = logging.getLogger(__name__)
 
 _MEASURE_S = 0.1  # between two measurements of a batch that stays the same; each reads the size of every array
 _ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, keeps ours
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much the engine takes.
-
-    Attributes:
-        concurrency: answers that are generated at once.
-        prompt_concurrency: prompts that are read at once.
-        queue: jobs that may wait.
-        prefill_step_size: tokens of a prompt that are read at a time.
-        prompt_cache_size: prompts whose caches are kept for later requests.
-        prompt_cache_bytes: of those caches.
-        memory: bytes of caches in all, kept ones included; None where caches are not compressed.
-    """
-
-    concurrency: int
-    prompt_concurrency: int
-    queue: int
-    prefill_step_size: int
-    prompt_cache_size: int
-    prompt_cache_bytes: int
-    memory: int | None
-
-
-class Kept(Protocol):
-    """Caches that are kept outside of the engine, and given up where running ones need the room; see `Sessions`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all kept caches."""
-        ...
-
-    def trim_to(self, nbytes: int) -> None:
-        """Give up some, until the rest take so many bytes at most."""
-        ...
 
 
 class Engine:
@@ -101,20 +68,20 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._changed = Condition()  # guards what is waiting and whether to stop
         self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         # The engine's thread alone uses what follows.
         self._running: dict[int, Running] = {}
-        self._outbox: list[tuple[Job, Event | Left]] = []
+        self._outbox = Outbox()
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._prompt_cache = LRUPromptCache(limits.prompt_cache_size, limits.prompt_cache_bytes)
+        self._beginnings = Beginnings(plan, limits.prefill_step_size)
         self._measured = 0.0
 
     # For the web side.
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin; events of jobs are delivered on `loop`."""
-        self._loop = loop
+        self._outbox.loop = loop
         self._thread.start()
 
     def stop(self) -> None:
@@ -185,11 +152,11 @@ class Engine:
             finally:
                 with self._changed:
                     self._stopping = True
-                    jobs = [*(running.job for running in self._running.values()), *self._waiting]
+                    jobs = [*jobs_of(self._running.values()), *self._waiting]
                     self._waiting.clear()
                 for job in jobs:
                     self._fail(job, UnavailableError("the server is stopping"))
-                self._send()
+                self._outbox.send()
                 self._batch.close()
                 self._prompt_cache.trim_to(n_sequences=0)
 
@@ -211,50 +178,75 @@ class Engine:
                 return False
             admitted: list[Job] = []
             while self._waiting and self._fits(admitted):
-                job = self._waiting.popleft()
-                if job.cancelled:
-                    self._outbox.append((job, Left()))
-                else:
-                    admitted.append(job)
+                admitted.append(self._waiting.popleft())
             self._metrics.waiting.set(len(self._waiting))
         for job in admitted:
-            try:
-                self._admit(job)
-            except Exception as error:
-                log.exception("a request could not join the batch")
-                self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
+            self._admit(job)
         return True
 
     def _fail(self, job: Job, error: ApiError) -> None:
-        self._outbox += [(job, Failed(error)), (job, Left())]
+        self._outbox.put((job, Failed(error)), (job, Left()))
 
     def _fits(self, admitted: list[Job]) -> bool:
         """The first waiting job can join those that run; alone it always can, which was checked when it came."""
-        before = self._answers(admitted)
-        answers = self._answers([*admitted, self._waiting[0]])
-        if not before:
+        running, job = self._running.values(), self._waiting[0]
+        if not running and not admitted:
             return True
-        if len(answers) > self._limits.concurrency:
+        if sum(1 + len(each.others) for each in (*admitted, job)) + answers(running) > self._limits.concurrency:
             return False
-        return self._limits.memory is None or self._reserved(answers) <= self._limits.memory
+        if self._limits.memory is None:
+            return True
+        needed = sum(map(self._beginnings.needed, (*admitted, job)))
+        room = self._limits.memory - self._beginnings.reserved(running) - needed
+        return room >= 0 or (not admitted and self._in_common(job, -room) >= -room)
 
-    def _answers(self, admitted: Sequence[Job] = ()) -> list[Job]:
-        """All answers that are being generated, or will be for the prompts that are being read and for `admitted`."""
-        running = [each for one in self._running.values() for each in (one.job, *one.pending)]
-        return running + [each for job in admitted for each in (job, *job.others)]
-
-    def _reserved(self, jobs: list[Job]) -> int:
-        return sum(self._plan.nbytes(job.tokens) + job.kept_nbytes for job in jobs) if self._plan else 0
+    def _in_common(self, job: Job, least: int) -> int:
+        """Bytes of a waiting job that running ones hold already, or will; 0 where they cannot be `least`."""
+        if job.goes_on or self._beginnings.saved(job, len(job.prompt.ids)) < least:
+            return 0
+        caches, cached, stored = self._source(job, 1)
+        leader = self._beginnings.leader(job, cached, self._running.values())
+        if leader is not None:
+            return self._beginnings.saved(job, leader[1])
+        return self._beginnings.held(job, caches if stored is None else stored.live, self._running.values())
 
     def _admit(self, job: Job) -> None:
-        question: list[int] = []
-        if self._plan is not None and self._plan.recalls:
-            question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
-        caches, cached, stored = self._caches_for(job, max(1, len(question)))
+        """Let a job join the batch, or wait for one there that reads what both begin with."""
+        if job.cancelled:
+            self._outbox.put((job, Left()))
+            return
+        with self._admitting(job):
+            question: list[int] = []
+            if self._plan is not None and self._plan.recalls:
+                question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
+            self._begin(job, question, *self._source(job, max(1, len(question))))
+
+    @contextmanager
+    def _admitting(self, job: Job) -> Iterator[None]:
+        """If a job cannot join the batch, it fails alone."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("a request could not join the batch")
+            self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
+
+    def _begin(
+        self, job: Job, question: list[int], caches: list[Any] | None, cached: int, stored: StoredPrompt | None
+    ) -> None:
+        """Let a job go on from caches of its first `cached` tokens, or from the store, which has these."""
+        leader = self._beginnings.leader(job, cached, self._running.values())
+        if leader is not None:
+            leader[0].followers.append((job, leader[1]))
+            return
+        if caches is None and stored is not None:
+            caches, cached = stored.restore(), stored.restored
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
         running = Running(job, cached, kinds, self._tokenizer.detokenizer, stored)
+        if not job.goes_on:
+            running.ends = self._beginnings.ends(segments, cached)
+            running.shared = self._beginnings.shared(job, caches)
         if question:
             running.question = question[-len(segments[-1]) :]
             document = segments[-1][: -len(running.question)]
@@ -263,16 +255,30 @@ class Engine:
             if len(segments) == 1:
                 caches = self._recalled(running, copy.deepcopy(caches))
         self._insert(running, segments, caches, job.prompt.ids[:cached])
-        self._outbox.append((job, Started(cached)))
+        self._outbox.put((job, Started(cached)))
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
-        self._metrics.restored_tokens.inc(0 if stored is None else cached)
+        self._metrics.restored_tokens.inc(0 if stored is None else stored.restored)
         if self._limits.memory is not None:
-            room = self._limits.memory - self._reserved(self._answers())
+            room = self._limits.memory - self._beginnings.reserved(self._running.values())
             if self._kept is not None:
                 self._kept.trim_to(room)
                 room -= self._kept.nbytes
             self._prompt_cache.trim_to(n_bytes=max(0, room))
+
+    def _lead(self, uid: int, caches: list[Any]) -> None:
+        """Let those go on that waited for what a job has read, with copies of its caches."""
+        running = self._running[uid]
+        running.shared = self._beginnings.shared(running.job, caches)
+        for job, stop in running.release():
+            if stop != running.prefilled or job.cancelled:
+                self._admit(job)
+                continue
+            with self._admitting(job):
+                stored = None
+                if self._store is not None and running.stored is not None:
+                    stored = going_on(self._store, job.prompt, running.stored, stop, self._limits.prefill_step_size)
+                self._begin(job, [], caches, stop, stored)
 
     def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:
         """Put a job into the batch, with the others of its prompt where only the last token of that is left to read."""
@@ -317,10 +323,10 @@ class Engine:
         question = running.question
         self._insert(running, [question], self._recalled(running, caches), tokens)
 
-    def _caches_for(self, job: Job, unstored: int) -> tuple[list[Any] | None, int, StoredPrompt | None]:
+    def _source(self, job: Job, unstored: int) -> tuple[list[Any] | None, int, StoredPrompt | None]:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
 
-        With the prompt in the store, where it was restored or is to be stored, but for its last `unstored` tokens.
+        Or the prompt in the store, where it is to be restored or stored, but for its last `unstored` tokens.
         """
         if job.start is not None and job.start.caches is not None:
             _hold(job.start.caches, job.start.held)
@@ -330,10 +336,7 @@ class Engine:
             return caches, cached, None
         step = self._limits.prefill_step_size
         stored = stored_prompt(self._store, job.prompt, unstored, step, cached)
-        if stored is None:
-            return caches, cached, None
-        caches = stored.restore()
-        return caches, stored.restored, stored
+        return (caches, cached, None) if stored is None else (None, stored.found, stored)
 
     def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
         """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
@@ -357,7 +360,7 @@ class Engine:
             release(caches)
             _hold(caches, None)
             held = what_is_held(caches, self._plan, running.recalled)
-            self._outbox.append((job, Left(caches, list(tokens), held)))
+            self._outbox.put((job, Left(caches, list(tokens), held)))
 
     def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         release(caches)
@@ -373,13 +376,14 @@ class Engine:
         except Exception as error:
             # What a batch holds after a failed step is unknown: its answers end, the server goes on.
             log.exception("a step of the batch failed")
-            for running in self._running.values():
+            failed, self._running = self._running, {}
+            for running in failed.values():
                 self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
-            self._running.clear()
             self._batch.close()
             self._batch = self._new_batch()
+            self._admit_followers(failed.values())
         self._measure()
-        self._send()
+        self._outbox.send()
 
     def _after_reading(self, responses: list[Any]) -> None:
         ended, asking = [], []
@@ -388,7 +392,7 @@ class Engine:
             done, total = response.progress
             before, running.prefilled = running.prefilled, len(running.job.prompt.ids) - total + done
             self._metrics.read_tokens.inc(running.prefilled - before)
-            self._outbox.append((running.job, Progress(done, total)))
+            self._outbox.put((running.job, Progress(done, total)))
             asks = running.question and total - done == len(running.question)
             if asks:
                 asking.append(response.uid)
@@ -400,8 +404,13 @@ class Engine:
             ):
                 ended.append(response.uid)
         self._store_points([response.uid for response in responses])
+        leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
+        for uid, (caches, _) in self._batch.extract_cache(leading).items():
+            self._lead(uid, caches)
         for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
-            self._keep(tokens, caches, self._running[uid].kinds.pop())
+            running = self._running[uid]
+            running.shared = self._beginnings.shared(running.job, caches)
+            self._keep(tokens, caches, running.kinds.pop())
         for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
             self._ask(uid, caches, tokens)
         read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
@@ -432,7 +441,7 @@ class Engine:
             choice, top = choices_of(response, running.job.logprobs)
             fault = running.job.fault
             event = Failed(fault) if fault else Piece(text, choice, top, "stop" if ended else finish, running.job.index)
-            self._outbox.append((running.job, event))
+            self._outbox.put((running.job, event))
             if finish is not None:
                 del self._running[response.uid]
                 self._keep_answered(running, response.all_tokens, response.prompt_cache)
@@ -445,14 +454,22 @@ class Engine:
         """Take jobs out of the batch; what they have read is kept for later requests."""
         if not uids:
             return
-        for uid, (caches, tokens) in self._batch.remove(uids, return_prompt_caches=True).items():
-            running = self._running.pop(uid)
+        found = self._batch.remove(uids, return_prompt_caches=True)
+        left = [self._running.pop(uid) for uid in found]
+        for running, (caches, tokens) in zip(left, found.values(), strict=True):
             _close(running)
             job = running.job
             if job.start is not None and job.cancelled:  # half an answer; the session stays as it was before
-                self._outbox.append((job, Left()))
+                self._outbox.put((job, Left()))
             elif tokens:
                 self._keep_answered(running, tokens, caches)
+        self._admit_followers(left)
+
+    def _admit_followers(self, left: Iterable[Running]) -> None:
+        """Let jobs that waited for what others were reading look for it elsewhere."""
+        for running in left:
+            for job, _ in running.followers:
+                self._admit(job)
 
     def _measure(self) -> None:
         if self._running and time.monotonic() - self._measured < _MEASURE_S:
@@ -462,22 +479,10 @@ class Engine:
         native = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
         self._metrics.running.set(len(self._running))
         self._metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
+        self._metrics.memory_bytes.set(mx.get_active_memory())
         self._metrics.kv_fp16_bytes.set(native)
         self._metrics.prompt_cache_bytes.set(self._prompt_cache.nbytes)
         self._metrics.prompt_cache_entries.set(len(self._prompt_cache))
-
-    def _send(self) -> None:
-        events, self._outbox = self._outbox, []
-        if events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, events)
-
-
-def _deliver(events: list[tuple[Job, Event | Left]]) -> None:
-    for job, event in events:
-        if isinstance(event, Left):
-            job.left.put_nowait(event)
-        else:
-            job.events.put_nowait(event)
 
 
 def _close(running: Running) -> None:

@@ -27,8 +27,9 @@ from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.server.app import Web, create_app
 from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
-from mlx_tq.server.engine import Engine, EngineLimits
+from mlx_tq.server.engine import Engine
 from mlx_tq.server.guard import Guard
+from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefixes import salt_of
 from mlx_tq.server.sampling import Sampling

@@ -8,8 +8,9 @@ from mlx_tq.config import profile
 from mlx_tq.prefixes.store import PrefixStore
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
-from mlx_tq.server.engine import Engine, EngineLimits
+from mlx_tq.server.engine import Engine
 from mlx_tq.server.jobs import Failed, Job
+from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefixes import salt_of
 
