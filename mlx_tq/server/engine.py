@@ -178,7 +178,11 @@ class Engine:
                 return False
             admitted: list[Job] = []
             while self._waiting and self._fits(admitted):
-                admitted.append(self._waiting.popleft())
+                job = self._waiting.popleft()
+                if job.cancelled:
+                    self._outbox.put((job, Left()))
+                else:
+                    admitted.append(job)
             self._metrics.waiting.set(len(self._waiting))
         for job in admitted:
             self._admit(job)
@@ -212,9 +216,6 @@ class Engine:
 
     def _admit(self, job: Job) -> None:
         """Let a job join the batch, or wait for one there that reads what both begin with."""
-        if job.cancelled:
-            self._outbox.put((job, Left()))
-            return
         with self._admitting(job):
             question: list[int] = []
             if self._plan is not None and self._plan.recalls:
@@ -271,13 +272,11 @@ class Engine:
         running = self._running[uid]
         running.shared = self._beginnings.shared(running.job, caches)
         for job, stop in running.release():
-            if stop != running.prefilled or job.cancelled:
+            if stop != running.prefilled:
                 self._admit(job)
                 continue
             with self._admitting(job):
-                stored = None
-                if self._store is not None and running.stored is not None:
-                    stored = going_on(self._store, job.prompt, running.stored, stop, self._limits.prefill_step_size)
+                stored = going_on(self._store, job.prompt, running.stored, stop, self._limits.prefill_step_size)
                 self._begin(job, [], caches, stop, stored)
 
     def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:

@@ -40,8 +40,12 @@ def stored_prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int, k
     return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
 
 
-def going_on(store: PrefixStore, asked: Prompt, read: StoredPrompt, stop: int, step: int) -> StoredPrompt | None:
-    """A prompt that goes on behind `stop` tokens of another one, which is being read; None if these are not stored."""
+def going_on(
+    store: PrefixStore | None, asked: Prompt, read: StoredPrompt | None, stop: int, step: int
+) -> StoredPrompt | None:
+    """A prompt that goes on behind `stop` tokens of another one; None if these are not stored while it is read."""
+    if store is None or read is None:
+        return None
     prompt = _prompt(store, asked, 1, step)
     return prompt if prompt.follow(read, stop) else None
 
