@@ -27,6 +27,28 @@ def shared() -> Table:
     return Table("store_shared.json", about["command"], machine(about), columns, rows, model=model)
 
 
+def beginnings() -> Table:
+    """The same through a server, where they come at once."""
+    about = report("store_beginnings.json")
+    full, rows = about["full"], []
+    for f in about["figures"]:
+        counted = f["requests"] * full
+        cells = [f"{f['at_once']} of {f['requests']}", f"{f['read_tokens']:,}", f"{counted / 1e6:.1f}"]
+        held = f"{f['held'] / 1e6:.1f} ({100 * f['held'] / counted:.0f} %)"
+        rows.append([f["beginnings"], *cells, held, f"{f['first_token']:.1f}", f"{f['seconds']:.1f}"])
+    columns = [
+        "system messages",
+        "at once",
+        "tokens read",
+        "each in full, MB",
+        "held at most, MB",
+        "first token, s",
+        "all, s",
+    ]
+    model = "the embedded model (7 million weights), float32"
+    return Table("store_beginnings.json", about["command"], machine(about), columns, rows, model=model)
+
+
 def tiers() -> Table:
     """Bulk spill and warm."""
     about = report("store_tiers.json")
@@ -93,6 +115,7 @@ def advisor() -> Table:
 
 TABLES: dict[str, Callable[[], Table | str]] = {
     "shared": shared,
+    "beginnings": beginnings,
     "tiers": tiers,
     "store_index": index,
     "store_graph": graph,

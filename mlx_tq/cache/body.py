@@ -21,12 +21,17 @@ MOST = 4
 Stored = mx.array | list[mx.array] | None
 
 
-class _Buffer:
+class Buffer:
     """Rows uint32 [B, H, capacity, W], and the bodies that have some of them."""
 
     def __init__(self, rows: mx.array | None) -> None:
         self.rows = rows
         self.bodies: WeakSet[Body] = WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return 0 if self.rows is None else self.rows.nbytes
 
 
 class Body:
@@ -38,8 +43,8 @@ class Body:
     """
 
     def __init__(self, rows: Stored = None) -> None:
-        self._shared: list[tuple[_Buffer, int]] = []
-        self._own = self._held(_Buffer(mx.concatenate(rows, axis=2) if isinstance(rows, list) else rows))
+        self._shared: list[tuple[Buffer, int]] = []
+        self._own = self._held(Buffer(mx.concatenate(rows, axis=2) if isinstance(rows, list) else rows))
 
     def __bool__(self) -> bool:
         return bool(self.arrays)
@@ -76,6 +81,17 @@ class Body:
         pieces = [rows for rows in found if rows is not None]
         return pieces if len(pieces) > 1 else self.between(0, stop)
 
+    def lasting(self, stop: int) -> list[tuple[Buffer, int]]:
+        """Buffers that copies go on sharing when they write behind the first `stop` rows, and how many rows of each."""
+        found = self._before(stop)
+        rest = stop - sum(count for _, count in found)
+        if rest >= LEAST:
+            found.append((self._own, rest))
+            if len(found) > MOST:
+                least = _fewest(found)
+                del found[least : least + 2]
+        return found
+
     def fork(self) -> "Body":
         """Another body with the same rows."""
         twin = Body()
@@ -92,25 +108,30 @@ class Body:
             if at >= LEAST:
                 self._share(own, at)
                 at = 0
-            self._own = self._held(_Buffer(None if own.rows is None or at == 0 else own.rows[:, :, :at]))
+            self._own = self._held(Buffer(None if own.rows is None or at == 0 else own.rows[:, :, :at]))
         self._own.rows = write_rows(self._own.rows, rows, at)
 
-    def _before(self, stop: int) -> list[tuple[_Buffer, int]]:
+    def _before(self, stop: int) -> list[tuple[Buffer, int]]:
         """Of the rows before `stop` those of shared buffers."""
         edges = accumulate((count for _, count in self._shared), initial=0)
         found = [(buffer, min(count, stop - at)) for (buffer, count), at in zip(self._shared, edges, strict=False)]
         return [(buffer, count) for buffer, count in found if count > 0]
 
-    def _share(self, buffer: _Buffer, count: int) -> None:
+    def _share(self, buffer: Buffer, count: int) -> None:
         """Go on behind `count` rows of a buffer. Of many buffers the neighbours with the fewest rows are joined."""
         shared = [*self._shared, (buffer, count)]
         if len(shared) > MOST:
-            least = min(range(MOST), key=lambda i: shared[i][1] + shared[i + 1][1])
+            least = _fewest(shared)
             pair = shared[least : least + 2]
             joined = mx.concatenate([each.rows[:, :, :n] for each, n in pair if each.rows is not None], axis=2)
-            shared[least : least + 2] = [(self._held(_Buffer(joined)), joined.shape[2])]
+            shared[least : least + 2] = [(self._held(Buffer(joined)), joined.shape[2])]
         self._shared = shared
 
-    def _held(self, buffer: _Buffer) -> _Buffer:
+    def _held(self, buffer: Buffer) -> Buffer:
         buffer.bodies.add(self)
         return buffer
+
+
+def _fewest(shared: list[tuple[Buffer, int]]) -> int:
+    """Where the two neighbours begin that have the fewest rows."""
+    return min(range(len(shared) - 1), key=lambda i: shared[i][1] + shared[i + 1][1])

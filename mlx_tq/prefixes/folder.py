@@ -104,7 +104,9 @@ class Folder:
 
     def holds(self, kind: str, name: str) -> bool:
         """A record is there, damaged or not."""
-        return (self.path / kind / name).exists()
+        with suppress(OSError):
+            return (self.path / kind / name).exists()
+        return False
 
     def write(self, kind: str, name: str, content: bytes) -> None:
         """Write a record, inside `writing`; one that is there counts as used now. Does not wait for the disk.

@@ -201,6 +201,20 @@ class StoredPrompt:
                     return copy.deepcopy(point.caches)
         return None
 
+    @property
+    def live(self) -> list[Any] | None:
+        """The caches that `restore` would give copies of; None where it would read them from the disk."""
+        point = self._store.live.get(self._ends.get(self.found, ""))
+        return None if point is None else point.caches
+
+    def follow(self, other: "StoredPrompt", stop: int) -> bool:
+        """Go on behind the first `stop` tokens of another prompt, if it has read them in the steps of this one."""
+        if stop not in self._ends or self._ends[stop] != other._ends.get(stop):
+            return False
+        self._blocks, self._points, self.reached = list(other._blocks), other._points[-1:], other.reached
+        self._note(self.reached)
+        return True
+
     def _read(self, key: str) -> Restored | None:
         data = self._folder.read(POINTS, key)
         if data is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_tq.cache.sharing import whole_steps
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
@@ -64,6 +65,13 @@ class LayerPlan:
             return layout.nbytes
         return min(layout.nbytes, self.spec.cold_layout(layout, dtype_of(self.slot.dtype)).nbytes)
 
+    def shared_nbytes(self, tokens: int) -> int:
+        """Bytes that a copy of a cache of `tokens` tokens need not have of its own; see `cache.sharing`."""
+        if self.spec.cold:
+            return 0
+        rows = whole_steps(self.spec.packed_until(tokens) - self.spec.prefix)
+        return self.slot.heads * rows * layer_layout(self.slot, self.spec).nbytes
+
     def fp16_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same tokens at 16 bits, whatever the model's type is."""
         return batch * fp16_bytes(self.slot, tokens)
@@ -117,6 +125,10 @@ class Plan:
     def nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the compressed layers after `tokens` tokens, those that were evicted left out."""
         return sum(layer.nbytes(self.live(tokens), batch, self.left(tokens)) for layer in self.layers)
+
+    def shared_nbytes(self, tokens: int, most: int) -> int:
+        """Bytes that copies of caches of `tokens` tokens hold once, as long as none leaves of `most` tokens."""
+        return sum(layer.shared_nbytes(tokens) for layer in self.layers) if self.live(most) == most else 0
 
     def fp16_nbytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of the same layers at 16 bits."""

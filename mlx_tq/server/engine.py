@@ -6,6 +6,8 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from threading import Condition, Thread
 from typing import Any
 
@@ -24,6 +26,7 @@ from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
+from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.held import what_is_held
 from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Started
@@ -31,7 +34,7 @@ from mlx_tq.server.limits import EngineLimits, Kept
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.orders import Following, Orders
 from mlx_tq.server.outbox import Outbox
-from mlx_tq.server.prefixes import close, is_worth_storing, stored_prompt
+from mlx_tq.server.prefixes import close, going_on, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, choices_of, rest_of
 
 log = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class Engine:
         self._ended: list[int] = []  # of the running ones, those that leave before the next step
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._prompt_cache = LRUPromptCache(limits.prompt_cache_size, limits.prompt_cache_bytes)
+        self._beginnings = Beginnings(plan, limits.prefill_step_size)
         self._measured = 0.0
 
     # For the web side.
@@ -165,7 +169,7 @@ class Engine:
             finally:
                 with self._changed:
                     self._stopping = True
-                    jobs = [*(running.job for running in self._running.values()), *self._waiting]
+                    jobs = [*jobs_of(self._running.values()), *self._waiting]
                     self._waiting.clear()
                 for job in jobs:
                     self._fail(job, UnavailableError("the server is stopping"))
@@ -187,13 +191,7 @@ class Engine:
         orders = self._following.told(self._decide, idle=not (self._waiting or self._running))
         self._remove([*orders.ended, *orders.left], orders.left)
         for job in orders.admitted:
-            try:
-                self._admit(job)
-            except Exception as error:
-                if not self._ranks.is_alone:
-                    raise
-                log.exception("a request could not join the batch")
-                self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
+            self._admit(job)
         if orders.room is not None:
             self._prompt_cache.trim_to(n_bytes=orders.room)
         return orders.goes_on
@@ -208,51 +206,90 @@ class Engine:
             ended, self._ended = self._ended, []
             left = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in ended]
             staying = [running for uid, running in self._running.items() if uid not in (*ended, *left)]
+            orphans = [job for uid in (*ended, *left) for job, _ in self._running[uid].followers]
             admitted: list[Job] = []
-            while self._waiting and self._fits(staying, admitted):
+            while self._waiting and self._fits(staying, [*orphans, *admitted]):
                 job = self._waiting.popleft()
                 if job.cancelled:
                     self._outbox.put((job, Left()))
                 else:
                     admitted.append(job)
             self._metrics.waiting.set(len(self._waiting))
-        return Orders(admitted, ended, left, self._room(staying, admitted))
+        return Orders(admitted, ended, left, self._room(staying, [*orphans, *admitted]))
 
     def _fail(self, job: Job, error: ApiError) -> None:
         self._outbox.put((job, Failed(error)), (job, Left()))
 
-    def _fits(self, staying: list[Running], admitted: list[Job]) -> bool:
+    def _fits(self, running: list[Running], admitted: list[Job]) -> bool:
         """The first waiting job can join those that run; alone it always can, which was checked when it came."""
-        answers = _answers(staying, [*admitted, self._waiting[0]])
-        if not (staying or admitted):
+        job = self._waiting[0]
+        if not running and not admitted:
             return True
-        if len(answers) > self._limits.concurrency:
+        if sum(1 + len(each.others) for each in (*admitted, job)) + answers(running) > self._limits.concurrency:
             return False
-        return self._limits.memory is None or self._reserved(answers) <= self._limits.memory
+        if self._limits.memory is None:
+            return True
+        needed = sum(map(self._beginnings.needed, (*admitted, job)))
+        room = self._limits.memory - self._beginnings.reserved(running) - needed
+        return room >= 0 or (not admitted and self._in_common(job, -room, running) >= -room)
 
-    def _room(self, staying: list[Running], admitted: list[Job]) -> int | None:
+    def _room(self, running: list[Running], admitted: list[Job]) -> int | None:
         """Bytes that are left beside all answers, for caches kept for later requests; sessions make room first."""
         if self._limits.memory is None or not admitted:
             return None
-        room = self._limits.memory - self._reserved(_answers(staying, admitted))
+        room = self._limits.memory - self._beginnings.reserved(running) - sum(map(self._beginnings.needed, admitted))
         if self._kept is not None:
             self._kept.trim_to(room)
             room -= self._kept.nbytes
         return max(0, room)
 
-    def _reserved(self, jobs: list[Job]) -> int:
-        return sum(self._plan.nbytes(job.tokens) + job.kept_nbytes for job in jobs) if self._plan else 0
+    def _in_common(self, job: Job, least: int, running: list[Running]) -> int:
+        """Bytes of a waiting job that running ones hold already, or will; 0 where they cannot be `least`."""
+        if job.goes_on or self._beginnings.saved(job, len(job.prompt.ids)) < least:
+            return 0
+        caches, cached, stored = self._source(job, 1)
+        leader = self._beginnings.leader(job, cached, running)
+        if leader is not None:
+            return self._beginnings.saved(job, leader[1])
+        return self._beginnings.held(job, caches if stored is None else stored.live, running)
 
     def _admit(self, job: Job) -> None:
-        question: list[int] = []
-        if self._plan is not None and self._plan.recalls:
-            question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
-        caches, cached, stored = self._caches_for(job, max(1, len(question)))
+        """Let a job join the batch, or wait for one there that reads what both begin with."""
+        with self._admitting(job):
+            question: list[int] = []
+            if self._plan is not None and self._plan.recalls:
+                question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
+            self._begin(job, question, *self._source(job, max(1, len(question))))
+
+    @contextmanager
+    def _admitting(self, job: Job) -> Iterator[None]:
+        """If a job cannot join the batch, it fails alone."""
+        try:
+            yield
+        except Exception as error:
+            if not self._ranks.is_alone:
+                raise
+            log.exception("a request could not join the batch")
+            self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
+
+    def _begin(
+        self, job: Job, question: list[int], caches: list[Any] | None, cached: int, stored: StoredPrompt | None
+    ) -> None:
+        """Let a job go on from caches of its first `cached` tokens, or from the store, which has these."""
+        leader = self._beginnings.leader(job, cached, self._running.values())
+        if leader is not None:
+            leader[0].followers.append((job, leader[1]))
+            return
+        if caches is None and stored is not None:
+            caches, cached = stored.restore(), stored.restored
         self._ranks.check("what they have read", np.array([cached, self._prompt_cache.nbytes]))
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
         running = Running(job, cached, kinds, self._tokenizer.detokenizer, stored)
+        if not job.goes_on:
+            running.ends = self._beginnings.ends(segments, cached)
+            running.shared = self._beginnings.shared(job, caches)
         if question:
             running.question = question[-len(segments[-1]) :]
             document = segments[-1][: -len(running.question)]
@@ -264,7 +301,19 @@ class Engine:
         self._outbox.put((job, Started(cached)))
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
-        self._metrics.restored_tokens.inc(0 if stored is None else cached)
+        self._metrics.restored_tokens.inc(0 if stored is None else stored.restored)
+
+    def _lead(self, uid: int, caches: list[Any]) -> None:
+        """Let those go on that waited for what a job has read, with copies of its caches."""
+        running = self._running[uid]
+        running.shared = self._beginnings.shared(running.job, caches)
+        for job, stop in running.release():
+            if stop != running.prefilled:
+                self._admit(job)
+                continue
+            with self._admitting(job):
+                stored = going_on(self._store, job.prompt, running.stored, stop, self._limits.prefill_step_size)
+                self._begin(job, [], caches, stop, stored)
 
     def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:
         """Put a job into the batch, with the others of its prompt where only the last token of that is left to read."""
@@ -309,10 +358,10 @@ class Engine:
         question = running.question
         self._insert(running, [question], self._recalled(running, caches), tokens)
 
-    def _caches_for(self, job: Job, unstored: int) -> tuple[list[Any] | None, int, StoredPrompt | None]:
+    def _source(self, job: Job, unstored: int) -> tuple[list[Any] | None, int, StoredPrompt | None]:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
 
-        With the prompt in the store, where it was restored or is to be stored, but for its last `unstored` tokens.
+        Or the prompt in the store, where it is to be restored or stored, but for its last `unstored` tokens.
         """
         if job.start is not None and job.start.caches is not None:
             _hold(job.start.caches, job.start.held)
@@ -322,10 +371,7 @@ class Engine:
             return caches, cached, None
         step = self._limits.prefill_step_size
         stored = stored_prompt(self._store, job.prompt, unstored, step, cached)
-        if stored is None:
-            return caches, cached, None
-        caches = stored.restore()
-        return caches, stored.restored, stored
+        return (caches, cached, None) if stored is None else (None, stored.found, stored)
 
     def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
         """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
@@ -366,12 +412,13 @@ class Engine:
                 raise
             # What a batch holds after a failed step is unknown: its answers end, the server goes on.
             log.exception("a step of the batch failed")
-            for running in self._running.values():
+            failed, self._running = self._running, {}
+            for running in failed.values():
                 self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
-            self._running.clear()
             self._ended.clear()
             self._batch.close()
             self._batch = self._new_batch()
+            self._admit_followers(failed.values())
         self._measure()
         self._outbox.send()
 
@@ -394,8 +441,13 @@ class Engine:
             ):
                 ended.append(response.uid)
         self._store_points([response.uid for response in responses])
+        leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
+        for uid, (caches, _) in self._batch.extract_cache(leading).items():
+            self._lead(uid, caches)
         for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
-            self._keep(tokens, caches, self._running[uid].kinds.pop())
+            running = self._running[uid]
+            running.shared = self._beginnings.shared(running.job, caches)
+            self._keep(tokens, caches, running.kinds.pop())
         for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
             self._ask(uid, caches, tokens)
         read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
@@ -440,14 +492,22 @@ class Engine:
         """
         if not uids:
             return
-        for uid, (caches, tokens) in self._batch.remove(uids, return_prompt_caches=True).items():
-            running = self._running.pop(uid)
-            _close(running)
+        found = self._batch.remove(uids, return_prompt_caches=True)
+        gone = {uid: self._running.pop(uid) for uid in found}
+        for uid, (caches, tokens) in found.items():
+            _close(running := gone[uid])
             job = running.job
             if job.start is not None and uid in left:  # half an answer; the session stays as it was before
                 self._outbox.put((job, Left()))
             elif tokens:
                 self._keep_answered(running, tokens, caches)
+        self._admit_followers(gone.values())
+
+    def _admit_followers(self, left: Iterable[Running]) -> None:
+        """Let jobs that waited for what others were reading look for it elsewhere."""
+        for running in left:
+            for job, _ in running.followers:
+                self._admit(job)
 
     def _measure(self) -> None:
         if self._running and time.monotonic() - self._measured < _MEASURE_S:
@@ -457,15 +517,10 @@ class Engine:
         native = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
         self._metrics.running.set(len(self._running))
         self._metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
+        self._metrics.memory_bytes.set(mx.get_active_memory())
         self._metrics.kv_fp16_bytes.set(native)
         self._metrics.prompt_cache_bytes.set(self._prompt_cache.nbytes)
         self._metrics.prompt_cache_entries.set(len(self._prompt_cache))
-
-
-def _answers(running: list[Running], admitted: list[Job]) -> list[Job]:
-    """All answers that are being generated, or will be for the prompts that are being read and for `admitted`."""
-    begun = [each for one in running for each in (one.job, *one.pending)]
-    return begun + [each for job in admitted for each in (job, *job.others)]
 
 
 def _close(running: Running) -> None:

@@ -161,6 +161,11 @@ class Job:
         return len(self.prompt.ids) + self.max_tokens
 
     @property
+    def goes_on(self) -> bool:
+        """It goes on from the caches of a session."""
+        return self.start is not None and self.start.caches is not None
+
+    @property
     def kept_nbytes(self) -> int:
         """Bytes of its session's caches, which are kept until the answer is complete."""
         return sum(cache.nbytes for cache in (self.start and self.start.caches) or [])

@@ -25,6 +25,7 @@ class Metrics:
         self.waiting = gauge("waiting", "Requests in the queue")
         self.running = gauge("running", "Requests in the batch")
         self.kv_bytes = gauge("kv_bytes", "Bytes of the caches of the batch")
+        self.memory_bytes = gauge("memory_bytes", "Bytes that mlx holds, the model's weights too")
         self.kv_fp16_bytes = gauge("kv_fp16_bytes", "Bytes that the same tokens take at 16 bits")
         self.prompt_cache_bytes = gauge("prompt_cache_bytes", "Bytes of the caches kept for later requests")
         self.prompt_cache_entries = gauge("prompt_cache_entries", "Caches kept for later requests")

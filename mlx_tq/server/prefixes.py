@@ -35,11 +35,25 @@ def stored_prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int, k
         step: tokens of a step, at most.
         kept: tokens that memory has.
     """
+    prompt = _prompt(store, asked, unstored, step)
+    length, found = len(asked.ids), prompt.found
+    return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
+
+
+def going_on(
+    store: PrefixStore | None, asked: Prompt, read: StoredPrompt | None, stop: int, step: int
+) -> StoredPrompt | None:
+    """A prompt that goes on behind `stop` tokens of another one; None if these are not stored while it is read."""
+    if store is None or read is None:
+        return None
+    prompt = _prompt(store, asked, 1, step)
+    return prompt if prompt.follow(read, stop) else None
+
+
+def _prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int) -> StoredPrompt:
     segments = asked.segments
     system = len(segments[0]) if len(segments) > 1 and asked.kinds[0] == "system" else 0
-    prompt = store.prompt([*segments[:-1], segments[-1][:-unstored]], step, system)
-    length, found = sum(map(len, segments)), prompt.found
-    return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
+    return store.prompt([*segments[:-1], segments[-1][:-unstored]], step, system)
 
 
 def is_worth_storing(prompt: StoredPrompt, stop: int) -> bool:

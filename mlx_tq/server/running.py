@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
 
+from mlx_tq.cache.sharing import Shared
 from mlx_tq.prefixes.store import StoredPrompt
 from mlx_tq.server.jobs import Choice, Job
 
@@ -22,6 +23,9 @@ class Running:
         stored: the prompt in the store of prefixes, while it is read.
         point: what was restored of it: whoever restores the same while the job runs shares its rows.
         pending: the other answers to its prompt, until it is read.
+        ends: where the steps end in which its prompt is read.
+        followers: jobs that wait until it has read what they begin with too, and how many tokens these are.
+        shared: rows that it has in common with others.
     """
 
     def __init__(
@@ -36,6 +40,20 @@ class Running:
         self.stops = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
         self.prefilled, self.generated, self.recalled = cached, 0, (0, 0)
         self.pending = list(job.others)
+        self.ends: list[int] = []
+        self.followers: list[tuple[Job, int]] = []
+        self.shared: Shared = []
+
+    @property
+    def is_awaited(self) -> bool:
+        """What followers wait for has been read."""
+        return any(stop <= self.prefilled for _, stop in self.followers)
+
+    def release(self) -> list[tuple[Job, int]]:
+        """The followers that have what they waited for; they follow no longer."""
+        ready = [each for each in self.followers if each[1] <= self.prefilled]
+        self.followers = [each for each in self.followers if each[1] > self.prefilled]
+        return ready
 
     def read(self, token: int, finish: str | None) -> tuple[str, bool]:
         """The text that is certain after a token, and whether a stop text ended it."""

@@ -152,7 +152,8 @@ class Service:
             if self.positions is not None:
                 tokens = min(tokens, self.positions - prompt)
             if self.plan is not None and self.memory is not None:
-                check_memory(self.plan, prompt + tokens, self.memory // count)
+                shared = (count - 1) * self.plan.shared_nbytes(prompt - 1, prompt + tokens)
+                check_memory(self.plan, prompt + tokens, (self.memory + shared) // count)
         except ConfigError as error:
             raise ContextLengthError(str(error), param) from error
         return tokens

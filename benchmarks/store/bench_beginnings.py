@@ -1,0 +1,103 @@
+"""A server's memory under 20 requests at once that begin with one system message, and under 10 with one each.
+
+One process of `mlx_tq.server` for each arm: the embedded model in float32 and the default profile, a system message of
+nearly all the context that it has, greedy answers, and a memory limit that holds fewer than half of them where each
+counts in full. Memory is what mlx holds beyond what it held before the first request, as /metrics tells it. At the end
+some of the requests with one system message are asked alone of a server that keeps nothing.
+
+python -m benchmarks.store.bench_beginnings
+"""
+
+import json
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+import httpx
+import openai
+
+from benchmarks.server.bench_streams import ENDLESS, serving, texts
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import profile
+from mlx_tq.models import load
+from mlx_tq.sequence.compressed import plan_caches
+
+RESULTS = Path(__file__).parents[1] / "results" / "store_beginnings.json"
+REQUESTS, OWN, SYSTEM, ANSWER = 20, 10, 3960, 16
+FLAGS = ("--dtype", "float32", "--temp", "0", "--max-tokens", str(ANSWER))
+NAMES = ("running", "waiting", "kv_bytes", "memory_bytes", "read_tokens_total", "cached_tokens_total")
+
+
+def metrics(url):
+    """Those of NAMES."""
+    lines = httpx.get(f"{url}/metrics", timeout=600).text.splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
+    return {name: int(float(found[f"mlx_tq_{name}"])) for name in NAMES}
+
+
+def ask(url, system, number):
+    """An answer, and the seconds to its first token."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
+    said = [{"role": "system", "content": system}, {"role": "user", "content": f"What weighs {number} grams?"}]
+    began, first, pieces = time.perf_counter(), 0.0, []
+    stream = client.chat.completions.create(
+        model="default_model", messages=said, stream=True, logit_bias=ENDLESS, extra_body={"seed": 0}
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first = first or time.perf_counter() - began
+            pieces.append(chunk.choices[0].delta.content)
+    return "".join(pieces), first
+
+
+def at_once(systems, limit):
+    """What 20 requests were answered, and what was seen meanwhile."""
+    with serving(*FLAGS, "--kv-memory-limit", limit) as url:
+        ask(url, "Be brief.", 0)  # what a process does once is done
+        before, samples, found = metrics(url), [], [None] * len(systems)
+
+        def run(number):
+            found[number] = ask(url, systems[number], number)
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(systems))]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            samples.append(metrics(url))
+            time.sleep(0.1)
+        seconds = time.perf_counter() - began
+    most = {name: max(sample[name] for sample in samples) for name in NAMES}
+    return [text for text, _ in found], {
+        "requests": len(systems),
+        "at_once": most["running"],
+        "read_tokens": most["read_tokens_total"] - before["read_tokens_total"],
+        "held": most["memory_bytes"] - before["memory_bytes"],
+        "seconds": round(seconds, 1),
+        "first_token": round(median(first for _, first in found), 2),
+    }
+
+
+def main():
+    """Measure and write the file."""
+    model, tokenizer = load(dtype="float32")
+    systems = [tokenizer.decode(ids) for ids in texts(OWN, SYSTEM)]
+    plan = plan_caches(model, profile("balanced"))
+    full = plan.nbytes(SYSTEM + 60 + ANSWER)
+    limit = f"{REQUESTS * full * 9 // 20_000_000}MB"
+    answers, shared = at_once([systems[0]] * REQUESTS, limit)
+    print(json.dumps(shared), flush=True)
+    with serving(*FLAGS, "--prompt-cache-size", "0") as url:
+        alone = {number: ask(url, systems[0], number)[0] for number in (0, REQUESTS - 1)}
+    assert all(answers[number] == text for number, text in alone.items()), (alone, answers)
+    _, own = at_once(systems, limit)
+    print(json.dumps(own), flush=True)
+    about = {"command": "python -m benchmarks.store.bench_beginnings", "environment": environment()}
+    sizes = {"system": SYSTEM, "limit": limit, "full": full, "answers_as_alone": len(alone)}
+    figures = [{"beginnings": "one", **shared}, {"beginnings": "each its own", **own}]
+    RESULTS.write_text(json.dumps({**about, **sizes, "figures": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
