@@ -76,9 +76,9 @@ class Beginnings:
         """At most, of the answers to a prompt; they share the prompt but for its last token."""
         return self._alone(job) + self._others(job.others)
 
-    def reserved(self, running: Iterable[Running]) -> int:
-        """At most, of running jobs and of those that wait for what they read."""
-        total, once = 0, set()
+    def reserved(self, running: Iterable[Running], joining: Iterable[Job] = ()) -> int:
+        """At most, of running jobs, of those that wait for what they read, and of those that join them."""
+        total, once = sum(map(self.needed, joining)), set()
         for one in running:
             total += self._alone(one.job) + self._others(one.pending)
             total += sum(self.needed(job) - self.saved(job, stop) for job, stop in one.followers)

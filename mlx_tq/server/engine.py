@@ -14,33 +14,30 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
 from mlx_tq.commands.frame import end_rank
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import question_of, ready_to_recall, recall, release
-from mlx_tq.errors import CacheFormatError, MlxTqError
+from mlx_tq.errors import MlxTqError
 from mlx_tq.models import ranks_of
-from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.held import what_is_held
+from mlx_tq.server.held import hold, what_is_held
 from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Started
+from mlx_tq.server.kept_prompts import KeptPrompts
 from mlx_tq.server.limits import EngineLimits, Kept
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.orders import Following, Orders
 from mlx_tq.server.outbox import Outbox
-from mlx_tq.server.prefixes import close, going_on, is_worth_storing, stored_prompt
+from mlx_tq.server.prefixes import going_on, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, choices_of, rest_of
 
 log = logging.getLogger(__name__)
 
 _MEASURE_S = 0.1  # between two measurements of a batch that stays the same; each reads the size of every array
-_ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, keeps ours
 
 
 class Engine:
@@ -80,7 +77,7 @@ class Engine:
         self._outbox = Outbox()
         self._ended: list[int] = []  # of the running ones, those that leave before the next step
         self._stop_sequences = make_stop_sequences(tokenizer)
-        self._prompt_cache = LRUPromptCache(limits.prompt_cache_size, limits.prompt_cache_bytes)
+        self._kept_prompts = KeptPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._beginnings = Beginnings(plan, limits.prefill_step_size)
         self._measured = 0.0
 
@@ -175,7 +172,7 @@ class Engine:
                     self._fail(job, UnavailableError("the server is stopping"))
                 self._outbox.send()
                 self._batch.close()
-                self._prompt_cache.trim_to(n_sequences=0)
+                self._kept_prompts.clear()
 
     def _new_batch(self) -> BatchGenerator:
         return BatchGenerator(
@@ -193,7 +190,7 @@ class Engine:
         for job in orders.admitted:
             self._admit(job)
         if orders.room is not None:
-            self._prompt_cache.trim_to(n_bytes=orders.room)
+            self._kept_prompts.trim_to(orders.room)
         return orders.goes_on
 
     def _decide(self) -> Orders:
@@ -229,15 +226,14 @@ class Engine:
             return False
         if self._limits.memory is None:
             return True
-        needed = sum(map(self._beginnings.needed, (*admitted, job)))
-        room = self._limits.memory - self._beginnings.reserved(running) - needed
+        room = self._limits.memory - self._beginnings.reserved(running, (*admitted, job))
         return room >= 0 or (not admitted and self._in_common(job, -room, running) >= -room)
 
     def _room(self, running: list[Running], admitted: list[Job]) -> int | None:
         """Bytes that are left beside all answers, for caches kept for later requests; sessions make room first."""
         if self._limits.memory is None or not admitted:
             return None
-        room = self._limits.memory - self._beginnings.reserved(running) - sum(map(self._beginnings.needed, admitted))
+        room = self._limits.memory - self._beginnings.reserved(running, admitted)
         if self._kept is not None:
             self._kept.trim_to(room)
             room -= self._kept.nbytes
@@ -282,7 +278,7 @@ class Engine:
             return
         if caches is None and stored is not None:
             caches, cached = stored.restore(), stored.restored
-        self._ranks.check("what they have read", np.array([cached, self._prompt_cache.nbytes]))
+        self._ranks.check("what they have read", np.array([cached, self._kept_prompts.nbytes]))
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
@@ -364,42 +360,25 @@ class Engine:
         Or the prompt in the store, where it is to be restored or stored, but for its last `unstored` tokens.
         """
         if job.start is not None and job.start.caches is not None:
-            _hold(job.start.caches, job.start.held)
+            hold(job.start.caches, job.start.held)
             return job.start.caches, job.start.cached, None
-        caches, cached = self._fetch(job.prompt.ids)
+        caches, cached = self._kept_prompts.find(job.prompt.ids)
         if self._store is None:
             return caches, cached, None
         step = self._limits.prefill_step_size
         stored = stored_prompt(self._store, job.prompt, unstored, step, cached)
         return (caches, cached, None) if stored is None else (None, stored.found, stored)
 
-    def _fetch(self, ids: list[int]) -> tuple[list[Any] | None, int]:
-        """A kept cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
-        try:
-            caches, rest = self._prompt_cache.fetch_nearest_cache(_ONE_MODEL, ids)
-        except CacheFormatError:  # the beginning that is shared has lost tokens to eviction
-            return None, 0
-        if caches is None or rest:
-            return caches, len(ids) - len(rest)
-        if len(ids) == 1 or not can_trim_prompt_cache(caches):
-            return None, 0
-        trim_prompt_cache(caches, 1)
-        return caches, len(ids) - 1
-
     def _keep_answered(self, running: Running, tokens: list[int], caches: list[Any]) -> None:
         """Keep what an answer leaves: a session's for the session, others for whoever begins the same way."""
         job = running.job
         if job.start is None:
-            self._keep(tokens, caches, "assistant")
+            self._kept_prompts.keep(tokens, caches, "assistant")
         else:
             release(caches)
-            _hold(caches, None)
+            hold(caches, None)
             held = what_is_held(caches, self._plan, running.recalled)
             self._outbox.put((job, Left(self._following.keep(caches), list(tokens), held)))
-
-    def _keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
-        release(caches)
-        self._prompt_cache.insert_cache(_ONE_MODEL, list(tokens), caches, cache_type=kind)
 
     def _step(self) -> None:
         """One token for each job in the batch, or a part of its prompt."""
@@ -433,12 +412,8 @@ class Engine:
             asks = running.question and total - done == len(running.question)
             if asks:
                 asking.append(response.uid)
-            if (
-                response.end_of_segment
-                and not response.end_of_prompt
-                and running.kinds
-                and not (asks and running.divided)
-            ):
+            keeps = running.kinds and not (asks and running.divided)
+            if keeps and response.end_of_segment and not response.end_of_prompt:
                 ended.append(response.uid)
         self._store_points([response.uid for response in responses])
         leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
@@ -447,7 +422,7 @@ class Engine:
         for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
             running = self._running[uid]
             running.shared = self._beginnings.shared(running.job, caches)
-            self._keep(tokens, caches, running.kinds.pop())
+            self._kept_prompts.keep(tokens, caches, running.kinds.pop())
         for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
             self._ask(uid, caches, tokens)
         read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
@@ -469,7 +444,7 @@ class Engine:
         for response in responses:
             running = self._running[response.uid]
             running.generated += 1
-            _close(running)
+            running.close_stored()
             finish = response.finish_reason
             if running.generated == 1 and math.isnan(response.logprobs[response.token].item()):
                 raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
@@ -495,7 +470,8 @@ class Engine:
         found = self._batch.remove(uids, return_prompt_caches=True)
         gone = {uid: self._running.pop(uid) for uid in found}
         for uid, (caches, tokens) in found.items():
-            _close(running := gone[uid])
+            running = gone[uid]
+            running.close_stored()
             job = running.job
             if job.start is not None and uid in left:  # half an answer; the session stays as it was before
                 self._outbox.put((job, Left()))
@@ -519,19 +495,5 @@ class Engine:
         self._metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
         self._metrics.memory_bytes.set(mx.get_active_memory())
         self._metrics.kv_fp16_bytes.set(native)
-        self._metrics.prompt_cache_bytes.set(self._prompt_cache.nbytes)
-        self._metrics.prompt_cache_entries.set(len(self._prompt_cache))
-
-
-def _close(running: Running) -> None:
-    """No more of a job's prompt is stored."""
-    if running.stored is not None:
-        close(running.stored)
-        running.stored = None
-
-
-def _hold(caches: list[Any], span: PositionRange | None) -> None:
-    """Keep the positions of `span` in a sequence's caches until told None."""
-    sequence = sequence_in(caches)
-    if sequence is not None:
-        sequence.held = span
+        self._metrics.prompt_cache_bytes.set(self._kept_prompts.nbytes)
+        self._metrics.prompt_cache_entries.set(len(self._kept_prompts))

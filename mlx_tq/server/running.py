@@ -9,6 +9,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_tq.cache.sharing import Shared
 from mlx_tq.prefixes.store import StoredPrompt
 from mlx_tq.server.jobs import Choice, Job
+from mlx_tq.server.prefixes import close
 
 
 class Running:
@@ -54,6 +55,12 @@ class Running:
         ready = [each for each in self.followers if each[1] <= self.prefilled]
         self.followers = [each for each in self.followers if each[1] > self.prefilled]
         return ready
+
+    def close_stored(self) -> None:
+        """No more of the prompt is stored."""
+        if self.stored is not None:
+            close(self.stored)
+            self.stored = None
 
     def read(self, token: int, finish: str | None) -> tuple[str, bool]:
         """The text that is certain after a token, and whether a stop text ended it."""

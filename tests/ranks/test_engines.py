@@ -41,7 +41,7 @@ class Watched(Engine):
         found = self._batch.extract_cache(list(self._running))
         rows = [(uid, list(tokens), caches[0].positions.tolist()) for uid, (caches, tokens) in found.items()]
         self.most_kept = max(self.most_kept, len(self._following._kept))
-        self.steps.append((rows, len(self._prompt_cache), self._prompt_cache.nbytes))
+        self.steps.append((rows, len(self._kept_prompts), self._kept_prompts.nbytes))
 
 
 def answer(size):
