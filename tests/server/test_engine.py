@@ -192,13 +192,13 @@ def test_with_eviction(loaded, monkeypatch):
     config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32", budget=80))
     engine = make_engine(loaded, config)
     kept = []
-    keep = engine._keep
+    keep = engine._kept_prompts.keep
 
     def look(tokens, caches, kind):
         kept.append((len(tokens), caches[0].offset, caches[0].size()))
         keep(tokens, caches, kind)
 
-    monkeypatch.setattr(engine, "_keep", look)
+    monkeypatch.setattr(engine._kept_prompts, "keep", look)
     first = make_job(300)
     other = Prompt([*first.prompt.ids[:60], *range(300, 340)], [[*first.prompt.ids[:60], *range(300, 340)]], ["user"])
 
@@ -233,7 +233,9 @@ def test_rows_come_back_for_the_question_of_a_request(loaded, step):
             )
             jobs.append(Job(Prompt(said, [said], ["user"]), 8, GREEDY, []))
         kept = []
-        engine._prompt_cache.insert_cache = lambda model, tokens, caches, cache_type: kept.append(sequence_in(caches))
+        engine._kept_prompts._kept.insert_cache = lambda model, tokens, caches, cache_type: kept.append(
+            sequence_in(caches)
+        )
         texts = ["".join(e.text for e in events if isinstance(e, Piece)) for events in serve(engine, jobs)]
         return texts, kept, engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total")
 
