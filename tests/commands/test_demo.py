@@ -2,12 +2,18 @@
 
 import json
 
+import pytest
+
 from mlx_tq import cli
 
 
-def test_the_fact_is_evicted_and_comes_back(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "words", [("--dtype", "float32"), pytest.param((), marks=pytest.mark.full)], ids=["float32", "as it is"]
+)
+def test_the_fact_is_evicted_and_comes_back(capsys, monkeypatch, words):
+    """A CPU computes a third as long in float32 as in bfloat16."""
     monkeypatch.setenv("RESCUE_EMBEDDER", "none")
-    assert cli.main(["demo", "--json"]) == 0
+    assert cli.main(["demo", "--json", *words]) == 0
     report = json.loads(capsys.readouterr().out)
     fp16, compressed, evicted, rescued = report["outcomes"]
     assert fp16["answer"] == compressed["answer"] == rescued["answer"] == report["expected"]

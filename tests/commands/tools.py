@@ -44,7 +44,7 @@ def facts(count, key=417295):
 def environment(**changes):
     """The environment of a process that finds this copy of mlx_tq, and does not find torch."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MLX_TQ_")}
-    paths = f"{ROOT}:{Path(__file__).with_name('core')}"
+    paths = f"{ROOT}:{ROOT / 'tests/without_torch'}"
     return {**env, "PYTHONPATH": paths, "HF_HUB_DISABLE_TELEMETRY": "1", "TERM": "xterm", **changes}
 
 

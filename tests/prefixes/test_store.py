@@ -41,9 +41,13 @@ def without_hit(found):
     return {key: value for key, value in found.items() if key != "restored"}
 
 
-def test_bits_and_tokens_across_two_processes_are_those_without_a_store(tmp_path):
-    first, second = process(tmp_path, *CASES), process(tmp_path, *CASES)
-    for name, (kind, config) in CASES.items():
+@pytest.mark.parametrize(
+    "names", [("embedded", "qwen3_next", "evicts"), pytest.param(tuple(CASES), marks=pytest.mark.full)], ids=len
+)
+def test_bits_and_tokens_across_two_processes_are_those_without_a_store(tmp_path, names):
+    first, second = process(tmp_path, *names), process(tmp_path, *names)
+    for name in names:
+        kind, config = CASES[name]
         plain = answer(model_of(kind), config, tokens(LENGTH))
         assert (first[name]["restored"], second[name]["restored"]) == (0, 400 if name == "evicts" else LENGTH - 1)
         assert without_hit(plain) == without_hit(first[name]) == without_hit(second[name]), name
