@@ -29,6 +29,17 @@ def cli(capsys, monkeypatch):
 
 
 @pytest.fixture
+def quick(cli):
+    """`cli`, in float32 unless --dtype says otherwise: a CPU takes a third as long as for the model's own bfloat16."""
+
+    def call(*words, **options):
+        computes = words[0] in ("generate", "cache_prompt") and "--dtype" not in words
+        return cli(*words, *(("--dtype", "float32") if computes else ()), **options)
+
+    return call
+
+
+@pytest.fixture
 def start(popen):
     """Start `mlx_tq WORDS`; Ctrl-C reaches it even where this process ignores it, as background jobs do."""
 

@@ -14,10 +14,10 @@ OFF = ("--kv-profile", "off")
 
 
 @pytest.fixture
-def saved(cli, tmp_path):
+def saved(quick, tmp_path):
     """A cache of TEXT, mostly packed."""
     file = tmp_path / "saved.safetensors"
-    result = cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *PACKED)
+    result = quick("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *PACKED)
     assert result.code == 0
     return file
 
@@ -31,16 +31,16 @@ def native(mlx_lm, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [OFF, PACKED, ()], ids=["off", "packed", "default"])
-def test_continue_is_as_if_read_at_once(cli, tmp_path, flags):
+def test_continue_is_as_if_read_at_once(quick, tmp_path, flags):
     file = tmp_path / "cache.safetensors"
-    result = cli("cache_prompt", "-p", "-", "--prompt-cache-file", file, *flags, stdin=TEXT)
+    result = quick("cache_prompt", "-p", "-", "--prompt-cache-file", file, *flags, stdin=TEXT)
     assert (result.code, result.out) == (0, "")
     assert (flags == OFF) or "KV cache of qwen3" in result.err
     assert "tok" in result.err.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "no temporary file is left"
     before = file.read_bytes()
-    at_once = cli("generate", "-p", TEXT + QUESTION, "-m", 20, "--json", *flags).json
-    continued = cli("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
+    at_once = quick("generate", "-p", TEXT + QUESTION, "-m", 20, "--json", *flags).json
+    continued = quick("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
     assert continued["text"] == at_once["text"] == "417295"
     assert continued["stats"]["prompt_tokens"] < 40
     ours, theirs = continued["stats"]["cache"], at_once["stats"]["cache"]
@@ -49,51 +49,52 @@ def test_continue_is_as_if_read_at_once(cli, tmp_path, flags):
     assert file.read_bytes() == before
 
 
-def test_more_of_the_conversation(cli, saved):
+def test_more_of_the_conversation(quick, saved):
     """System prompts and prefilled answers are placed as in a prompt that is read at once."""
     for flags in (("--prefill-response", "It is 41"), ("--chat-template-config", '{"enable_thinking": false}')):
-        at_once = cli("generate", "-p", TEXT + QUESTION, "-m", 20, "--verbose", "F", *PACKED, *flags)
-        continued = cli("generate", *ASK, *flags, "--prompt-cache-file", saved)
+        at_once = quick("generate", "-p", TEXT + QUESTION, "-m", 20, "--verbose", "F", *PACKED, *flags)
+        continued = quick("generate", *ASK, *flags, "--prompt-cache-file", saved)
         assert continued.out == at_once.out
         assert continued.out.strip()
 
 
-def test_template_that_strips_the_prompt(cli, tmp_path):
+def test_template_that_strips_the_prompt(quick, tmp_path):
     """Llama's templates trim a message; a question from `echo` ends in a line break."""
     assert "m['content']" in (template := (EMBEDDED / "tokenizer_config.json").read_text())
     assert "| trim" not in template
     model = copy_model(tmp_path / "model", template=lambda t: t.replace("m['content']", "m['content'] | trim"))
     file = tmp_path / "cache.safetensors"
     words = ("--model", model, "--prompt-cache-file", file)
-    assert cli("cache_prompt", "-p", "The code is 12.", *words).code == 0
-    result = cli("generate", "-m", 3, *words, "--verbose", "F", stdin="What is the code?\n")
+    assert quick("cache_prompt", "-p", "The code is 12.", *words).code == 0
+    result = quick("generate", "-m", 3, *words, "--verbose", "F", stdin="What is the code?\n")
     assert (result.code, result.err) == (0, "")
 
 
-def test_file_of_mlx_lm_with_off(cli, mlx_lm, native):
+def test_file_of_mlx_lm_with_off(quick, mlx_lm, native):
     theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, "--prompt-cache-file", native)
     for named in ((), ("--model", EMBEDDED)):
-        assert cli("generate", *ASK, *OFF, *named, "--prompt-cache-file", native).out == theirs
+        assert quick("generate", *ASK, *OFF, *named, "--prompt-cache-file", native).out == theirs
     # What stands before the user's words is taken for cached.
     words = ("--model", EMBEDDED, *ASK, "--system-prompt", "Answer.", "--prompt-cache-file", native)
-    assert cli("generate", *words, *OFF).out == mlx_lm("generate", *words)
+    assert quick("generate", *words, *OFF).out == mlx_lm("generate", *words)
 
 
-def test_a_file_that_is_not_compressed_is_mlx_lms_too(cli, mlx_lm, native, tmp_path):
+def test_a_file_that_is_not_compressed_is_mlx_lms_too(quick, mlx_lm, native, tmp_path):
     """It continues as if it had saved the file itself; and ours is checked as every file of ours is."""
     file = tmp_path / "ours.safetensors"
     for _ in range(2):  # the second one replaces the first
-        assert cli("cache_prompt", "--model", EMBEDDED, "-p", TEXT, "--prompt-cache-file", file, *OFF).code == 0
+        assert quick("cache_prompt", "--model", EMBEDDED, "-p", TEXT, "--prompt-cache-file", file, *OFF).code == 0
     words = ("generate", *ASK, "--prompt-cache-file")
-    assert mlx_lm(*words, file) == mlx_lm(*words, native) == cli(*words, file).out == "417295\n"
+    assert mlx_lm(*words, file) == mlx_lm(*words, native) == quick(*words, file).out == "417295\n"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    refused(cli(*words, file), "is damaged (its checksum differs)", code=1)
+    refused(quick(*words, file), "is damaged (its checksum differs)", code=1)
 
 
-def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, saved, tmp_path, embedded):
-    file = tmp_path / "decoded.safetensors"
+def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, tmp_path, embedded):
+    saved, file = tmp_path / "saved.safetensors", tmp_path / "decoded.safetensors"
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", saved, *PACKED).code == 0
     result = cli("cache_prompt", "--decode", saved, "--model", EMBEDDED, "--prompt-cache-file", file)
     assert (result.code, result.out) == (0, "")
     packed = load_prompt_cache(saved, model=embedded[0]).caches
@@ -112,53 +113,53 @@ def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, saved, tmp_path, e
     refused(cli(*words), "tokens have left the cache", code=1)
 
 
-def test_file_of_mlx_lm_is_compressed(cli, native):
+def test_file_of_mlx_lm_is_compressed(quick, native):
     words = ("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", native)
-    answer = cli(*words, *PACKED, "--kv-condition", "off").json  # which keeps less in so short a text
+    answer = quick(*words, *PACKED, "--kv-condition", "off").json  # which keeps less in so short a text
     assert answer["text"] == "417295"
     assert answer["stats"]["cache"]["ratio"] > 1.2
     assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}
 
 
-def test_quantised_file_of_mlx_lm(cli, mlx_lm, tmp_path):
+def test_quantised_file_of_mlx_lm(quick, mlx_lm, tmp_path):
     file = tmp_path / "quantised.safetensors"
     bits = ("--kv-bits", 8, "--quantized-kv-start", 0)
     mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file, *bits)
     theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, *bits, "--prompt-cache-file", file)
-    assert cli("generate", *ASK, *bits, "--prompt-cache-file", file).out == theirs
-    other = cli("generate", *ASK, "--kv-bits", 4, "--prompt-cache-file", file)
+    assert quick("generate", *ASK, *bits, "--prompt-cache-file", file).out == theirs
+    other = quick("generate", *ASK, "--kv-bits", 4, "--prompt-cache-file", file)
     assert (other.code, other.out) == (2, "")
     assert "was made with --kv-bits 8, not 4" in other.err
-    compressed = cli("generate", *ASK, *PACKED, "--prompt-cache-file", file)
+    compressed = quick("generate", *ASK, *PACKED, "--prompt-cache-file", file)
     assert (compressed.code, compressed.out) == (1, "")
     assert "without --kv-bits" in compressed.err
 
 
-def test_model_of_the_file_is_used(cli, tmp_path):
+def test_model_of_the_file_is_used(quick, tmp_path):
     model, file = zoo_model(tmp_path / "llama", "llama"), tmp_path / "cache.safetensors"
-    assert cli("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0
+    assert quick("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0
     words = ("generate", "-p", QUESTION, "-m", 5, "--json", "--prompt-cache-file", file)
-    unnamed, named = cli(*words).json, cli(*words, "--model", model).json
+    unnamed, named = quick(*words).json, quick(*words, "--model", model).json
     assert unnamed["plan"]["model_type"] == "llama"
     assert unnamed["text"] == named["text"]
 
 
-def test_draft_model_with_a_file(cli, saved, tmp_path):
+def test_draft_model_with_a_file(quick, saved, tmp_path):
     """The file is the model's alone; a draft model of other weights has a cache of its own."""
     draft = copy_model(tmp_path / "draft", lambda weights: {k: w * 1.01 for k, w in weights.items()})
     words = ("generate", *ASK, "--prompt-cache-file", saved)
-    assert cli(*words, "--draft-model", draft).out == cli(*words).out == "417295\n"
+    assert quick(*words, "--draft-model", draft).out == quick(*words).out == "417295\n"
 
 
-def test_another_configuration(cli, saved):
+def test_another_configuration(quick, saved):
     words = ("generate", *ASK, "--prompt-cache-file", saved)
-    refused(cli(*words, "--kv-profile", "small"), "made with another configuration", "prefix is 16, not 128", code=1)
-    refused(cli(*words, *PACKED, "--kv-key", "q8"), "key is 'tq4', not 'q8'", code=1)
-    assert cli(*words, *PACKED).code == 0
-    assert cli(*words, "--kv-prefix", 16).code == 0, "what a flag does not say is the file's"
-    refused(cli(*words, "--kv-prefix", 8), "prefix is 16, not 8. Drop those options", code=1)
+    refused(quick(*words, "--kv-profile", "small"), "made with another configuration", "prefix is 16, not 128", code=1)
+    refused(quick(*words, *PACKED, "--kv-key", "q8"), "key is 'tq4', not 'q8'", code=1)
+    assert quick(*words, *PACKED).code == 0
+    assert quick(*words, "--kv-prefix", 16).code == 0, "what a flag does not say is the file's"
+    refused(quick(*words, "--kv-prefix", 8), "prefix is 16, not 8. Drop those options", code=1)
     for flag in ("--kv-bits", "--max-kv-size"):
-        refused(cli(*words, flag, 8), f"{flag} cannot change")
+        refused(quick(*words, flag, 8), f"{flag} cannot change")
 
 
 def test_bits_that_chose_the_formats(cli, tmp_path):
@@ -170,23 +171,23 @@ def test_bits_that_chose_the_formats(cli, tmp_path):
     refused(cli("generate", *ASK, *bits, 3), "made with another configuration: key is", code=1)
 
 
-def test_another_model(cli, saved, native, tmp_path):
+def test_another_model(quick, saved, native, tmp_path):
     other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
     finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
-    refused(cli(*words, native, *OFF, "--model", other), str(EMBEDDED), code=1)
+    refused(quick(*words, native, *OFF, "--model", other), str(EMBEDDED), code=1)
     for model in (other, finetuned):
-        refused(cli(*words, saved, "--model", model), "whose weights are not", code=1)
+        refused(quick(*words, saved, "--model", model), "whose weights are not", code=1)
 
 
-def test_truncated(cli, saved, native):
+def test_truncated(quick, saved, native):
     for file in (saved, native):
         whole = file.read_bytes()
         for keep, flags in ((0, ()), (5, OFF), (5000, ()), (len(whole) - 1, OFF)):
             file.write_bytes(whole[:keep])
-            refused(cli("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "another copy", code=1)
+            refused(quick("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "another copy", code=1)
 
 
-def test_foreign_and_missing(cli, tmp_path):
+def test_foreign_and_missing(quick, tmp_path):
     text, image = tmp_path / "text.safetensors", tmp_path / "image.safetensors"
     text.write_text("No arrays here." * 100)
     mx.save_safetensors(str(image), {"pixels": mx.zeros((2, 2))}, {"1.0": "KVCache"})
@@ -197,13 +198,13 @@ def test_foreign_and_missing(cli, tmp_path):
         (tmp_path / "none.safetensors", ("there is no cache file",)),
         (tmp_path, ("there is no cache file",)),
     ):
-        refused(cli("generate", *ASK, "--prompt-cache-file", file), *says, code=1)
+        refused(quick("generate", *ASK, "--prompt-cache-file", file), *says, code=1)
 
 
-def test_unsupported_model_with_off(cli, tmp_path):
+def test_unsupported_model_with_off(quick, tmp_path):
     """Off needs nothing of ours, so a model that we cannot serve can be cached, and continued."""
     model, file = zoo_model(tmp_path / "gemma2", "gemma2"), tmp_path / "cache.safetensors"
     words = ("--model", model, "--prompt-cache-file", file)
-    assert cli("cache_prompt", "-p", "The city", *words, *OFF).code == 0
-    result = cli("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
+    assert quick("cache_prompt", "-p", "The city", *words, *OFF).code == 0
+    result = quick("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
     assert (result.code, result.err, result.json["plan"]) == (0, "", None)

@@ -30,9 +30,9 @@ def service(tmp_path_factory):
     made.stop()
 
 
-def test_answer_alone_is_on_stdout(cli):
+def test_answer_alone_is_on_stdout(quick):
     """The plan comes before it and the statistics after, on stderr, or nowhere."""
-    result = cli(*ASK, *PACKED)
+    result = quick(*ASK, *PACKED)
     assert (result.code, result.out) == (0, "417295\n")
     plan, stats = result.err.split("prompt: ")
     for line in (r"layers +keys +values +bytes +fp16", r"0-5 +tq4 +tq4 +[\d.]+ [kM]B +[\d.]+ [kM]B"):
@@ -45,31 +45,31 @@ def test_answer_alone_is_on_stdout(cli):
         r"peak memory: [\d.]+ [MG]B",
     ):
         assert re.search(rf"^{line}$", stats, re.MULTILINE)
-    assert cli(*ASK, *QUIET) == (0, "417295\n", "")
+    assert quick(*ASK, *QUIET) == (0, "417295\n", "")
 
 
-def test_a_shadow_changes_nothing_and_is_reported(cli):
-    shown = cli(*ASK, *PACKED, "--kv-shadow", 2)
+def test_a_shadow_changes_nothing_and_is_reported(quick):
+    shown = quick(*ASK, *PACKED, "--kv-shadow", 2)
     assert (shown.code, shown.out) == (0, "417295\n")
     assert re.search(r"^5 +[\d.]+ +[\d.]+ +[\d.e-]+ +[\d.e-]+$", shown.err, re.MULTILINE)
     assert re.search(r"predictions of \d+ tokens: KLD [\d.e-]+, the same most likely token in [\d.]+ %", shown.err)
-    report = json.loads(cli(*ASK, *PACKED, "--kv-shadow", 2, "--json").out)
+    report = json.loads(quick(*ASK, *PACKED, "--kv-shadow", 2, "--json").out)
     assert report["text"] == "417295"
     assert len(report["shadow"]["layers"]) == 6
     assert report["shadow"]["kld"] > 0
     for words, says in (((*OFF, "--kv-shadow", 2), "nothing is compressed"), (("--kv-shadow", 0), "1 or more")):
-        refused = cli(*HI, *words)
+        refused = quick(*HI, *words)
         assert refused.code == 2
         assert says in refused.err
 
 
-def test_plan_says_what_the_kernels_do_not_read(cli):
-    err = cli(*HI, "--kv-key", "q8_0", "--kv-value", "turbo3", "--kv-boundary", 1).err
+def test_plan_says_what_the_kernels_do_not_read(quick):
+    err = quick(*HI, "--kv-key", "q8_0", "--kv-value", "turbo3", "--kv-boundary", 1).err
     rows = [line.split()[:3] for line in err.splitlines() if line.startswith(("0", "1", "5"))]
     assert rows == [["0", "q8_0", "q8"], ["1-4", "q8_0", "tq3"], ["5", "q8_0", "q8"]]
     assert err.count("boundary layer") == 2
     assert "no GPU kernels for q8_0/q8, q8_0/tq3: attention decodes with mlx's operations\n" in err
-    assert "no GPU kernels" not in cli(*HI).err
+    assert "no GPU kernels" not in quick(*HI).err
 
 
 def test_formats_are_chosen_for_so_many_bits(cli, tmp_path):
@@ -90,8 +90,8 @@ def test_formats_are_chosen_for_so_many_bits(cli, tmp_path):
     refused(cli(*HI, "--model", unknown, "--kv-mean-bits", 4), "is measured on 512 tokens", "allows 400 positions")
 
 
-def test_plan_says_which_layers_stay_as_they_are(cli, tmp_path):
-    plan = cli(*HI, "--model", zoo_model(tmp_path / "gemma3", "gemma3_text")).err
+def test_plan_says_which_layers_stay_as_they_are(quick, tmp_path):
+    plan = quick(*HI, "--model", zoo_model(tmp_path / "gemma3", "gemma3_text")).err
     assert "KV cache of gemma3_text" in plan
     assert re.search(r"^2 others +as they are +RotatingKVCache", plan, re.MULTILINE)
 
@@ -146,11 +146,11 @@ def test_ratio_of_mlx_lms_own_caches(cli):
     assert measured("--kv-bits", 4)["ratio"] == measured(*OFF)["ratio"] == 1
 
 
-def test_answer_is_cut_where_positions_end(cli, tmp_path):
+def test_answer_is_cut_where_positions_end(quick, tmp_path):
     """-1 is all that the model allows; more than that is cut, with a warning."""
     model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=40)
     words = ("generate", "--model", model, "--ignore-chat-template", "-p", "The city of", "--json")
-    unlimited, cut, few = (cli(*words, "-m", count) for count in (-1, 500, 4))
+    unlimited, cut, few = (quick(*words, "-m", count) for count in (-1, 500, 4))
     assert unlimited.json["text"] == cut.json["text"]
     stats = unlimited.json["stats"]
     assert stats["prompt_tokens"] + stats["generation_tokens"] == 40
@@ -159,32 +159,34 @@ def test_answer_is_cut_where_positions_end(cli, tmp_path):
     assert (few.json["stats"]["finish_reason"], few.json["stats"]["generation_tokens"]) == ("length", 4)
 
 
-def test_prompt_from_a_pipe_and_from_a_file(cli, tmp_path):
+def test_prompt_from_a_pipe_and_from_a_file(quick, tmp_path):
     """A file is taken as it is; -p turns \\n into a line break."""
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT + QUESTION, encoding="utf-8")
     words = ("generate", "-m", 20, *QUIET)
-    assert cli(*words, "--prompt-file", file).out == cli(*words, stdin=TEXT + QUESTION).out == "417295\n"
+    assert quick(*words, "--prompt-file", file).out == quick(*words, stdin=TEXT + QUESTION).out == "417295\n"
     file.write_text(r"a\nb")
     words = ("generate", "-m", 1, "--json", "--ignore-chat-template")
-    counts = [cli(*words, *flag).json["stats"]["prompt_tokens"] for flag in (("--prompt-file", file), ("-p", r"a\nb"))]
+    counts = [
+        quick(*words, *flag).json["stats"]["prompt_tokens"] for flag in (("--prompt-file", file), ("-p", r"a\nb"))
+    ]
     assert counts[0] > counts[1]
 
 
-def test_a_type_to_compute_in(cli, tmp_path):
+def test_a_type_to_compute_in(quick, tmp_path):
     """--dtype is that of the caches: a tail in float32 takes twice as much. A draft model computes in it too."""
-    half, full = (cli(*HI, "--dtype", dtype, "--json").json["stats"]["cache"] for dtype in ("float16", "float32"))
+    half, full = (quick(*HI, "--dtype", dtype, "--json").json["stats"]["cache"] for dtype in ("float16", "float32"))
     assert full["nbytes"] > 1.5 * half["nbytes"]
     assert full["tokens"] == half["tokens"]
     model = copy_model(tmp_path / "wide", lambda weights: {k: w.astype(mx.float32) for k, w in weights.items()})
     words = (*HI, "--json", "--dtype", "float16", "--model", model)
-    assert cli(*words).json["stats"]["cache"] == half
-    assert cli(*words, "--draft-model", model).code == 0
+    assert quick(*words).json["stats"]["cache"] == half
+    assert quick(*words, "--draft-model", model).code == 0
 
 
-def test_what_is_said_and_comes_out_of_eviction(cli):
+def test_what_is_said_and_comes_out_of_eviction(quick):
     """Policy, budget and calibration before; one warning; rounds and what stayed after."""
-    result = cli(*EVICTING)
+    result = quick(*EVICTING)
     assert "eviction: triattention:warmup=256 keeps 300 tokens, calibrated on questions and text (" in result.err
     assert (
         result.err.count("warning: evicted tokens are gone, and the answer may miss what they said; --kv-recall auto")
@@ -192,7 +194,7 @@ def test_what_is_said_and_comes_out_of_eviction(cli):
     )
     assert " rounds (" in result.err
     assert "% stayed" in result.err
-    answer = cli(*EVICTING, "--json").json
+    answer = quick(*EVICTING, "--json").json
     stats = answer["stats"]["cache"]
     assert stats["rounds"] > 0
     assert stats["evicted"] == round((1 - stats["retention"]) * stats["tokens"])
@@ -200,14 +202,14 @@ def test_what_is_said_and_comes_out_of_eviction(cli):
     assert answer["plan"]["eviction"]["budget_tokens"] == 300
 
 
-def test_a_document_and_its_question_in_one_prompt(cli):
+def test_a_document_and_its_question_in_one_prompt(quick):
     """Without recall the answer is wrong; with it the archive gives back what it needs, and the screen says so."""
     text, question = facts(40)
     words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12)
     words = (*words, "--kv-evict", "recency", "--kv-budget", 300)
     words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
-    lost = cli(*words, "--json", "--kv-recall", "off").json
-    found = cli(*words, "--json", "--kv-recall", 96).json
+    lost = quick(*words, "--json", "--kv-recall", "off").json
+    found = quick(*words, "--json", "--kv-recall", 96).json
     assert ("417295" in lost["text"], "417295" in found["text"]) == (False, True)
     assert lost["recalled"] is None
     assert 0 < len(found["recalled"]["positions"]) <= 96 < found["recalled"]["archived"]
@@ -217,60 +219,64 @@ def test_a_document_and_its_question_in_one_prompt(cli):
         assert (tiers["cold"], tiers["recompute"]) == ((evicted, 0) if disk else (0, evicted))
         assert (tiers["cold_nbytes"] > 0, tiers["recompute_seconds"] > 0) == (disk, not disk)
         assert each["plan"]["tiers"]["recompute" if disk else "cold"] == 0
-    at_once = cli(*words[:-2], "--json", "--kv-recall", 96).json  # the round of the document's only step is held before
+    at_once = quick(
+        *words[:-2], "--json", "--kv-recall", 96
+    ).json  # the round of the document's only step is held before
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
     tokens = lost["stats"]["prompt_tokens"]
     just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
-    assert cli(*just, "--json", "--kv-recall", 96).json["recalled"]["archived"], "it is the question that makes it due"
+    assert quick(*just, "--json", "--kv-recall", 96).json["recalled"]["archived"], (
+        "it is the question that makes it due"
+    )
     assert found["recalled"]["by"] == {"queries": found["recalled"]["positions"], "meaning": []}
-    shown = cli(*words)
+    shown = quick(*words)
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
     assert re.search(r"tiers: [\d,]+ tokens live in .*B; [\d,]+ on disk in .*B; 0 in neither", shown.err)
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
-    refused(cli(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
+    refused(quick(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
     refused(
-        cli(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"
+        quick(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"
     )
-    beside = cli(*words, "--draft-model", EMBEDDED).err
+    beside = quick(*words, "--draft-model", EMBEDDED).err
     assert re.search(r"eviction: recency\S* keeps 300 tokens; no rows come back beside --draft-model\n", beside)
     assert "warning: evicted tokens are gone, and the answer may miss what they said.\n" in beside
 
 
-def test_the_rescue_service_is_asked_when_a_prompt_is_read(cli, service):
+def test_the_rescue_service_is_asked_when_a_prompt_is_read(quick, service):
     """As rows where they are archived, else quoted before the question; then the service forgets it all."""
     text, question = facts(40)
     words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency")
     words = (*words, "--kv-budget", 300, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
     words = (*words, "--rescue", service.url, "--rescue-timeout", 60)
-    rows = cli(*words, "--kv-recall", 1, "--json").json
+    rows = quick(*words, "--kv-recall", 1, "--json").json
     assert "417295" in rows["text"]
     assert (len(rows["recalled"]["by"]["meaning"]) > 16, rows["rescued"]["tokens"]) == (True, 0)
-    quoted = cli(*words, "--kv-recall", "off", "--json").json
+    quoted = quick(*words, "--kv-recall", "off", "--json").json
     assert ("417295" in quoted["text"], quoted["recalled"]) == (True, None)
     more = quoted["stats"]["prompt_tokens"] - rows["stats"]["prompt_tokens"]
     assert more == quoted["rescued"]["tokens"] > sum(stop - start for start, stop in quoted["rescued"]["ranges"])
-    assert "brought back: tokens " in cli(*words, "--kv-recall", "off").err
+    assert "brought back: tokens " in quick(*words, "--kv-recall", "off").err
     assert service.http.get("/sessions").json()["sessions"] == []
-    refused(cli(*ASK, "--rescue", "auto"), "--rescue is given, but no token leaves: add --kv-evict triattention")
-    refused(cli(*words, "--kv-recall", "off", "--kv-shadow", 8), "--rescue cannot be combined with --kv-shadow")
+    refused(quick(*ASK, "--rescue", "auto"), "--rescue is given, but no token leaves: add --kv-evict triattention")
+    refused(quick(*words, "--kv-recall", "off", "--kv-shadow", 8), "--rescue cannot be combined with --kv-shadow")
 
 
-def test_eviction_where_positions_end(cli, tmp_path):
+def test_eviction_where_positions_end(quick, tmp_path):
     """Evicted tokens keep theirs: a warning from 90 % on, and a prompt that would not fit is an error."""
     model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=200)
     words = ("generate", "--model", model, "--ignore-chat-template", "--kv-evict", "triattention:warmup=32")
     words = (*words, "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60, "--prefill-step-size", 32, "-p")
     few, many = "The city of " * 20, "The city of " * 100
-    count = cli(*words, few, "-m", 1, "--json").json["stats"]["prompt_tokens"]
+    count = quick(*words, few, "-m", 1, "--json").json["stats"]["prompt_tokens"]
     for tokens, warned in ((180 - count, False), (181 - count, True)):
-        result = cli(*words, few, "-m", tokens)
+        result = quick(*words, few, "-m", tokens)
         warning = "of the model's 200 positions. Evicted tokens keep theirs"
         assert (result.code, warning in result.err) == (0, warned)
-    full = cli(*words, few, "-m", -1, "--json").json["stats"]
+    full = quick(*words, few, "-m", -1, "--json").json["stats"]
     assert full["prompt_tokens"] + full["generation_tokens"] == 200
     assert full["cache"]["evicted"] > 0
-    refused(cli(*words, many), "tokens; the model allows 200 with its answer. Shorten the prompt")
+    refused(quick(*words, many), "tokens; the model allows 200 with its answer. Shorten the prompt")
 
 
 def test_a_draft_model_evicts_too(cli, tmp_path):
