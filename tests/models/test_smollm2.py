@@ -76,6 +76,7 @@ def test_greedy_text_is_that_of_dequantised_weights(packed, reference, prompt):
 
 
 @needs_smollm2
+@pytest.mark.full
 def test_packed_weights_err_as_their_type_does(packed, reference):
     """Float32 loses nothing; scales in bfloat16 cost what computing in it costs, but for what mlx's CPU sums in it."""
     model, tokenizer = packed
