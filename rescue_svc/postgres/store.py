@@ -88,8 +88,10 @@ class PostgresStore:
         Raises SessionFullError or StoreFullError, and then nothing of the call is stored.
         """
         now = time.time()
-        new = {span.digest(): span for span in reversed(spans)}  # the first of those that are the same
-        kept = list(reversed(new.values()))
+        new: dict[bytes, NewSpan] = {}
+        for span in spans:
+            new.setdefault(span.digest(), span)  # the first of those that are the same
+        kept = list(new.values())
         plain = [words.plain(span.text) for span in kept]
         rows = {
             "starts": [span.start for span in kept],
@@ -97,7 +99,7 @@ class PostgresStore:
             "layers": [span.layer for span in kept],
             "scores": [span.score for span in kept],
             "texts": [span.text for span in kept],
-            "digests": list(reversed(new)),
+            "digests": list(new),
             "lengths": [len(found) for found in plain],
             "plain": [" ".join(found) for found in plain],
             "now": now,

@@ -1,5 +1,7 @@
 """The stores by themselves: what a session holds, what it gives back, and what is gone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,15 @@ def test_a_session_counts_its_spans_and_bytes(store):
     store.write("c", spans(0))
     store.write("b", spans(0))
     assert [session.name for session in store.sessions()] == ["b", "c", "a"]  # the one written last comes first
+
+
+@EACH_STORE
+def test_spans_are_in_the_order_in_which_they_came(store):
+    """Also where one of a call comes twice: its first place counts, and the score that it had there."""
+    *two, again = spans(10, 0, 10)
+    assert store.write("a", [*two, replace(again, score=0.9)]) == (2, 2)
+    found = store.spans(store.session("a"))
+    assert [(span.start, span.score) for span in found] == [(10, 0.5), (0, 0.5)]
 
 
 @EACH_STORE
