@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 from contextlib import ExitStack
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -19,13 +18,6 @@ def pytest_configure():
     phases = [phase for phase in Phase if phase is not Phase.shrink or "NO_SHRINKING" not in os.environ]
     settings.register_profile("tests", deadline=None, phases=phases)
     settings.load_profile("tests")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _without_torch():
-    """Processes that tests start do not find it; see there."""
-    found = [str(Path(__file__).with_name("without_torch")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(found)
 
 
 @pytest.fixture(scope="session")
