@@ -214,8 +214,13 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
             )
 
 
+def field_of(flag: str) -> str:
+    """The name under which argparse keeps a flag's value."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def _environment_name(flag: str) -> str:
-    return _PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+    return _PREFIX + field_of(flag).upper()
 
 
 def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str, str] = os.environ) -> Any:
@@ -224,7 +229,7 @@ def option_value(args: argparse.Namespace, option: Option, environ: Mapping[str,
     Raises:
         ConfigError: the environment holds a value of the wrong type.
     """
-    chosen = getattr(args, option.flag.removeprefix("--").replace("-", "_"))
+    chosen = getattr(args, field_of(option.flag))
     name = _environment_name(option.flag)
     if chosen is not None or name not in environ:
         return chosen
@@ -338,7 +343,7 @@ def beside_recall(args: argparse.Namespace, environ: Mapping[str, str] = os.envi
     if hasattr(args, "kv_shadow") and option_value(args, SHADOW, environ) is not None:
         return SHADOW.flag
     flags = ("--draft-model", "--image")
-    return next((flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_"), None)), None)
+    return next((flag for flag in flags if getattr(args, field_of(flag), None)), None)
 
 
 def add_rescue_arguments(parser: argparse.ArgumentParser) -> None:

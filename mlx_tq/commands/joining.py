@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mlx_tq.commands.args import MEAN_BITS, SHADOW, STORE, Option, option_value
+from mlx_tq.commands.args import MEAN_BITS, SHADOW, STORE, Option, field_of, option_value
 from mlx_tq.commands.screen import console, human_bytes, table, warn
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefixes.store import OFF
@@ -26,17 +26,13 @@ def join_ranks(args: argparse.Namespace) -> Ranks:
     ranks = join() if is_launched() else ALONE
     if ranks.is_alone:
         return ranks
-    given = [flag for flag in _FLAGS if getattr(args, _field(flag), None)]
-    options = [option for option in _OPTIONS if hasattr(args, _field(option.flag))]
+    given = [flag for flag in _FLAGS if getattr(args, field_of(flag), None)]
+    options = [option for option in _OPTIONS if hasattr(args, field_of(option.flag))]
     given += [option.flag for option in options if option_value(args, option) not in (None, OFF)]
     if given:
         raise ConfigError(f"{given[0]} is for one process, and {ranks.size} ranks were started. Drop one of the two.")
     console.quiet = not ranks.is_first
     return ranks
-
-
-def _field(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True)

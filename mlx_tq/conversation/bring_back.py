@@ -67,8 +67,8 @@ def tell_departed(transcript: Transcript, caches: list[Any]) -> None:
         transcript.tell(sequence.take_departed())
 
 
-def hold(caches: list[Any], rehydration: Rehydration, start: int) -> None:
-    """Keep the quotation at position `start` in the caches until another is held; of NOTHING: none any more."""
+def hold(caches: list[Any], span: PositionRange | None) -> None:
+    """Keep the positions of `span`, those of a quotation, in the caches until others are held; of None: none."""
     sequence = sequence_in(caches)
     if sequence is not None:
-        sequence.held = PositionRange(start, start + len(rehydration.ids)) if rehydration.ids else None
+        sequence.held = span

@@ -8,7 +8,7 @@ from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.bring_back import Brought, bring_back, hold, tell_departed
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.recall import archive_warning, read
-from mlx_tq.conversation.transcript import NOTHING, Transcript, quotation_limit
+from mlx_tq.conversation.transcript import Transcript, quotation_limit
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 
 _START_S = 60.0  # that a service of this machine may take to start
@@ -60,7 +60,7 @@ class OnePrompt:
             self._client.ready(_START_S)
         start = len(self._transcript.ids)
         brought = bring_back(self._model, self._caches, self._transcript, text, ids, self._step, room)
-        hold(self._caches, brought.rehydration, start)
+        hold(self._caches, brought.rehydration.at(start))
         return brought
 
     def warnings(self) -> list[str]:
@@ -72,7 +72,7 @@ class OnePrompt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        hold(self._caches, NOTHING, 0)
+        hold(self._caches, None)
         if self._client is not None:
             if self._transcript.told:
                 self._client.forget(self._transcript.session_id)

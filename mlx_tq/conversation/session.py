@@ -25,7 +25,7 @@ from mlx_tq.conversation.recall import archive_warning, live_positions, release
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files, shadowed
 from mlx_tq.conversation.statistics import SessionStats, TurnStats
 from mlx_tq.conversation.template import ChatFrame
-from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
+from mlx_tq.conversation.transcript import Rehydration, Transcript, quotation_limit
 from mlx_tq.conversation.worker import Worker, compute_weights
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import ranks_of
@@ -182,7 +182,7 @@ class Session:
         transcript.read(ids, rehydration, len(before))
         room -= len(rehydration.ids)
         most = room if max_tokens < 0 else min(max_tokens, room)
-        hold(self.cache, rehydration, start + len(before))
+        hold(self.cache, rehydration.at(start + len(before)))
         turn = TurnStats(
             len(ids),
             archived=recalled.archived,
@@ -221,7 +221,7 @@ class Session:
         finally:
             self._ranks.settle()
             looks.end()
-            hold(self.cache, NOTHING, 0)
+            hold(self.cache, None)
             settled = self._settle(start, answered=turn.generation_tokens > 0)
             tell_departed(transcript, self.cache)  # of what was undone nothing is told to the service
             release(self.cache)

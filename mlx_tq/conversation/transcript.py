@@ -11,6 +11,7 @@ from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.quote import quote
 from mlx_tq.conversation.recall import NOWHERE, Named
 from mlx_tq.conversation.spans import make_spans, runs, widen
+from mlx_tq.policies.selection import PositionRange
 from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import Range
 
@@ -39,6 +40,10 @@ class Rehydration:
     def text(self) -> str:
         """The quotation as the turn has it."""
         return quote(self.texts)
+
+    def at(self, start: int) -> PositionRange | None:
+        """Where the quotation is if it begins at position `start`; None for none."""
+        return PositionRange(start, start + len(self.ids)) if self.ids else None
 
 
 NOTHING = Rehydration([], [], [])

@@ -39,15 +39,14 @@ class Beginnings:
         if self._plan is None or self._plan.recalls or job.goes_on:
             return None
         segments, _ = rest_of(job.prompt.segments, job.prompt.kinds, cached)
-        ends = {end for end in self.ends(segments, cached) if self._plan.shared_nbytes(end, job.tokens)}
+        ends = set(self.ends(segments, cached))
         best = None
         for one in running:
-            for stop in sorted(ends.intersection(one.ends), reverse=True):
-                if stop <= max(one.prefilled, best[1] if best else 0) or not self.saved(one.job, stop):
-                    break
-                if job.prompt.ids[:stop] == one.job.prompt.ids[:stop]:
-                    best = one, stop
-                    break
+            least = max(one.prefilled, best[1] if best else 0)
+            most = _in_common(job.prompt.ids, one.job.prompt.ids)
+            stop = max((end for end in ends.intersection(one.ends) if least < end <= most), default=0)
+            if stop and self.saved(job, stop) and self.saved(one.job, stop):
+                best = one, stop
         return best
 
     def ends(self, segments: Sequence[Sequence[int]], cached: int) -> list[int]:
@@ -94,6 +93,12 @@ class Beginnings:
 
     def _others(self, jobs: list[Job]) -> int:
         return sum(self._alone(job) - self.saved(job, len(job.prompt.ids) - 1) for job in jobs)
+
+
+def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
 
 
 def jobs_of(running: Collection[Running]) -> list[Job]:

@@ -17,6 +17,7 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
 from mlx_tq.commands.frame import end_rank
 from mlx_tq.config import KVConfig
+from mlx_tq.conversation.bring_back import hold
 from mlx_tq.conversation.recall import question_of, ready_to_recall, recall, release
 from mlx_tq.errors import MlxTqError
 from mlx_tq.models import ranks_of
@@ -25,7 +26,7 @@ from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.held import hold, what_is_held
+from mlx_tq.server.held import what_is_held
 from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Started
 from mlx_tq.server.kept_prompts import KeptPrompts
 from mlx_tq.server.limits import EngineLimits, Kept

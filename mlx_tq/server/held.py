@@ -1,10 +1,8 @@
-"""What the caches of a session hold after an answer, and what they must."""
+"""What the caches of a session hold after an answer."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.policies.selection import PositionRange
-from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import cache_stats
 
@@ -51,10 +49,3 @@ def what_is_held(caches: list[Any], plan: Plan | None, recalled: tuple[int, int]
         nbytes=stats.nbytes,
         fp16_nbytes=stats.fp16_nbytes,
     )
-
-
-def hold(caches: list[Any], span: PositionRange | None) -> None:
-    """Keep the positions of `span` in a session's caches until told None."""
-    sequence = sequence_in(caches)
-    if sequence is not None:
-        sequence.held = span

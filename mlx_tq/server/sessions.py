@@ -21,7 +21,6 @@ from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.recall import NOWHERE, live_positions, named_blocks
 from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
-from mlx_tq.policies.selection import PositionRange
 from mlx_tq.rescue import RescueClient
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import positions_of
@@ -186,9 +185,9 @@ class Sessions:
                 rehydration = transcript.quoted(named, np.union1d(live, rows), less=len(rows))
         cached, at = len(transcript.ids), len(before)
         ids = [*before, *rehydration.ids, *words, *parts.after]
-        held = PositionRange(cached + at, cached + at + len(rehydration.ids)) if rehydration.ids else None
         prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
-        return Turn(kept, transcript, messages, options, prompt, Start(caches, cached, held, named), rehydration, at)
+        start = Start(caches, cached, rehydration.at(cached + at), named)
+        return Turn(kept, transcript, messages, options, prompt, start, rehydration, at)
 
     def settle(self, turn: Turn, left: Left, answer: Message | None) -> None:
         """The turn was answered: its session goes on from there. A turn that was not leaves its session as it was.

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.commands.args import RECALL, RESCUE_OPTIONS, SHADOW, beside_recall, option_value, rescue_from_args
+from mlx_tq.commands.args import RECALL, RESCUE_OPTIONS, SHADOW, beside_recall, field_of, option_value, rescue_from_args
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.frame import DONE, INTERRUPTED
 from mlx_tq.commands.images import embed_images
@@ -169,7 +169,7 @@ def chosen_rescue(args: argparse.Namespace) -> RescueConfig:
 
 def _given(args: argparse.Namespace) -> list[str]:
     """Flags with which neither a store nor rescue knows all tokens as text."""
-    return [flag for flag in _ALONE if getattr(args, flag.removeprefix("--").replace("-", "_"))]
+    return [flag for flag in _ALONE if getattr(args, field_of(flag))]
 
 
 def _store_folder(args: argparse.Namespace) -> Folder | None:
