@@ -10,7 +10,7 @@ extra = $(if $(filter metal,$(BACKEND)),,$(BACKEND))
 comma := ,
 # One test process a core; a file's tests stay together, for what they share, and files in their order.
 simulated = tests/kernels/metal
-compiled = tests/contract/test_compile.py
+compiled = tests/contract/test_compile.py tests/codec/test_codes.py
 workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 # mlx's Linux wheel brings the reference BLAS, FAISS's brings OpenBLAS: float32 takes a quarter of the time with it.
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
@@ -37,10 +37,10 @@ postgres: $(VENV)/dev
 
 # Without mx.compile, and what tests it: mlx's CPU calls a C++ compiler for every graph.
 test: $(VENV)/dev
-	MLX_DISABLE_COMPILE=1 $(fast_blas) $(pytest) -m "not full" tests --ignore $(simulated) --ignore $(compiled)
+	MLX_DISABLE_COMPILE=1 $(fast_blas) $(pytest) -m "not full" tests --ignore $(simulated) $(addprefix --ignore ,$(compiled))
 
-# The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose. Their errors are
-# measured against mlx's own BLAS.
+# The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose, and what runs
+# compiled. Their errors are measured against mlx's own BLAS.
 test-kernels: $(VENV)/dev
 	$(pytest) -m "not full" metal_sim $(simulated) $(compiled)
 

@@ -109,9 +109,9 @@ def test_mlx_lms_own_cache_has_no_plan_and_no_ratio(cli, flags, says):
     assert re.search(r"^KV cache: \d+ tokens in [\d.]+ MB$", err, re.MULTILINE)
 
 
-def test_numbers_are_those_of_the_arrays(cli, embedded):
+def test_numbers_are_those_of_the_arrays(quick, exact):
     """One JSON object, whose ratio is measured, and the plan's forecast is exact."""
-    result = cli(*ASK, *PACKED, "--json", *QUIET)
+    result = quick(*ASK, *PACKED, "--json", *QUIET)
     assert (result.code, result.err, result.out.count("\n")) == (0, "", 1)
     answer = result.json
     assert set(answer) == {"text", "stats", "plan", "recalled", "rescued"}
@@ -120,7 +120,7 @@ def test_numbers_are_those_of_the_arrays(cli, embedded):
     assert stats["finish_reason"] == "stop"
     assert min(stats[name] for name in ("ttft", "prompt_tps", "generation_tps", "peak_memory", "prompt_tokens")) > 0
 
-    model, tokenizer = embedded
+    model, tokenizer = exact
     cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", prefix=16, window=32))
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT + QUESTION}], add_generation_prompt=True)
     with mlx_tq.compressed(model):
