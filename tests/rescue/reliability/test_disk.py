@@ -1,13 +1,14 @@
 """Full disks, directories that cannot be written, a second process, a clock that goes back."""
 
 import os
-import sqlite3
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from rescue_svc.errors import StoreUnavailableError
+
+from ..harness import EACH_STORE
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 
@@ -51,14 +52,11 @@ def test_a_read_only_disk_is_said_at_the_start(small_disk, here):
             here(folder)
 
 
-def test_a_clock_that_goes_back_changes_nothing(here, tmp_path):
-    first = here(embedder="none")
-    first.write("s", ("written in the future", 0, 5))
-    folder = first.killed(tmp_path / "killed")
-    with sqlite3.connect(folder / "rescue.db") as database:
-        database.execute("UPDATE sessions SET created = 4e9, updated = 4e9")  # as if the clock had been years ahead
-    database.close()
-    service = here(folder)
+@EACH_STORE
+def test_a_clock_that_goes_back_changes_nothing(here, kept_in):
+    service = here()
+    service.write("s", ("written in the future", 0, 5))
+    kept_in.change(service.data_dir, "UPDATE sessions SET created = 4e9, updated = 4e9")  # a clock that was years ahead
     service.write("s", ("written in the past", 9, 12))
     service.write("t", ("another", 0, 5))
     service.wait_until_embedded()
@@ -68,4 +66,4 @@ def test_a_clock_that_goes_back_changes_nothing(here, tmp_path):
     assert service.dump("s")["token_ranges"] == [[0, 5], [9, 12]]
     assert len(service.found("s", "written")) == 2
     service.stop()
-    assert here(folder).dump("s")["session_total"] == 2
+    assert here().dump("s")["session_total"] == 2
