@@ -2,7 +2,7 @@
 
 import pytest
 
-from .tools import EMBEDDED, copy_model, facts
+from .tools import EMBEDDED, copy_model, facts, float32_model
 
 PROSE = "The history of the city began in the year"
 TEXT, QUESTION = facts(3)
@@ -48,37 +48,42 @@ OFF = (*PLAIN, "--kv-profile", "off")
 
 
 @pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return float32_model(tmp_path_factory.mktemp("model") / "needle32")
+
+
+@pytest.fixture(scope="module")
 def texts():
     """What our command said in each case so far."""
     return {}
 
 
-def say(cli, texts, name):
+def say(cli, model, texts, name):
     """The text of a case, generated once."""
     if name not in texts:
-        code, texts[name], err = cli(*OFF, *CASES[name])
+        code, texts[name], err = cli(*OFF, "--model", model, *CASES[name])
         assert (code, err, bool(texts[name].strip())) == (0, "", True)
     return texts[name]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_text(cli, mlx_lm, texts, name):
-    assert say(cli, texts, name) == mlx_lm("generate", "--model", EMBEDDED, "--verbose", "F", *CASES[name])
+def test_same_text(cli, mlx_lm, model, texts, name):
+    assert say(cli, model, texts, name) == mlx_lm("generate", "--model", model, "--verbose", "F", *CASES[name])
 
 
-def test_options_change_the_text(cli, texts):
+def test_options_change_the_text(cli, model, texts):
     """The comparisons above compare something: each of these says something else than greedy decoding."""
     free = [name for name in CASES if CASES[name][: len(FREE)] == FREE and name not in SAME]
     assert len(free) == 12
-    assert len({say(cli, texts, name) for name in ("plain", *free)}) == 13, texts
+    assert len({say(cli, model, texts, name) for name in ("plain", *free)}) == 13, texts
     for name in SAME:
-        assert say(cli, texts, name) == texts["plain"]
+        assert say(cli, model, texts, name) == texts["plain"]
 
 
 @pytest.mark.parametrize("name", ["8 bits", "rotating"])
-def test_mlx_lms_caches_need_no_profile(cli, texts, name):
+def test_mlx_lms_caches_need_no_profile(cli, model, texts, name):
     """--kv-bits N works as in mlx-lm, without a word about ours."""
-    assert cli(*PLAIN, *CASES[name]) == (0, say(cli, texts, name), "")
+    assert cli(*PLAIN, "--model", model, *CASES[name]) == (0, say(cli, model, texts, name), "")
 
 
 def test_dash_reads_standard_input(cli, mlx_lm):
@@ -97,9 +102,9 @@ def test_template_config_reaches_the_template(cli, mlx_lm, tmp_path):
     assert longer > shorter
 
 
-def test_prefill_step_size_is_used(cli):
+def test_prefill_step_size_is_used(cli, model):
     """A prompt that is read in steps sees its earlier steps packed; at 2 bits that shows."""
-    words = (*PLAIN, *FREE[:2], TEXT, "-m", 24, *HOT)
+    words = (*PLAIN, "--model", model, *FREE[:2], TEXT, "-m", 24, *HOT)
     coarse = ("--kv-key", "tq2", "--kv-value", "tq2", "--kv-prefix", 0, "--kv-window", 0, "--kv-condition", "off")
     assert cli(*words, *coarse, "--prefill-step-size", 16).out != cli(*words, *coarse).out
 

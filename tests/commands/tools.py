@@ -69,6 +69,11 @@ def copy_model(folder, weights=None, template=None, **config):
     return folder
 
 
+def float32_model(folder):
+    """The embedded model with weights in float32: greedy choices do not hang on rounding, and a CPU is quicker."""
+    return copy_model(folder, lambda weights: {name: weight.astype(mx.float32) for name, weight in weights.items()})
+
+
 def zoo_model(folder, name, **config):
     """A tiny random model of the zoo as a checkpoint folder, with the embedded model's tokenizer."""
     changed = {**ARCHITECTURES[name].config, "vocab_size": 4096, **config}

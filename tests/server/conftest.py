@@ -1,8 +1,7 @@
 """The embedded model in float32, where greedy choices do not hang on rounding, and a server of it."""
 
-import mlx.core as mx
 import pytest
-from commands.tools import copy_model
+from commands.tools import float32_model
 from rescue.harness import Server as RescueService
 
 from mlx_tq.models import load
@@ -18,10 +17,7 @@ ENDLESS = {"0": -100, "2": -100}
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """The model as a checkpoint."""
-    return copy_model(
-        tmp_path_factory.mktemp("models") / "needle32",
-        weights=lambda weights: {name: weight.astype(mx.float32) for name, weight in weights.items()},
-    )
+    return float32_model(tmp_path_factory.mktemp("models") / "needle32")
 
 
 @pytest.fixture(scope="session")
