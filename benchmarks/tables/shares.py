@@ -36,7 +36,7 @@ def shares() -> Table:
         for variant, label in LABELS.items():
             own = [(key, r) for key, r in found if r.get("variant") == variant]
             if own:
-                rows.append([MODELS[model], label, *(_cell(own, share) for share in RETENTIONS), *_texts(own)])
+                rows.append([MODELS[model], label, *(cell(own, share) for share in RETENTIONS), *_texts(own)])
     first, *also = files.values()
     columns = ["model", "statistics", *(f"{s} %" for s in RETENTIONS), *(f"text, {s} %" for s in RETENTIONS)]
     which = " and ".join(MODELS[model] for model in files)
@@ -52,7 +52,8 @@ def in_short() -> str:
     return f"{about}\n\n{lines(table.columns[1:], rows)}"
 
 
-def _cell(own: list[tuple[str, Record]], share: int) -> str:
+def cell(own: list[tuple[str, Record]], share: int) -> str:
+    """Needle tokens alive and answers found of one variant at one retention."""
     found = [r for _, r in own if r["retention"] == share and "live" in r]
     return needles(found) if found else "-"
 
