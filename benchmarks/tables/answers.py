@@ -11,8 +11,8 @@ MODEL = "--model smollm2 --dequantize --dtype float32"
 _SMALL = "--profiles tq4/tq4,tq2/tq2 --kv-prefix 32 --kv-window 64"
 RUNS = {
     "reasoning": f"reasoning --data problems.jsonl {MODEL} {_SMALL} --samples 40 --max-tokens 32",
-    "tools": f"tools {MODEL} {_SMALL} --tool-parser json_tools --shots 3 --samples 15 --max-tokens 40",
-    "ruler": f"ruler {MODEL} {_SMALL} --lengths 400 --tasks needles --samples 3 --max-tokens 80",
+    "tools": f"tools {MODEL} {_SMALL} --tool-parser json_tools --shots 3 --samples 33 --max-tokens 40",
+    "ruler": f"ruler {MODEL} {_SMALL} --lengths 400,1000 --samples 5 --max-tokens 80",
 }
 
 

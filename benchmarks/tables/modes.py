@@ -1,4 +1,4 @@
-"""Segments, aggregation and blocks of TriAttention, model by model, from evict_modes_*.json."""
+"""Aggregation and blocks of TriAttention, model by model, from evict_modes_*.json."""
 
 from collections.abc import Callable
 
@@ -6,20 +6,17 @@ from benchmarks.tables.markdown import RESULTS, Table, machine, report, with_mis
 from benchmarks.tables.shares import MODELS, RETENTIONS, cell
 
 LABELS = {
-    "triattention": "the default: v3, 8 segments, single tokens",
-    "triattention:segments=4": "4 segments",
-    "triattention:segments=16": "16 segments",
-    "triattention:aggregation=v3": "aggregation v3",
-    "triattention:granularity=8": "blocks of 8",
-    "triattention:granularity=16": "blocks of 16",
-    "triattention:granularity=32": "blocks of 32",
-    "random": "random",
+    "triattention": "v3, single tokens",
+    "triattention:aggregation=v3": "v3, single tokens, aggregation v3",
+    "triattention:granularity=32": "v3, blocks of 32",
+    "random": "random, single tokens",
     "random:granularity=32": "random, blocks of 32",
 }
 THREE = ("embedded", "smollm2", "gemma3-270m")
-COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --kv-window 64 --prefixes 32 --triggers 32 \\
-    --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi --depths middle --seeds 6 --lengths 1000 \\
-    --chunks 0 --policies triattention,triattention:segments=4,...,random"""
+COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --kv-window 64 --prefixes 32 \\
+    --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi --depths middle --seeds 6 \\
+    --lengths 1000 --chunks 0 \\
+    --policies triattention,triattention:aggregation=v3,triattention:granularity=32,random,random:granularity=32"""
 
 
 def modes() -> str:
