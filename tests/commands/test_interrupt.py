@@ -51,7 +51,9 @@ def test_in_generation_the_text_is_kept(start):
         assert words in err
 
 
-@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize(
+    "json_flag", [pytest.param((), id="text"), pytest.param(("--json",), id="json", marks=pytest.mark.full)]
+)
 def test_in_prefill(on_a_terminal, json_flag):
     """The progress bar of a terminal says that the prompt is being read; Ctrl-C then ends it, with statistics."""
     words = ("generate", "-p", "".join(facts(180)), *PACKED, "--prefill-step-size", 16, *json_flag)

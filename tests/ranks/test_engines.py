@@ -3,6 +3,7 @@
 import asyncio
 
 import numpy as np
+import pytest
 from commands.tools import facts
 from mlx_lm.utils import load_tokenizer
 from server.engines import GREEDY, LIMITS, outcome
@@ -98,6 +99,7 @@ def said_by(events):
     return ["".join(piece.text for piece in pieces if piece.index == n) for n in range(1 + pieces[-1].index)]
 
 
+@pytest.mark.full
 def test_engines_of_ranks_go_the_same_steps(tmp_path):
     """The same requests at once, the same rows, which leave and come back; a session's caches until it goes on."""
     (alone,) = run(tmp_path / "alone", 1, answer, 1)

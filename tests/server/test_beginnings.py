@@ -73,10 +73,12 @@ def watched(engine):
     return seen
 
 
-HYBRIDS = [pytest.param(name, True, marks=pytest.mark.full) for name in ("gemma3_text", "qwen3_next", "embedded")]
+OTHERS = [("llama", False), ("gemma3_text", True), ("qwen3_next", True), ("embedded", True)]
 
 
-@pytest.mark.parametrize(("name", "stored"), [("llama", False), ("llama", True), *HYBRIDS])
+@pytest.mark.parametrize(
+    ("name", "stored"), [("llama", True), *(pytest.param(*each, marks=pytest.mark.full) for each in OTHERS)]
+)
 def test_what_is_common_is_read_once(name, stored, tmp_path):
     loaded = load(None if name == "embedded" else zoo_model(tmp_path / name, name))
     if name == "embedded":

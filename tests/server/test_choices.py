@@ -79,7 +79,7 @@ def test_several_prompts_are_each_what_they_say_alone(server):
         assert server.post("/v1/completions", prompt=refused).json()["error"]["param"].startswith("prompt")
 
 
-@pytest.mark.parametrize("recall", ["off", 96])
+@pytest.mark.parametrize("recall", [pytest.param("off", marks=pytest.mark.full), 96])
 def test_choices_over_caches_that_lose_tokens(loaded, recall):
     """Also where rows come back for the question; greedy choices are all what one alone says."""
     evict = EvictConfig("recency:granularity=16:trigger=32", 160, recall=recall)

@@ -214,7 +214,7 @@ def test_with_eviction(loaded, monkeypatch):
     assert max(length for length, _, _ in kept) > 300 > 250 > max(stored for _, _, stored in kept)
 
 
-@pytest.mark.parametrize("step", [LIMITS["prefill_step_size"], 2048])
+@pytest.mark.parametrize("step", [LIMITS["prefill_step_size"], pytest.param(2048, marks=pytest.mark.full)])
 def test_rows_come_back_for_the_question_of_a_request(loaded, step):
     """Of prompts side by side, each its own; before the next one asks they have left again. Also where the whole
     document is read in one step, whose round is held before the question.
