@@ -1,4 +1,4 @@
-"""How questions and text are mixed in the statistics of eviction, model by model, from evict_shares_*.json."""
+"""Statistics, aggregation and blocks of eviction, model by model, from evict_shares_*.json and evict_modes_*.json."""
 
 from collections.abc import Callable
 
@@ -24,23 +24,46 @@ COMMAND = """python benchmarks/evict/make_stats.py [--model M --dequantize] --dt
 python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --text REST --kv-window 64 --prefixes 32 \\
     --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi --depths middle --seeds N \\
     --lengths 1000 --chunks 3 --length 1000 --policies triattention:stats=FOLDER/text25.safetensors,...,random"""
+MODES = {
+    "triattention": "v3, single tokens",
+    "triattention:aggregation=v3": "v3, single tokens, aggregation v3",
+    "triattention:granularity=8": "v3, blocks of 8",
+    "triattention:granularity=16": "v3, blocks of 16",
+    "triattention:granularity=32": "v3, blocks of 32",
+    "random": "random, single tokens",
+    "random:granularity=32": "random, blocks of 32",
+}
+MODES_COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --kv-window 64 \\
+    --prefixes 32 --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi \\
+    --depths middle --seeds 6 --lengths 1000 --chunks 0 --policies triattention,triattention:granularity=32,...,random:granularity=32"""
 
 
 def shares() -> Table:
     """A row for each model and mixture; a cell that was not measured is a dash."""
-    files = {model: f"evict_shares_{model}.json" for model in MODELS}
+    return _by_variant("evict_shares", LABELS, COMMAND, texts=True)
+
+
+def modes() -> Table:
+    """A row for each model and variant of aggregation and blocks."""
+    return _by_variant("evict_modes", MODES, MODES_COMMAND, texts=False)
+
+
+def _by_variant(stem: str, labels: dict[str, str], command: str, *, texts: bool) -> Table:
+    files = {model: f"{stem}_{model}.json" for model in MODELS}
     files = {model: name for model, name in files.items() if (RESULTS / name).exists()}
     rows = []
     for model, name in files.items():
         found = list(report(name)["results"].items())
-        for variant, label in LABELS.items():
+        for variant, label in labels.items():
             own = [(key, r) for key, r in found if r.get("variant") == variant]
             if own:
-                rows.append([MODELS[model], label, *(cell(own, share) for share in RETENTIONS), *_texts(own)])
+                cells = [_cell(own, share) for share in RETENTIONS]
+                rows.append([MODELS[model], label, *cells, *(_texts(own) if texts else ())])
     first, *also = files.values()
-    columns = ["model", "statistics", *(f"{s} %" for s in RETENTIONS), *(f"text, {s} %" for s in RETENTIONS)]
+    columns = ["model", "statistics" if texts else "variant", *(f"{s} %" for s in RETENTIONS)]
+    columns += [f"text, {s} %" for s in RETENTIONS] if texts else []
     which = " and ".join(MODELS[model] for model in files)
-    return Table(first, COMMAND, f"{machine(report(first))}, float32", columns, rows, model=which, also=tuple(also))
+    return Table(first, command, f"{machine(report(first))}, float32", columns, rows, model=which, also=tuple(also))
 
 
 def in_short() -> str:
@@ -52,8 +75,7 @@ def in_short() -> str:
     return f"{about}\n\n{lines(table.columns[1:], rows)}"
 
 
-def cell(own: list[tuple[str, Record]], share: int) -> str:
-    """Needle tokens alive and answers found of one variant at one retention."""
+def _cell(own: list[tuple[str, Record]], share: int) -> str:
     found = [r for _, r in own if r["retention"] == share and "live" in r]
     return needles(found) if found else "-"
 
@@ -63,4 +85,8 @@ def _texts(own: list[tuple[str, Record]]) -> list[str]:
     return [text(found) if found else "-" for found in cells]
 
 
-TABLES: dict[str, Callable[[], Table | str]] = {"evict_shares": shares, "evict_shares_in_short": in_short}
+TABLES: dict[str, Callable[[], Table | str]] = {
+    "evict_shares": shares,
+    "evict_shares_in_short": in_short,
+    "evict_modes": modes,
+}

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_tq.cli import main
 
-from .tools import Result, command, environment
+from .tools import FLOAT32, Result, command, environment
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def cli(capsys, monkeypatch):
 
 @pytest.fixture
 def quick(cli):
-    """`cli`, in float32 unless --dtype says otherwise: a CPU takes a third as long as for the model's own bfloat16."""
+    """`cli`, in float32 unless --dtype says otherwise."""
 
     def call(*words, **options):
         computes = words[0] in ("generate", "cache_prompt") and "--dtype" not in words
-        return cli(*words, *(("--dtype", "float32") if computes else ()), **options)
+        return cli(*words, *(FLOAT32 if computes else ()), **options)
 
     return call
 

@@ -3,7 +3,6 @@
 import json
 import re
 
-import mlx.core as mx
 import mlx_lm
 import pytest
 from rescue.harness import Server
@@ -11,7 +10,7 @@ from rescue.harness import Server
 import mlx_tq
 from mlx_tq.config import KVConfig
 
-from .tools import EMBEDDED, PACKED, copy_model, facts, refused, zoo_model
+from .tools import EMBEDDED, PACKED, facts, float32_model, refused, zoo_model
 
 TEXT, QUESTION = facts(24)
 ASK = ("generate", "-p", TEXT + QUESTION, "-m", 20)
@@ -178,7 +177,7 @@ def test_a_type_to_compute_in(quick, tmp_path):
     half, full = (quick(*HI, "--dtype", dtype, "--json").json["stats"]["cache"] for dtype in ("float16", "float32"))
     assert full["nbytes"] > 1.5 * half["nbytes"]
     assert full["tokens"] == half["tokens"]
-    model = copy_model(tmp_path / "wide", lambda weights: {k: w.astype(mx.float32) for k, w in weights.items()})
+    model = float32_model(tmp_path / "wide")
     words = (*HI, "--json", "--dtype", "float16", "--model", model)
     assert quick(*words).json["stats"]["cache"] == half
     assert quick(*words, "--draft-model", model).code == 0
@@ -205,7 +204,7 @@ def test_what_is_said_and_comes_out_of_eviction(quick):
 def test_a_document_and_its_question_in_one_prompt(quick):
     """Without recall the answer is wrong; with it the archive gives back what it needs, and the screen says so."""
     text, question = facts(40)
-    words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12)
+    words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12)
     words = (*words, "--kv-evict", "recency", "--kv-budget", 300)
     words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
     lost = quick(*words, "--json", "--kv-recall", "off").json
@@ -219,15 +218,13 @@ def test_a_document_and_its_question_in_one_prompt(quick):
         assert (tiers["cold"], tiers["recompute"]) == ((evicted, 0) if disk else (0, evicted))
         assert (tiers["cold_nbytes"] > 0, tiers["recompute_seconds"] > 0) == (disk, not disk)
         assert each["plan"]["tiers"]["recompute" if disk else "cold"] == 0
-    at_once = quick(
-        *words[:-2], "--json", "--kv-recall", 96
-    ).json  # the round of the document's only step is held before
+    # In one step of the whole document, whose round is held before the question.
+    at_once = quick(*words[:-2], "--json", "--kv-recall", 96).json
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
     tokens = lost["stats"]["prompt_tokens"]
     just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
-    assert quick(*just, "--json", "--kv-recall", 96).json["recalled"]["archived"], (
-        "it is the question that makes it due"
-    )
+    due = quick(*just, "--json", "--kv-recall", 96).json  # by the question alone
+    assert due["recalled"]["archived"]
     assert found["recalled"]["by"] == {"queries": found["recalled"]["positions"], "meaning": []}
     shown = quick(*words)
     assert "417295" in shown.out
@@ -246,7 +243,7 @@ def test_a_document_and_its_question_in_one_prompt(quick):
 def test_the_rescue_service_is_asked_when_a_prompt_is_read(quick, service):
     """As rows where they are archived, else quoted before the question; then the service forgets it all."""
     text, question = facts(40)
-    words = ("generate", "--dtype", "float32", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency")
+    words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency")
     words = (*words, "--kv-budget", 300, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
     words = (*words, "--rescue", service.url, "--rescue-timeout", 60)
     rows = quick(*words, "--kv-recall", 1, "--json").json

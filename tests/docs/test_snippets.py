@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from server.harness import running
+from smollm2 import PATH
 
 from mlx_tq.cli import COMMANDS, main
-from mlx_tq.errors import ConfigError
 from mlx_tq.models import embedded_path
-from mlx_tq.models.named import SMOLLM2_REQUIREMENT, smollm2_path
+from mlx_tq.models.named import SMOLLM2_REQUIREMENT
 
 from .pages import GUIDES, INDEX, PASTED, README, ROOT, blocks, commands, conversation, name, sh_lines
 
@@ -39,13 +39,6 @@ PAGES = [
         if any({*SHORTER, LAUNCH, TEXT} & set(line.split()) for line in commands(page))
     ],
 ]
-
-
-def has_smollm2():
-    try:
-        return bool(smollm2_path())
-    except ConfigError:
-        return False
 
 
 def is_setup(line):
@@ -97,7 +90,7 @@ class Reader:
         self.monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{said}\n" for said, _ in talk)))
         code = main([command, *words[1:], *added])
         shown = self.capsys.readouterr()
-        if "smollm2" in words and not has_smollm2():
+        if "smollm2" in words and PATH is None:
             assert (code, SMOLLM2_REQUIREMENT in shown.err) == (2, True)
             return
         assert code == 0, f"{words}\n{shown.out}\n{shown.err}"

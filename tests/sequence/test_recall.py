@@ -81,7 +81,7 @@ def through_file(caches, damage=lambda data: data):
         return load_prompt_cache(path, model=MODEL).caches
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     key=st.sampled_from(formats(128, keys=True)),
     value=st.sampled_from(formats(64, keys=False)),

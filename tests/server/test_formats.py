@@ -7,9 +7,7 @@ from pathlib import Path
 import jsonschema_rs
 import openai
 import pytest
-
-from mlx_tq.errors import ConfigError
-from mlx_tq.models.named import smollm2_path
+from smollm2 import needs_smollm2
 
 from .conftest import ENDLESS
 from .harness import running, together
@@ -167,11 +165,8 @@ def test_answers_over_twenty_schemas_end_and_are_valid(server, cases):
     check(server, range(1), cases)
 
 
+@needs_smollm2
 @pytest.mark.full
 def test_two_hundred_of_a_real_model(tmp_path):
-    try:
-        smollm2_path()
-    except ConfigError as error:
-        pytest.skip(str(error))
     with running("smollm2", tmp_path / "log", "--dtype", "float32", "--dequantize") as server:
         check(server, range(10))
