@@ -35,7 +35,8 @@ MODES = {
 }
 MODES_COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --kv-window 64 \\
     --prefixes 32 --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi \\
-    --depths middle --seeds 6 --lengths 1000 --chunks 0 --policies triattention,triattention:granularity=32,...,random:granularity=32"""
+    --depths middle --seeds 6 --lengths 1000 --chunks 0 \\
+    --policies triattention,triattention:granularity=32,...,random:granularity=32"""
 
 
 def shares() -> Table:
