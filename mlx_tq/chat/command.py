@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         prefill_step_size=args.prefill_step_size,
         sampler=ranks.choosing(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
         seed=args.seed,
-        store=chosen_store(args),
+        store=chosen_store(args, ranks=ranks),
         shadow=option_value(args, SHADOW),
         warn=warnings.append,
     ) as session:

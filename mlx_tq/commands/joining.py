@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mlx_tq.commands.args import MEAN_BITS, SHADOW, STORE, Option, field_of, option_value
+from mlx_tq.commands.args import MEAN_BITS, SHADOW, Option, field_of, option_value
 from mlx_tq.commands.screen import console, human_bytes, table, warn
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefixes.store import OFF
@@ -13,7 +13,7 @@ from mlx_tq.ranks.launched import is_launched
 
 # What several ranks cannot do: mlx-lm divides no such model, or a file would hold the part of one rank.
 _FLAGS = ("--adapter-path", "--draft-model", "--image", "--prompt-cache-file", "--load")
-_OPTIONS: tuple[Option, ...] = (STORE, SHADOW, MEAN_BITS)
+_OPTIONS: tuple[Option, ...] = (SHADOW, MEAN_BITS)
 
 
 def join_ranks(args: argparse.Namespace) -> Ranks:

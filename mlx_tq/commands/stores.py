@@ -7,14 +7,16 @@ from mlx_tq.commands.args import STORE, STORE_LIMIT, option_value
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefixes.folder import LIMIT, Folder
 from mlx_tq.prefixes.store import OFF, open_folder
+from mlx_tq.ranks.group import ALONE, Ranks
 
 
-def chosen_store(args: argparse.Namespace, others: Sequence[str] = ()) -> Folder | None:
+def chosen_store(args: argparse.Namespace, others: Sequence[str] = (), ranks: Ranks = ALONE) -> Folder | None:
     """The folder of --kv-store and --kv-store-limit, or of the environment; None where nothing is to be stored.
 
     Args:
         args: the flags.
         others: what is asked for too and cannot be stored; then a store that just the environment names is none.
+        ranks: that run the command together.
 
     Raises:
         ConfigError: it cannot be used, cannot be combined, or a limit is given without a store.
@@ -23,7 +25,7 @@ def chosen_store(args: argparse.Namespace, others: Sequence[str] = ()) -> Folder
         if option_value(args, STORE, {}) not in (None, OFF):
             raise ConfigError(f"--kv-store cannot be combined with {others[0]}. Drop one of the two.")
         return None
-    folder = open_folder(option_value(args, STORE), option_value(args, STORE_LIMIT) or LIMIT)
+    folder = open_folder(option_value(args, STORE), option_value(args, STORE_LIMIT) or LIMIT, ranks)
     if folder is None and option_value(args, STORE_LIMIT, {}) is not None:
         raise ConfigError("--kv-store-limit is given, but nothing is stored: add --kv-store auto, or drop it.")
     return folder

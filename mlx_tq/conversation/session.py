@@ -119,7 +119,7 @@ class Session:
         seed = secrets.randbits(63) if seed is None else seed
         self._worker.do(lambda: mx.random.seed(seed))
         self.plan = self._worker.do(lambda: self._planned(self.config))
-        self._store_folder, self._shadow_every = open_folder(store), shadow
+        self._store_folder, self._shadow_every = open_folder(store, ranks=self._ranks), shadow
         self._store: PrefixStore | None = None
         self._client = _client(self.rescue)
         self._begin(session_id or uuid.uuid4().hex, self._worker.do(self._fresh_caches))

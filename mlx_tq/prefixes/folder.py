@@ -2,6 +2,7 @@
 
     blocks/NAME  points/NAME    b"TQR1" | sha256 of name and content | content
     lock                        held by the one process that writes just now; else it tells the bytes of all records
+    rank-R-of-N/                such a folder, of rank R where N ranks run a model together
 
 The names are the index: who looks for a record opens it. A file appears whole, by rename, and is read only if its
 checksum is right, so a cut of the power, a full disk or a changed byte makes a record missing, never wrong. Each use
@@ -23,6 +24,7 @@ from mlx_tq.errors import ConfigError
 
 LIMIT = 50 * 10**9
 BLOCKS, POINTS = "blocks", "points"
+RANK = "rank-"
 _LOCK = "lock"
 _MAGIC = b"TQR1"
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
@@ -76,7 +78,7 @@ class Folder:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             foreign = {file.name for file in path.iterdir()} - {BLOCKS, POINTS, _LOCK}
-            foreign = {name for name in foreign if not name.startswith(".")}
+            foreign = {name for name in foreign if not name.startswith((".", RANK))}
             if not foreign and path.stat().st_uid == os.geteuid():
                 path.chmod(0o700)
                 for kind in (BLOCKS, POINTS):

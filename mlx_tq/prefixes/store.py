@@ -10,9 +10,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.prefixes.folder import BLOCKS, LIMIT, POINTS, Folder
+from mlx_tq.prefixes.folder import BLOCKS, LIMIT, POINTS, RANK, Folder
 from mlx_tq.prefixes.keys import Step, computing, root, steps
 from mlx_tq.prefixes.points import ROWS, Point, block_name, from_record
+from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import tokens_seen
@@ -24,16 +25,20 @@ AUTO, OFF = "auto", "off"
 _REMEMBERED, _WAYS = 100_000, 4
 
 
-def open_folder(store: str | Folder | None, limit: int = LIMIT) -> Folder | None:
+def open_folder(store: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:
     """The folder that a user names: "auto" is one in the user's cache folder, "off" or nothing is none.
+
+    Of several ranks each has a folder inside that one, as each has other heads of the same tokens.
 
     Raises:
         ConfigError: as `Folder`.
     """
     if isinstance(store, Folder):
         return store
-    path = cache_folder() / "prefixes" if store == AUTO else Path(store or OFF).expanduser()
-    return None if store in (None, OFF) else Folder(path, limit)
+    if store in (None, OFF):
+        return None
+    path = cache_folder() / "prefixes" if store == AUTO else Path(store).expanduser()
+    return Folder(path if ranks.is_alone else path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
 
 
 class PrefixStore:
@@ -174,32 +179,49 @@ class StoredPrompt:
 
     def __init__(self, store: PrefixStore, ends: list[Step], step: int, system: int) -> None:
         self._store, self._folder, self._ends, self._shared = store, store.folder, dict(ends), system
+        self._ranks = store.plan.ranks
         # A conversation that goes on has a longer step where it had a last one.
         self._after = {a.stop: b.key for a, b in pairwise(ends) if b.stop - a.stop == step}
         self._blocks: list[str] = []  # names of those that are stored
         self._points: list[str] = []  # likewise, of this prompt
         self.restored = self.reached = 0
+        self._most = max(self._ends, default=0)  # behind which a point is not usable, on some rank
         self.point: Restored | None = None
         self._fails = False  # the disk may be full: the next prompt tries again
 
     @property
     def found(self) -> int:
-        """Tokens before the last point that the folder has, whole or damaged."""
-        return next((stop for stop in reversed(self._ends) if self._folder.holds(POINTS, self._ends[stop])), 0)
+        """Tokens before the last point that there is, whole or damaged; after `agree`, that all ranks have."""
+        return self._last(self._most)
+
+    def agree(self) -> int:
+        """What is `found` on all ranks, which all ask now; they take no other point from then on."""
+        self._most = self._ranks.common(self._last, self._most)
+        return self._most
 
     def restore(self) -> list[Any] | None:
-        """The caches of the last point that can be used; None where there is none."""
-        if self._store.is_itself:
-            for stop in reversed(self._ends):
-                key = self._ends[stop]
-                point = self._store.live.get(key) or self._read(key)
-                if point is not None:
-                    self._store.live[key] = self.point = point
-                    self._blocks, self._points = list(point.blocks), [key]
-                    self.restored = self.reached = stop
-                    self._note(stop)
-                    return copy.deepcopy(point.caches)
+        """The caches of the last point that can be used, on all ranks; None where there is none."""
+        while stop := self.agree():
+            key = self._ends[stop]
+            point = self._store.live.get(key) or self._read(key)
+            (damaged,) = self._ranks.any([point is None])
+            if point is not None and not damaged:
+                self._store.live[key] = self.point = point
+                self._blocks, self._points = list(point.blocks), [key]
+                self.restored = self.reached = stop
+                self._note(stop)
+                return copy.deepcopy(point.caches)
+            self._most = stop - 1
         return None
+
+    def _last(self, most: int) -> int:
+        """Tokens, at most so many, before the last point that this rank has."""
+        if not self._store.is_itself:
+            return 0
+        return next((stop for stop in reversed(self._ends) if stop <= most and self._has(self._ends[stop])), 0)
+
+    def _has(self, key: str) -> bool:
+        return key in self._store.live or self._folder.holds(POINTS, key)
 
     @property
     def live(self) -> list[Any] | None:
@@ -233,8 +255,10 @@ class StoredPrompt:
             self._folder.remove(POINTS, key)
             return None
         sequence = sequence_in(found)
-        for number, calibrator in (sequence.calibrators if sequence else {}).items():
-            calibrator.rope = self._store.plan.layers[number].rope  # which no file has
+        if sequence is not None:
+            sequence.ranks = self._ranks  # which no file has
+            for number, calibrator in sequence.calibrators.items():
+                calibrator.rope = self._store.plan.layers[number].rope  # nor this
         return Restored(found, names)
 
     def wants(self, stop: int) -> bool:

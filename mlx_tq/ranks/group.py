@@ -70,6 +70,21 @@ class Ranks:
         """The least of all ranks' numbers."""
         return -int(self.most(np.array([-number]))[0])
 
+    def common(self, find: Callable[[int], int], most: int) -> int:
+        """The largest number that all ranks have.
+
+        Args:
+            find: the largest one up to a bound that this rank has; all have 0.
+            most: the first bound.
+        """
+        own = find(most)
+        while not self.is_alone:
+            greatest, least = self.most(np.array([own, -own]))
+            if greatest == -least:
+                break
+            own = find(-int(least))
+        return own
+
     def any(self, flags: list[bool]) -> list[bool]:
         """Which flags are set on any rank."""
         if self.is_alone or not flags:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
     _check(args)
     ranks = join_ranks(args)
-    folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [])
+    folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [], ranks)
     if folder is None and args.kv_store_share:
         raise ConfigError("--kv-store-share is given, but nothing is stored: add --kv-store auto, or drop it.")
     log = logging.StreamHandler(sys.stderr)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     listener = ranks.first_alone(listen)
     if listener is None:
-        process.follow(args, ranks)
+        process.follow(args, folder, ranks)
     else:
         with listener:
             process.serve(args, key, folder, listener, ranks)

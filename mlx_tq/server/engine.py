@@ -33,7 +33,7 @@ from mlx_tq.server.limits import EngineLimits, Kept
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.orders import Following, Orders
 from mlx_tq.server.outbox import Outbox
-from mlx_tq.server.prefixes import going_on, is_worth_storing, stored_prompt
+from mlx_tq.server.prefixes import Source, going_on, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, choices_of, rest_of
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class Engine:
         """Bytes of a waiting job that running ones hold already, or will; 0 where they cannot be `least`."""
         if job.goes_on or self._beginnings.saved(job, len(job.prompt.ids)) < least:
             return 0
-        caches, cached, stored = self._source(job, 1)
+        caches, cached, stored = self._source(job, 1, alone=True)
         leader = self._beginnings.leader(job, cached, running)
         if leader is not None:
             return self._beginnings.saved(job, leader[1])
@@ -355,10 +355,10 @@ class Engine:
         question = running.question
         self._insert(running, [question], self._recalled(running, caches), tokens)
 
-    def _source(self, job: Job, unstored: int) -> tuple[list[Any] | None, int, StoredPrompt | None]:
+    def _source(self, job: Job, unstored: int, *, alone: bool = False) -> Source:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
 
-        Or the prompt in the store, where it is to be restored or stored, but for its last `unstored` tokens.
+        Or the prompt in the store, but for its last `unstored` tokens; unless `alone`, all ranks ask at once.
         """
         if job.start is not None and job.start.caches is not None:
             hold(job.start.caches, job.start.held)
@@ -367,7 +367,7 @@ class Engine:
         if self._store is None:
             return caches, cached, None
         step = self._limits.prefill_step_size
-        stored = stored_prompt(self._store, job.prompt, unstored, step, cached)
+        stored = stored_prompt(self._store, job.prompt, unstored, step, cached, alone=alone)
         return (caches, cached, None) if stored is None else (None, stored.found, stored)
 
     def _keep_answered(self, running: Running, tokens: list[int], caches: list[Any]) -> None:

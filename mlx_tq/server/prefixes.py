@@ -2,9 +2,13 @@
 
 import hashlib
 from threading import Thread
+from typing import Any
 
 from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.server.conversation import Prompt
+
+# Caches that memory has of a prompt, how many tokens of it, and the prompt in the store where it has more.
+Source = tuple[list[Any] | None, int, StoredPrompt | None]
 
 # Seconds of restoring a token, in those of reading it, at most; a tenth of that on two CPU cores. A GPU reads faster.
 _RESTORING = 0.05
@@ -23,7 +27,9 @@ def salt_of(key: str | None, *, shared: bool) -> str:
     return f"server {own}"
 
 
-def stored_prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int, kept: int) -> StoredPrompt | None:
+def stored_prompt(
+    store: PrefixStore, asked: Prompt, unstored: int, step: int, kept: int, *, alone: bool = False
+) -> StoredPrompt | None:
     """A prompt to restore and store; None where it should rather go on from the caches that memory has.
 
     From memory a prompt goes on anywhere, so its steps are no longer those of others, and nothing of it is stored.
@@ -34,9 +40,10 @@ def stored_prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int, k
         unstored: tokens at the prompt's end that are not read in steps.
         step: tokens of a step, at most.
         kept: tokens that memory has.
+        alone: no other rank is asked, and what it found counts.
     """
     prompt = _prompt(store, asked, unstored, step)
-    length, found = len(asked.ids), prompt.found
+    length, found = len(asked.ids), prompt.found if alone else prompt.agree()
     return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
 
 

@@ -58,8 +58,13 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
 
 
-def follow(args: argparse.Namespace, ranks: Ranks) -> None:
+def follow(args: argparse.Namespace, folder: Folder | None, ranks: Ranks) -> None:
     """Load this rank's part of the model, and do what the first rank does until that ends.
+
+    Args:
+        args: the flags.
+        folder: of this rank's store of prefixes, or None.
+        ranks: that have parts of the model.
 
     Raises:
         MlxTqError: whatever stands in the way.
@@ -67,7 +72,8 @@ def follow(args: argparse.Namespace, ranks: Ranks) -> None:
     model, tokenizer, config, plan, memory = _loaded(args, ranks)
     ranks.first_alone(lambda: None)  # opens the rescue service
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the first rank gets too, and ends all in order
-    Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics()).follow()
+    store = _store(model, plan, folder, ranks, "")
+    Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics(), store=store).follow()
 
 
 def serve(
@@ -78,7 +84,7 @@ def serve(
     Args:
         args: the flags.
         key: that clients must send, or None.
-        folder: of the store of prefixes, or None.
+        folder: of this rank's store of prefixes, or None.
         listener: where they come in.
         ranks: that have parts of the model; this is the first.
 
@@ -144,13 +150,19 @@ def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
     )
 
 
+def _store(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, salt: str) -> PrefixStore | None:
+    """What the model reads, in a folder; the first rank knows the salt."""
+    salt = ranks.tell(lambda: salt)
+    return None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
+
+
 def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> Service:
     model, tokenizer, config, plan, memory = _loaded(args, ranks)
     positions, rescue = position_limit(model), rescue_from_args(args, default=OFF)
     metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
     client = ranks.first_alone(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
     sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
-    store = None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
+    store = _store(model, plan, folder, ranks, salt)
     return Service(
         name=_public_name(args.model),
         created=int(time.time()),

@@ -7,6 +7,8 @@ from commands.tools import facts, refused, zoo_model
 from smollm2 import PATH, WHY, needs_smollm2
 
 from mlx_tq.config import BLOCK
+from mlx_tq.prefixes.folder import POINTS, Folder
+from mlx_tq.prefixes.points import summary
 
 from .together import command
 
@@ -106,6 +108,40 @@ def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
     assert (second.out, second.err) == ("", "")
 
 
+def test_a_stored_beginning_is_restored_as_far_as_all_ranks_have_it(tmp_path):
+    words = ("--prefill-step-size", "64", *WAYS["recall"])
+    _, plain = generate(tmp_path / "plain", 2, None, *words)
+    words += ("--kv-store", tmp_path / "store")
+    reports = [generate(tmp_path / "first", 2, None, *words)[1], generate(tmp_path / "again", 2, None, *words)[1]]
+    folders = [Folder(tmp_path / "store" / f"rank-{rank}-of-2") for rank in range(2)]
+    stops = [{each["tokens"]: each["key"] for each in points(folder)} for folder in folders]
+    assert list(stops[0]) == list(stops[1])
+    last, before = sorted(stops[0], reverse=True)[:2]
+    damage(folders[1], stops[1][last])
+    reports.append(generate(tmp_path / "damaged", 2, None, *words)[1])
+    reports.append(generate(tmp_path / "mended", 2, None, *words)[1])
+    folders[0].remove(POINTS, stops[0][last])
+    reports.append(generate(tmp_path / "removed", 2, None, *words)[1])
+    assert [each["stats"]["cached_tokens"] for each in reports] == [0, last, before, last, before]
+    for name in ("text", "recalled"):  # ranks that choose alone, each by its own heads, recall other blocks
+        found = [each[name] if name == "text" else each[name]["positions"] for each in (plain, *reports)]
+        assert all(each == found[0] for each in found)
+    assert all(each["stats"]["cache"]["evicted"] == plain["stats"]["cache"]["evicted"] > 0 for each in reports)
+
+
+def points(folder):
+    """What a folder of the store has, the shortest first."""
+    found = [record.path.name for record in folder.records() if record.path.parent.name == POINTS]
+    return sorted(({"key": key, **summary(folder.read(POINTS, key))} for key in found), key=lambda each: each["tokens"])
+
+
+def damage(folder, key):
+    path = folder.path / POINTS / key
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "why"), [("phi3", "does not divide it"), ("qwen3_next", "divides it only by layers")])
 def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, why, tmp_path):
@@ -125,8 +161,7 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
             "(llama) has 3 KV heads, which 2 ranks do not divide. Start 1",
             marks=needs_smollm2,
         ),
-        (2, ["generate", "-p", "x", "--kv-store", "auto"], "--kv-store is for one process, and 2 ranks were started."),
-        (2, ["server", "--kv-store", "auto"], "--kv-store is for one process, and 2 ranks were started."),
+        (2, ["generate", "-p", "x", "--kv-shadow", "64"], "--kv-shadow is for one process, and 2 ranks were started."),
         (2, ["server", "--pipeline"], "--pipeline divides a model by its layers, and mlx_tq only by its heads"),
         (2, ["chat", "--load", "x"], "--load is for one process, and 2 ranks were started. Drop one of the two."),
         (2, ["evaluate", "needle"], "it runs in one process; generate, chat, server run in several."),

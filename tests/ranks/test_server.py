@@ -66,3 +66,21 @@ def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen):
         assert server.process.wait(60) in (0, 130)
     assert other.wait(60) == 0, (tmp_path / "second.log").read_text()
     assert service.stop() == 0
+
+
+@pytest.mark.full
+def test_a_server_of_ranks_goes_on_from_what_an_earlier_one_stored(tmp_path, popen):
+    flags = ("--dtype", "float32", *EVICTS, "--kv-store", str(tmp_path / "store"), "--prefill-step-size", "64")
+    found, restored = [], []
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+        with ranks_running(popen, tmp_path / name, *flags) as (server, other):
+            found.append(answers(server))
+            restored.append(server.metrics()["mlx_tq_restored_tokens_total"])
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(60) in (0, 130)
+        assert other.wait(60) == 0, (tmp_path / name / "second.log").read_text()
+    assert found[0] == found[1]
+    assert restored[0] < restored[1]
+    points = [tmp_path / "store" / f"rank-{rank}-of-2" / "points" for rank in range(2)]
+    assert len(list(points[0].iterdir())) == len(list(points[1].iterdir())) > 0

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_request(args)
     ranks = join_ranks(args)
-    folder = _store_folder(args)
+    folder = _store_folder(args, ranks)
     schema = None if args.json_schema is None else ranks.tell(lambda: _read_schema(args))
     prompt = ranks.tell(lambda: read_prompt(args))
     if args.seed is not None:
@@ -172,12 +172,12 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [flag for flag in _ALONE if getattr(args, field_of(flag))]
 
 
-def _store_folder(args: argparse.Namespace) -> Folder | None:
+def _store_folder(args: argparse.Namespace, ranks: Ranks) -> Folder | None:
     """Where prompts are stored: nowhere if just the environment says so, and something is asked for that cannot be."""
     others = _given(args)
     if chosen_config(args).is_off:
         others.append("mlx-lm's own caches")
-    return chosen_store(args, others)
+    return chosen_store(args, others, ranks)
 
 
 def _read_schema(args: argparse.Namespace) -> dict[str, Any]:
