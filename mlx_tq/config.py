@@ -119,7 +119,7 @@ class KVConfig:
     def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":
         """The inverse of `to_dict`."""
         evict = fields.get("evict")
-        return cls(**{**fields, "evict": None if evict is None else EvictConfig(**evict)})
+        return cls(**{**fields, "evict": None if evict is None else EvictConfig.from_dict(evict)})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; `mean_bits` only until the formats are chosen."""
@@ -218,7 +218,7 @@ PROFILES: dict[str, KVConfig] = {
     "small": KVConfig(key="tq4", value="tq4"),
     "tiny": KVConfig(key="tq3", value="tq3"),
     # Tokens leave in the blocks in which the archive gives them back.
-    "long": KVConfig(evict=EvictConfig(TriAttention(granularity=BLOCK), "50%", "auto")),
+    "long": KVConfig(evict=EvictConfig(TriAttention(), "50%", "auto")),
 }
 DEFAULT_PROFILE = "balanced"
 # Pairs by the names that other programs give them; a profile may be called so too.

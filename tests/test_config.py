@@ -8,7 +8,7 @@ import pytest
 import mlx_tq
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig, profile
 from mlx_tq.errors import ConfigError, MlxTqError
-from mlx_tq.policies import EvictConfig, TriAttention
+from mlx_tq.policies import EvictConfig, KeyNorm, TriAttention
 
 # Another valid value for each field.
 CHANGES = {
@@ -100,7 +100,7 @@ def test_profiles():
     assert PROFILES["tiny"].condition
     assert {name for name, config in PROFILES.items() if config.evict} == {"long"}
     assert replace(PROFILES["long"], evict=None) == PROFILES["balanced"]
-    assert str(PROFILES["long"].evict.policy) == "triattention:granularity=32"
+    assert str(PROFILES["long"].evict.policy) == "triattention"
     assert (PROFILES["long"].evict.budget, PROFILES["long"].evict.recall) == ("50%", "auto")
     assert PROFILES[DEFAULT_PROFILE] == KVConfig()
     assert [name for name, config in PROFILES.items() if config.is_off] == ["off"]
@@ -165,5 +165,8 @@ def test_plain_data_and_back():
     before = json.loads(json.dumps(evicts.to_dict()))
     del before["evict"]["archive_limit"]  # as in files of before there was one
     assert KVConfig.from_dict(before).evict.archive_limit is None
+    assert before["evict"]["policy"] == "knorm:trigger=8:granularity=32"
+    before["evict"]["policy"] = "knorm:trigger=8"  # as in files of before blocks left by default
+    assert KVConfig.from_dict(before).evict.policy == KeyNorm(trigger=8, granularity=1)
     with pytest.raises(ConfigError, match=r"archive_limit is 0; write bytes above 0 \(10\*\*9\), or None for 20 GB"):
         EvictConfig(archive_limit=0)

@@ -44,7 +44,7 @@ def measure(model: Any, plain: PlainText, ids: list[int], **options: Any) -> dic
     stored = sum(len(plain.encode(span.text)) for span in spans)
     wire = sum(len(json.dumps({"start": s.start, "stop": s.stop, "text": s.text}).encode()) for s in spans)
     return {
-        "granularity": options.get("granularity", 1),
+        "granularity": options["granularity"],
         "segment_tokens": options.get("segment_tokens", 0),
         "rounds": len(rounds),
         "evicted": evicted,
@@ -68,7 +68,7 @@ def main() -> None:
     plain = PlainText(tokenizer)
     ids = plain.encode(load_text()[: 8 * args.length])[: args.length]
     rows = []
-    for options in ({}, *({"granularity": size} for size in (8, 16, 32, 64)), {"segment_tokens": 64}):
+    for options in (*({"granularity": size} for size in (1, 8, 16, 32, 64)), {"granularity": 1, "segment_tokens": 64}):
         rows.append(measure(model, plain, ids, **options))
         print(rows[-1], flush=True)
         write(args.json, f"python benchmarks/evict/bench_blocks.py --length {args.length}", rows)

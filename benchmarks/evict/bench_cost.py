@@ -31,7 +31,7 @@ from mlx_tq.sequence.passes import before_pass, compressed_caches, sequence_in
 from mlx_tq.sequence.plan import LayerPlan
 
 STEP = 256
-EVICT = EvictConfig("triattention:stats=text", "90%", "off")
+EVICT = EvictConfig("triattention:stats=text:granularity=1", "90%", "off")
 ROUNDS = 3
 
 

@@ -29,7 +29,7 @@ from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.passes import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
-POLICY = TriAttention(stats="text")
+POLICY = TriAttention(stats="text", granularity=1)
 CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
 
 

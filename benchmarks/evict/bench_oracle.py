@@ -47,7 +47,11 @@ from mlx_tq.sequence.passes import compressed_caches
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
 RETENTIONS = (90, 75, 50, 25)
 CONFIG = KVConfig(
-    key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig("triattention:stats=text", "100%", "off")
+    key="fp16",
+    value="fp16",
+    prefix=PREFIX,
+    window=WINDOW,
+    evict=EvictConfig("triattention:stats=text:granularity=1", "100%", "off"),
 )
 
 

@@ -56,6 +56,9 @@ def formats() -> dict[str, bool]:
     return {name: not get_format(name).keys_only for name in format_names()}
 
 
+_SINGLY: Options = {"granularity": 1}  # the default of that day
+
+
 def _policy(options: Options, then: bool) -> str:
     """The policy and its options as --kv-evict takes them."""
     own = {_RENAMED.get(name, name): value for name, value in options.items() if name not in ("policy", "budget")}
@@ -74,7 +77,7 @@ def evict_flags(options: Options, then: bool) -> list[str]:
     """The flags that say what `config` takes as `evict`."""
     if not options:
         return []
-    rest = {name: value for name, value in options.items() if name != "stats"}
+    rest = _SINGLY | {name: value for name, value in options.items() if name != "stats"}
     budget = ["--kv-budget", str(options["budget"])] if "budget" in options else []
     stats = options.get("stats", "text" if then and options.get("policy") in _CALIBRATES else None)
     return ["--kv-evict", _policy(rest, then), *budget, *(["--kv-stats", stats] if stats else [])]
@@ -103,7 +106,7 @@ def config(then: bool, evict: Options | None = None, **changes: Any) -> KVConfig
         changes["condition"] = False
     if evict is None:
         return KVConfig(**changes)
-    policy = parse_policy(_policy(evict, then), **({"stats": "text"} if then else {}))
+    policy = parse_policy(_policy(_SINGLY | evict, then), **({"stats": "text"} if then else {}))
     return KVConfig(**changes, evict=EvictConfig(policy, evict.get("budget", "90%"), "off"))  # nothing is asked
 
 

@@ -47,7 +47,6 @@ class Given(Policy):
 
     name = "given"
     first: str = ""  # numbers of blocks, joined by +
-    granularity: int = BLOCK
     trigger: int = 64
 
     def score(self, body: Any) -> np.ndarray:

@@ -159,8 +159,7 @@ RESCUE_OPTIONS = (
     Option("--rescue-tokens", "max_tokens", int, "brought back in a turn at most (default: an eighth of the context)"),
     Option("--rescue-timeout", "timeout", float, "seconds that a turn waits for the service at most (default: 1)"),
 )
-# Tokens that leave together where their text is to be found again, and where their rows are.
-_BLOCKS, _RECALL_BLOCKS = 64, 32
+_BLOCKS = 64  # tokens that leave together where their text is to be found again
 _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -307,7 +306,6 @@ def evict_from_args(
     recall = _chosen_recall(args, environ, given) if has_recall else "off"
     limit = None
     if recall != "off":
-        defaults = {"granularity": _RECALL_BLOCKS, **defaults}
         limit = option_value(args, ARCHIVE_LIMIT, environ) or (None if given is None else given.archive_limit)
     elif has_recall and option_value(args, ARCHIVE_LIMIT, {}) is not None:
         raise ConfigError("--kv-archive-limit is given, but nothing is archived: add --kv-recall auto, or drop it.")

@@ -94,6 +94,13 @@ class EvictConfig:
         """What leaves is archived."""
         return self.recall != "off"
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "EvictConfig":
+        """The inverse of `to_dict`, which earlier versions wrote without a granularity where that was 1."""
+        return cls(**fields | {"policy": parse_policy(fields["policy"], granularity=1)})
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, which as keyword arguments make an equal configuration; the policy is its text."""
-        return vars(self) | {"policy": str(self.policy)}
+        """Plain data; the policy is its text."""
+        text = str(self.policy)
+        named = text if ":granularity=" in text else f"{text}:granularity={self.policy.granularity}"
+        return vars(self) | {"policy": named}

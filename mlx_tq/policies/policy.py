@@ -85,7 +85,7 @@ class Policy(ABC):
             behind the prefix. "v1" and "v2" need a cache with prefix 0.
         segments: of modes "v2" and "v3".
         segment_tokens: a constant width of segments instead of their number; 0 is off.
-        granularity: aligned tokens that leave together: 1, 8, 16, 32 or 64.
+        granularity: aligned tokens that leave together: 1, 8, 16, 32 (as they are archived and recalled) or 64.
         pooling: of a block's scores: "mean", "max", or "top", the mean of its highest eighth.
         trigger: tokens above the budget at which a round begins.
 
@@ -99,7 +99,7 @@ class Policy(ABC):
     mode: str = option("v3", choices=("v1", "v2", "v3"))
     segments: int = option(8, least=1)
     segment_tokens: int = option(0, least=0)
-    granularity: int = option(1, choices=(1, 8, 16, 32, 64))
+    granularity: int = option(32, choices=(1, 8, 16, 32, 64))
     pooling: str = option("max", choices=("mean", "max", "top"))
     trigger: int = option(128, least=1)
 

@@ -401,7 +401,7 @@ class Sequence:
         text, *calibration = state
         about = json.loads(text)
         plan = about["plan"]
-        plan |= {"config": EvictConfig(**plan["config"]), "budget": Budget(*plan["budget"])}
+        plan |= {"config": EvictConfig.from_dict(plan["config"]), "budget": Budget(*plan["budget"])}
         calibrators = {}
         policy = plan["config"].policy
         if about["calibrates"] and isinstance(policy, CalibratedPolicy):

@@ -50,7 +50,9 @@ def test_policies_score_the_keys_that_attention_reads(key, condition):
             assert np.abs(a - b).max() <= 2**-10 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("policy", ["knorm:trigger=16", "triattention:warmup=64:trigger=16:stats=text"])
+@pytest.mark.parametrize(
+    "policy", ["knorm:trigger=16:granularity=1", "triattention:warmup=64:trigger=16:stats=text:granularity=1"]
+)
 def test_a_model_evicts_from_both_tiers_within_its_forecast(policy):
     config = KVConfig("q8~tq2", "tq4", prefix=4, window=24, recent=32, evict=EvictConfig(policy, 120))
     plan = plan_caches(MODEL, config)
@@ -75,7 +77,7 @@ def test_the_smaller_format_fills_a_budget_in_bytes():
     """A token of two formats takes no more than one of the larger, so that no fewer stay."""
     tokens = []
     for key in ("q8", "q8~tq2"):
-        evict = EvictConfig("knorm:trigger=16", "2MB")
+        evict = EvictConfig("knorm:trigger=16:granularity=1", "2MB")
         tokens.append(plan_caches(MODEL, KVConfig(key, "tq4", prefix=4, window=24, recent=32, evict=evict)))
     one, two = (plan.eviction.budget.tokens for plan in tokens)
     assert one < two

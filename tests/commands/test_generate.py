@@ -17,7 +17,16 @@ ASK = ("generate", "-p", TEXT + QUESTION, "-m", 20)
 HI = ("generate", "-p", "hi", "-m", 2)
 OFF = ("--kv-profile", "off")
 QUIET = ("--verbose", "F")
-EVICTING = ("--kv-evict", "triattention:warmup=256", "--kv-prefix", 16, "--kv-window", 32, "--kv-budget", 300)
+EVICTING = (
+    "--kv-evict",
+    "triattention:warmup=256:trigger=64",
+    "--kv-prefix",
+    16,
+    "--kv-window",
+    32,
+    "--kv-budget",
+    300,
+)
 EVICTING = ("generate", "-p", "".join(facts(40)), "-m", 8, *EVICTING, "--prefill-step-size", 256, "--kv-recall", "off")
 
 
@@ -186,7 +195,10 @@ def test_a_type_to_compute_in(quick, tmp_path):
 def test_what_is_said_and_comes_out_of_eviction(quick):
     """Policy, budget and calibration before; one warning; rounds and what stayed after."""
     result = quick(*EVICTING)
-    assert "eviction: triattention:warmup=256 keeps 300 tokens, calibrated on questions and text (" in result.err
+    assert (
+        "eviction: triattention:trigger=64:warmup=256 keeps 300 tokens, calibrated on questions and text ("
+        in result.err
+    )
     assert (
         result.err.count("warning: evicted tokens are gone, and the answer may miss what they said; --kv-recall auto")
         == 1
@@ -197,7 +209,7 @@ def test_what_is_said_and_comes_out_of_eviction(quick):
     stats = answer["stats"]["cache"]
     assert stats["rounds"] > 0
     assert stats["evicted"] == round((1 - stats["retention"]) * stats["tokens"])
-    assert stats["tokens"] - stats["evicted"] <= 300 + 128 + 20
+    assert stats["tokens"] - stats["evicted"] <= 300 + 64 + 20
     assert answer["plan"]["eviction"]["budget_tokens"] == 300
 
 
@@ -205,7 +217,7 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     """Without recall the answer is wrong; with it the archive gives back what it needs, and the screen says so."""
     text, question = facts(40)
     words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12)
-    words = (*words, "--kv-evict", "recency", "--kv-budget", 300)
+    words = (*words, "--kv-evict", "recency", "--kv-budget", 240)
     words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
     lost = quick(*words, "--json", "--kv-recall", "off").json
     found = quick(*words, "--json", "--kv-recall", 96).json
@@ -236,7 +248,7 @@ def test_a_document_and_its_question_in_one_prompt(quick):
         quick(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"
     )
     beside = quick(*words, "--draft-model", EMBEDDED).err
-    assert re.search(r"eviction: recency\S* keeps 300 tokens; no rows come back beside --draft-model\n", beside)
+    assert re.search(r"eviction: recency\S* keeps 240 tokens; no rows come back beside --draft-model\n", beside)
     assert "warning: evicted tokens are gone, and the answer may miss what they said.\n" in beside
 
 

@@ -21,7 +21,7 @@ from mlx_tq.sequence.passes import compressed_caches, sequence_in
 NAMED = ["qwen2", "qwen3_next", "gpt_oss", "gemma3_text", "glm4", "falcon_h1", "llama3_rope", "smollm3"]
 CHUNKS = [70, 33, 40, 1, 1, 5, 1, 8, 64, 1, 40, 1, 1]
 TOKENS = np.random.default_rng(5).integers(0, 160, sum(CHUNKS)).tolist()
-EVICT = EvictConfig("triattention:warmup=64:trigger=8", budget=80)
+EVICT = EvictConfig("triattention:warmup=64:trigger=8:granularity=1", budget=80)
 
 
 def config(key="fp16", value="fp16", evict=EVICT, **changes):
@@ -143,7 +143,9 @@ POLICIES = ["random", "recency", "streaming", "knorm", "expected_attention:warmu
 def test_every_policy_runs(policy):
     model = build("qwen3_next")
     with compressed(model):
-        caches = build_caches(plan_caches(model, config(evict=EvictConfig(f"{policy}:trigger=8", budget=80))))
+        caches = build_caches(
+            plan_caches(model, config(evict=EvictConfig(f"{policy}:trigger=8:granularity=1", budget=80)))
+        )
         run(model, caches)
     (cache,) = compressed_caches(caches)
     assert cache.size() < 80 + 8 + 70
@@ -154,7 +156,7 @@ def test_every_policy_runs(policy):
 
 def test_nothing_leaves_before_the_calibration_ended():
     model = build("llama")
-    evict = EvictConfig("triattention:warmup=150:trigger=8", budget=80)
+    evict = EvictConfig("triattention:warmup=150:trigger=8:granularity=1", budget=80)
     with rounds_of(model) as rounds, compressed(model):
         caches = build_caches(plan_caches(model, config(evict=evict)))
         run(model, caches)

@@ -64,7 +64,7 @@ def waits():
 
 
 def evicting(budget, policy="triattention"):
-    evict = EvictConfig(parse_policy(policy, trigger=16, warmup=64), budget, "off")
+    evict = EvictConfig(parse_policy(policy, trigger=16, warmup=64, granularity=1), budget, "off")
     return KVConfig(key="q8", value="tq4", prefix=8, window=8, evict=evict)
 
 

@@ -22,7 +22,7 @@ def test_variants_are_policies_with_options_that_win():
     assert setting.config(BASE, 32).evict == EvictConfig(
         TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
-    assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm", "50%", "off")
+    assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm:granularity=1", "50%", "off")
     for variant in DEFAULT_VARIANTS.split(","):
         assert grid([variant], [90], [1], [128], [0])[0].config(BASE, 64).evict.budget == "90%"
 

@@ -48,7 +48,7 @@ def test_equals_the_rule_by_hand(examples):
     @given(bodies(), st.sampled_from(["v1", "v2", "v3"]), st.integers(1, 12))
     def check(body, mode, segments):
         scores, positions, count, span = body
-        found = select(scores, positions, count, span, KeyNorm(mode=mode, segments=segments))
+        found = select(scores, positions, count, span, KeyNorm(mode=mode, segments=segments, granularity=1))
         assert positions[found].tolist() == by_hand(scores, positions, count, span, mode, segments)
 
     check()
@@ -82,9 +82,9 @@ def test_each_segment_gives_its_share():
     """The worst tokens all lie in the last quarter; segments spread the loss, v1 does not."""
     positions = np.arange(400)
     scores = np.where(positions >= 300, 0.0, 1.0)
-    spread = select(scores, positions, 40, PositionRange(0, 400), KeyNorm(mode="v3", segments=4))
+    spread = select(scores, positions, 40, PositionRange(0, 400), KeyNorm(mode="v3", segments=4, granularity=1))
     assert np.bincount(spread // 100).tolist() == [10, 10, 10, 10]
-    for policy in (KeyNorm(mode="v1"), Recency(segments=4)):  # recency takes no segments
+    for policy in (KeyNorm(mode="v1", granularity=1), Recency(segments=4, granularity=1)):  # recency takes no segments
         assert (select(scores, positions, 40, PositionRange(0, 400), policy) >= 300).all()
 
 

@@ -175,7 +175,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
         if evicts:
-            config = EvictConfig(f"random:trigger={TRIGGER}", recall="off")
+            config = EvictConfig(f"random:trigger={TRIGGER}:granularity=1", recall="off")
             sequence = Sequence(EvictionPlan(config, Budget(tokens=prefix + self.spec.window + ROOM), LAYERS), {})
         self.caches = [make_cache(self.spec, number, sequence) for number in range(LAYERS)]
         self.model = Model(self.spec)

@@ -45,7 +45,15 @@ def calls():
     flags = ranks.any([False, rank == 1])
     rows = ranks.stacked(np.full((1, 2), rank, np.float32)).tolist()
     numbers = ranks.mean(numbers).tolist(), ranks.most(numbers).tolist(), ranks.least(rank + 3)
+    common = [ranks.common(lambda most, own=own: max(n for n in own if n <= most), 99) for own in had(rank)]
+    assert common == [max(set.intersection(*each)) for each in zip(*map(had, range(3)), strict=True)]
     return told, ranks.collect("r" * rank), str(differing.value), numbers, chosen, flags, rows
+
+
+def had(rank):
+    """Sets of numbers of a rank; all have 0."""
+    rng = np.random.default_rng(rank)
+    return [{0, *rng.integers(1, 99, count).tolist()} for count in (0, 1, 20, 40, 80) for _ in range(4)]
 
 
 def _refuse():
@@ -171,7 +179,7 @@ def logits(dtype):
     ranks = join() if is_launched() else ALONE
     model, tokenizer = load(dtype=dtype, ranks=ranks)
     ids = tokenizer.encode("".join(facts(60)))
-    evict = EvictConfig("knorm:trigger=32", "50%", recall="off")
+    evict = EvictConfig("knorm:trigger=32:granularity=1", "50%", recall="off")
     config = KVConfig(key="q8", value="tq4", prefix=16, window=WINDOW, evict=evict)
     caches, found = build_caches(plan_caches(model, config)), []
     with compressed(model):

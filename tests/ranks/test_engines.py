@@ -27,7 +27,9 @@ from .test_agreement import random_model
 from .together import run
 
 VOCABULARY = 4096  # of the tokenizer
-CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EvictConfig("knorm:trigger=32", 100, recall=64))
+CONFIG = KVConfig(
+    key="q8", value="tq4", prefix=16, window=32, evict=EvictConfig("knorm:trigger=32:granularity=1", 100, recall=64)
+)
 
 
 class Watched(Engine):

@@ -13,7 +13,7 @@ from mlx_tq.sequence.passes import sequence_in
 MODEL = build("llama")
 TOKENS = np.random.default_rng(5).integers(0, 160, 400).tolist()
 # The second calibrates on queries; its warm-up ends in the middle of what the tests read.
-POLICIES = ["knorm:trigger=8", "triattention:warmup=64:trigger=8"]
+POLICIES = [f"{each}:trigger=8:granularity=1" for each in ("knorm", "triattention:warmup=64")]
 
 
 def config(policy=POLICIES[0], budget=60, **changes):

@@ -33,7 +33,7 @@ def test_a_configuration_or_its_settings(config, settings, wanted):
     with compressed(MODEL, config, **settings):
         assert served() == wanted
     assert served() == {KVCache}
-    with compressed(MODEL, prefix=4, window=24, evict=EvictConfig("knorm", 60)):
+    with compressed(MODEL, prefix=4, window=24, evict=EvictConfig("knorm:granularity=1", 60)):
         assert all(cache.sequence is not None for cache in mlx_lm_cache(MODEL))
 
 
@@ -74,7 +74,7 @@ def test_a_size_of_mlx_lms_own_rotating_caches_is_refused(embedded):
     assert mlx_lm.models.cache.make_prompt_cache is mlx_lm_cache
 
 
-@pytest.mark.parametrize("evict", [None, EvictConfig("knorm", 300)])
+@pytest.mark.parametrize("evict", [None, EvictConfig("knorm:granularity=1", 300)])
 @pytest.mark.parametrize("stored", [40, 400])
 def test_a_cache_of_another_model(stored, evict):
     """Of another head size, of another number of layers; the model's own is served as before."""

@@ -20,7 +20,7 @@ from mlx_tq.sequence.memory_report import memory_report
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
 from mlx_tq.sequence.statistics import cache_stats, tokens_seen
 from mlx_tq.sequence.tiers import Tiers, planned_tiers
-from sequence.driving import MODEL, POLICIES, config, fresh, read
+from sequence.driving import MODEL, config, fresh, read
 
 SMALL = KVConfig(key="tq4", value="tq4", prefix=4, window=24)
 TINY = KVConfig(key="q8", value="tq2", prefix=0, window=8)
@@ -122,7 +122,7 @@ def test_bytes_per_token_at_128(config, per_token, condition):
 @pytest.mark.parametrize("budget", [1000, "25%", "1MB"])
 def test_eviction_bounds_the_report(budget):
     """A full cache of as many tokens as stay; of a budget in bytes, no more bytes at any length."""
-    config = replace(PROFILES["balanced"], evict=EvictConfig("knorm:trigger=64", budget))
+    config = replace(PROFILES["balanced"], evict=EvictConfig("knorm:trigger=64:granularity=1", budget))
     for tokens in (300, 5000, 100_000):
         report = memory_report(tokens, 3, 2, 64, config)
         kept = {1000: 1000, "25%": max(tokens // 4, 129)}.get(budget)
@@ -182,7 +182,7 @@ def test_statistics_of_a_sequence():
 @pytest.mark.parametrize("limit", [None, 20_000])
 def test_tiers_of_a_plan_are_those_of_what_was_read(limit):
     """What the plan says beforehand holds: rows in memory, rows in the archive up to its limit, and the rest."""
-    evict = EvictConfig(POLICIES[0] + ":granularity=32", 60, recall="auto", archive_limit=limit)
+    evict = EvictConfig("knorm:trigger=8", 60, recall="auto", archive_limit=limit)
     plan = plan_caches(MODEL, config(evict=evict))
     caches = build_caches(plan)
     with compressed(MODEL):

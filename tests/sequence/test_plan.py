@@ -43,7 +43,7 @@ def read(model, caches, *chunks):
     return logits
 
 
-def evicting(policy="triattention:warmup=64:trigger=8", budget=80, **changes):
+def evicting(policy="triattention:warmup=64:trigger=8:granularity=1", budget=80, **changes):
     evict = EvictConfig(policy, budget)
     return KVConfig(**{"key": "fp16", "value": "fp16", **REGIONS, "evict": evict, **changes})
 
@@ -201,7 +201,7 @@ def test_models_whose_queries_tell_nothing_are_refused_by_name(name):
     plan_caches(model, evicting(evict=None))
     if name != "afm7":
         with compressed(model):
-            caches = make_prompt_cache(model, evicting("knorm:trigger=8"))
+            caches = make_prompt_cache(model, evicting("knorm:trigger=8:granularity=1"))
             read(model, caches, 70, 33, 40, 1)
         assert sequence_in(caches).stats.rounds > 0
 
@@ -209,11 +209,14 @@ def test_models_whose_queries_tell_nothing_are_refused_by_name(name):
 def test_statistics_replace_the_warm_up(tmp_path):
     model, path = build("qwen3_next"), str(tmp_path / "stats.safetensors")
     save_queries(model, path, queries_of_text(model, TOKENS[:104]))
-    config = evicting(f"triattention:trigger=8:stats={path}")
+    config = evicting(f"triattention:trigger=8:granularity=1:stats={path}")
     with compressed(model):
         plan = plan_caches(model, config)
         assert plan.eviction.source == path
-        caches, online = build_caches(plan), make_prompt_cache(model, evicting("triattention:warmup=100:trigger=8"))
+        caches, online = (
+            build_caches(plan),
+            make_prompt_cache(model, evicting("triattention:warmup=100:trigger=8:granularity=1")),
+        )
         read(model, caches, 70, 33, 40)
         read(model, online, 70, 34, 39)
     assert sequence_in(caches).stats.rounds > 0

@@ -44,7 +44,7 @@ def formats(dim, *, keys):
     return found
 
 
-def layers(spec, budget=None, policy="random:trigger=8"):
+def layers(spec, budget=None, policy="random:trigger=8:granularity=1"):
     sequence = None
     if budget is not None:
         config = EvictConfig(policy, recall="auto")
@@ -397,8 +397,13 @@ def assert_same_stored(caches, others):
 def test_a_trim_past_evictions_without_the_rows_is_refused():
     """Where nothing was archived, and where a block is damaged; nothing is trimmed then."""
     spec = make_spec("tq4", "tq4", prefix=4, window=60)
-    lossy, damaged = layers(spec, 90, "recency:trigger=8"), layers(spec, 90, "recency:trigger=8")
-    sequence_in(lossy).plan = replace(sequence_in(lossy).plan, config=EvictConfig("recency:trigger=8", recall="off"))
+    lossy, damaged = (
+        layers(spec, 90, "recency:trigger=8:granularity=1"),
+        layers(spec, 90, "recency:trigger=8:granularity=1"),
+    )
+    sequence_in(lossy).plan = replace(
+        sequence_in(lossy).plan, config=EvictConfig("recency:trigger=8:granularity=1", recall="off")
+    )
     for caches in (lossy, damaged):
         append(caches, 0, 300, 20)
     sequence = sequence_in(damaged)

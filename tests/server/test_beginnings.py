@@ -168,7 +168,7 @@ def test_others_go_on_without_the_first(loaded, alone):
 
 def test_rows_that_leave_are_nobody_elses(loaded):
     """Two go on together; a third with the same beginning, which is to lose tokens, reads alone and loses its own."""
-    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32", budget=480, recall="off"))
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", budget=480, recall="off"))
 
     def asked():
         return [*(job_of(SYSTEM, own(seed)) for seed in (2, 3)), job_of(SYSTEM, own(4, 240))]

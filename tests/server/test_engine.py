@@ -189,7 +189,7 @@ def test_stopping_ends_every_job(loaded):
 
 def test_with_eviction(loaded, monkeypatch):
     """Rows lose tokens in a batch; a prompt that shares a beginning which lost some is read anew."""
-    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32", budget=80))
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", budget=80))
     engine = make_engine(loaded, config)
     kept = []
     keep = engine._kept_prompts.keep

@@ -76,7 +76,7 @@ def test_a_generation_calls_the_kernels_and_says_the_same(embedded):
 def test_eviction_scores_and_compacts_with_kernels(embedded):
     """The tokens are the same; and every kernel that reads packed rows reads those of a cache, no copy."""
     model, tokenizer = embedded
-    config = replace(CONFIG, evict=EvictConfig("triattention:warmup=32:trigger=8", 128, "off"))
+    config = replace(CONFIG, evict=EvictConfig("triattention:warmup=32:trigger=8:granularity=1", 128, "off"))
     ids, read = mx.array(tokenizer.encode(TEXT)[:PROMPT]), Counter()
     with impl.using("ops"):
         expected = tokens_of(model, ids, make_prompt_cache(model, config))
