@@ -33,7 +33,7 @@ from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, scene
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import compressed_caches
-from rescue_svc.embed import embedder_class
+from rescue_svc.embed.registry import embedder_class
 
 LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
 

@@ -6,8 +6,10 @@ from benchmarks.tables.conditioned import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report, with_missing
 
 ARMS = {"off": "fp16", "balanced": "TQ", "off@90%": "V3", "balanced@90%": "TQ and V3"}
-LENGTHS = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000)}
-_FLAGS = "--profiles off,balanced,off@90%,balanced@90% --kv-evict triattention --kv-prefix 32 --kv-window 64"
+LENGTHS = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000, 32000)}
+_FLAGS = (
+    "--profiles off,balanced,off@90%,balanced@90% --kv-evict triattention:granularity=1 --kv-prefix 32 --kv-window 64"
+)
 _PERPLEXITY = f"""python -m mlx_tq evaluate perplexity {_FLAGS} \\
     --length L --chunks N --step S --dtype float32 [--model M --dequantize]"""
 _SHORT = _FLAGS.replace("triattention", "triattention:warmup=256:trigger=32")
@@ -26,27 +28,33 @@ def four_arms() -> str:
                 continue
             files.append(name)
             about = report(name)
+            timed = "backend" not in about["versions"]  # a GPU was shared with other measurements
             rows += [
-                [f"{MODELS[model]}, {length:,}", label, *_cells(about["results"][arm])] for arm, label in ARMS.items()
+                [f"{MODELS[model]}, {length:,}", label, *_cells(about["results"][arm], timed=timed)]
+                for arm, label in ARMS.items()
             ]
     first, *also = files
     columns = ["model, tokens", "arm", "perplexity", "change %", "kept %", "MB", "reading, s"]
-    found = Table(first, _PERPLEXITY, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
+    found = Table(first, _PERPLEXITY, _machines(files), columns, rows, model="the models named", also=tuple(also))
     return with_missing(found, missing)
 
 
-def _cells(r: Record) -> list[str]:
-    change = f"{r['delta']:+.2f} ± {r['delta_error']:.2f}"
-    return [f"{r['ppl']:.2f}", change, f"{100 * r['kept']:.0f}", f"{r['nbytes'] / 1e6:.1f}", f"{r['seconds']:.0f}"]
+def _machines(files: list[str]) -> str:
+    """Each once."""
+    return "; ".join(dict.fromkeys(machine(report(name)) for name in files))
+
+
+def _cells(r: Record, *, timed: bool) -> list[str]:
+    change, seconds = f"{r['delta']:+.2f} ± {r['delta_error']:.2f}", f"{r['seconds']:.0f}" if timed else "-"
+    return [f"{r['ppl']:.2f}", change, f"{100 * r['kept']:.0f}", f"{r['nbytes'] / 1e6:.1f}", seconds]
 
 
 def found() -> Table:
     """Needles found of those that the fp16 cache finds, by arm and length."""
-    every = [f"four_arms_needles_{model}.json" for model in MODELS]
-    files, rows = [name for name in every if (RESULTS / name).exists()], []
-    for name in files:
-        cells = list(report(name)["results"].values())
-        model = MODELS[name.removeprefix("four_arms_needles_").removesuffix(".json")]
+    files = {path.name: model for model in MODELS for path in sorted(RESULTS.glob(f"four_arms_needles_{model}*.json"))}
+    rows = []
+    for name, each in files.items():
+        cells, model = list(report(name)["results"].values()), MODELS[each]
         for length in sorted({cell["tokens"] for cell in cells}):
             row = [f"{model}, {length:,}"]
             for arm in ARMS:
@@ -55,7 +63,7 @@ def found() -> Table:
             rows.append(row)
     first, *also = files
     columns = ["model, tokens", *ARMS.values()]
-    return Table(first, _NEEDLES, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
+    return Table(first, _NEEDLES, _machines([*files]), columns, rows, model="the models named", also=tuple(also))
 
 
 TABLES: dict[str, Callable[[], Table | str]] = {"four_arms": four_arms, "four_arms_needles": found}

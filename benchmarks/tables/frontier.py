@@ -9,7 +9,7 @@ from mlx_tq.sequence.allocation import CHOICES
 FULL_BITS = 32  # the models computed in float32
 BY_LAYER = "bits"
 _COMMAND = (
-    "python benchmarks/quality/frontier.py ours+layers+plain+field --kv-prefix 32 --kv-window 64 --length 1024 "
+    "python benchmarks/quality/frontier.py ours+layers+plain+field --kv-prefix 32 --kv-window 64 --length L "
     "--step 128 --chunks N --dtype float32 [--model M --dequantize]"
 )
 

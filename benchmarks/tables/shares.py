@@ -64,7 +64,8 @@ def _by_variant(stem: str, labels: dict[str, str], command: str, *, texts: bool)
     columns = ["model", "statistics" if texts else "variant", *(f"{s} %" for s in RETENTIONS)]
     columns += [f"text, {s} %" for s in RETENTIONS] if texts else []
     which = " and ".join(MODELS[model] for model in files)
-    return Table(first, command, f"{machine(report(first))}, float32", columns, rows, model=which, also=tuple(also))
+    machines = "; ".join(dict.fromkeys(machine(report(name)) for name in files.values()))
+    return Table(first, command, f"{machines}, float32", columns, rows, model=which, also=tuple(also))
 
 
 def in_short() -> str:

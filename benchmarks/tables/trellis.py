@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.tables.markdown import Record, Table, machine, report
+from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report
 
-_DISTORTION, _COUNTED = "trellis_distortion.json", "trellis_counted.json"
-_DIVERGENCE = "trellis_divergence_embedded.json"
+_DISTORTION, _COUNTED, _TIMED = "trellis_distortion.json", "trellis_counted.json", "trellis_cuda.json"
+_DIVERGENCE = "trellis_divergence_{}.json"
 _GAUSSIAN, _SKETCHES = "Gaussian vectors", "sketches of kernels on the simulator of Metal"
 _READS = {"tq": "tq: a polynomial", "table": "trellis: a table", "computed": "trellis: computed (1MAD)"}
+_MOST = {"4": 256, "3": 512, "2": 512}  # states, where a format does not name them
 _TQ_ENCODE = 256  # values of keys and values that `encode` of kernels_counted.json takes a token
 
 
@@ -114,18 +116,39 @@ def share() -> Table:
     return Table(_COUNTED, about["command"], machine(about), columns, rows, _SKETCHES, ("kernels_counted.json",))
 
 
+def timed() -> Table:
+    """Attention over a context, and encoding a prompt's keys and values of a layer, on a GPU."""
+    about = report(_TIMED)
+    plain = {row["bits"]: row["seconds"] for row in about["attend"] if row["reads"] == "tq"}
+    rows = []
+    for row in about["attend"]:
+        share = f"{row['seconds'] / plain[row['bits']]:.2f}"
+        rows.append(["attention", str(row["bits"]), _READS[row["reads"]], f"{1e6 * row['seconds']:.0f}", share])
+    for row in about["encode"]:
+        cut = "" if row["around"] else ", cut by a whole search"
+        states = f"{1 << row['window']} states{cut}"
+        rows.append(["encoding", str(row["bits"]), states, f"{1e6 * row['seconds']:.0f}", "-"])
+    columns = ["kernel", "bits", "levels or states", "µs", "of tq's"]
+    about_what = "sketches of kernels on one layer: 8 KV heads of 128, a context of 32,768 tokens, a prompt of 2,048"
+    return Table(_TIMED, "python -m benchmarks.trellis.costs", machine(about), columns, rows, model=about_what)
+
+
 def divergence() -> Table:
     """Keys and values alike: nearest levels beside trellises of the same bits."""
-    about = report(_DIVERGENCE)
+    files = {model: name for model in MODELS if (RESULTS / (name := _DIVERGENCE.format(model))).exists()}
     rows = []
-    for arm, r in about["results"].items():
-        bits = arm.partition("q")[2][0]
-        plain = about["results"][f"tq{bits}/tq{bits}"]["kld"]
-        row = [_named(arm.partition("/")[0]), f"{r['kld']:.5f} ± {r['kld_error']:.5f}", f"{r['kld'] / plain:.2f}"]
-        rows.append([*row, f"{r['kld_median']:.6f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
-    columns = ["keys and values", "KLD", "of tq's", "median", "top-1 %"]
-    command = f"python -m benchmarks.trellis.evaluate divergence --profiles A,B,... {FLAGS}"
-    return Table(_DIVERGENCE, command, machine(about), columns, rows)
+    for model, name in files.items():
+        found = report(name)["results"]
+        for arm, r in found.items():
+            bits = arm.partition("q")[2][0]
+            plain = found[f"tq{bits}/tq{bits}"]["kld"]
+            kld = f"{r['kld']:.5f} ± {r['kld_error']:.5f}"
+            row = [MODELS[model], _named(arm.partition("/")[0]), kld, f"{r['kld'] / plain:.2f}"]
+            rows.append([*row, f"{r['kld_median']:.6f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
+    columns = ["model", "keys and values", "KLD", "of tq's", "median", "top-1 %"]
+    command = f"python -m benchmarks.trellis.evaluate divergence --profiles A,B,... {FLAGS} [--model M --dequantize]"
+    first, *also = files.values()
+    return Table(first, command, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
 
 
 def _named(arm: str) -> str:
@@ -133,14 +156,15 @@ def _named(arm: str) -> str:
     if not arm.startswith("tcq"):
         return arm.replace(":plain", ", keys not conditioned")
     bits, _, window = arm.removeprefix("tcq").partition(".")
-    return f"{bits} bits, {1 << int(window)} states"
+    return f"{bits} bits, {1 << int(window) if window else _MOST[bits]} states"
 
 
-FLAGS = "--dequantize --dtype float32 --chunks 1 --length 1024 --step 64 --kv-prefix 32 --kv-window 64"
+FLAGS = "--dtype float32 --chunks 1 --length 2048 --step 32 --kv-prefix 32 --kv-window 64"
 TABLES: dict[str, Callable[[], Table]] = {
     "trellis_divergence": divergence,
     "trellis_distortion": distortion,
     "trellis_sizes": sizes,
     "trellis_attend": attend,
     "trellis_share": share,
+    "trellis_timed": timed,
 }
