@@ -56,7 +56,7 @@ def formats() -> dict[str, bool]:
     return {name: not get_format(name).keys_only for name in format_names()}
 
 
-_SINGLY: Options = {"granularity": 1}  # the default of that day
+_SINGLY: Options = {"granularity": "1"}  # the default of that day
 
 
 def _policy(options: Options, then: bool) -> str:

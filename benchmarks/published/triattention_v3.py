@@ -32,7 +32,8 @@ _COST = at("eviction", "cost", "evict_cost.json")
 _HYBRID = at("scores", "the-dims-that-rope-leaves-alone", "quality_sweep_hybrid.json")
 _KEYS = at("scores", "packed-keys", "evict_formats.json")
 _REAL = at("README", "three-models", "quality_sweep_smollm2.json")
-_ARMS = at("README", "four-arms", "four_arms_smollm2_2000.json")
+_GEMMA, _SMOLLM2 = "four_arms_gemma3-270m_32000.json", "four_arms_smollm2_2000.json"
+_ARMS = at("README", "four-arms", _GEMMA, "four_arms_smollm2_7500.json")
 _RAMP = at("rescue", "the-ramp", "rescue_ramp.json")
 _MINILM = at("rescue", "the-ramp", "rescue_ramp_minilm.json")
 _ROUNDS = "[Rounds](../how/rounds.md)"
@@ -67,10 +68,10 @@ def eviction() -> list[Row]:
         Row(
             "V3 at 90 %: perplexity",
             "+0.006 % (+0.31 % in another table), Qwen2.5-7B, 32K; -0.002 % at 64K",
-            NOT_REACHED,
-            f"{text(POLICY, 90)}, with q8/tq4 keys and values, 1,000 tokens, the embedded model; "
-            f"{smollm2_text(POLICY, 90)} on SmolLM2-135M",
-            f"{_TEXT}; {_REAL}",
+            SMALL,
+            f"{_arm(_GEMMA, 'off@90%')}, Gemma 3 270M, 32,000 tokens; at 1,000 tokens {smollm2_text(POLICY, 90)} on "
+            f"SmolLM2-135M and, with q8/tq4 keys and values, {text(POLICY, 90)} on the embedded model",
+            f"{_ARMS}; {_TEXT}; {_REAL}",
         ),
         Row("V1 at 90 %: perplexity", "+1.20 %", NOT_REACHED, text(_V1, 90), _TEXT),
         Row(
@@ -91,8 +92,8 @@ def eviction() -> list[Row]:
             "V3, TurboQuant+ and both, beside 16 bits: perplexity",
             "+0.31, +0.55 and +0.84 %",
             SMALL,
-            f"{_arm('off@90%')}, {_arm('balanced')} and {_arm('balanced@90%')}, statistics by default; SmolLM2-135M, "
-            "2,000 tokens",
+            f"{_arms(_GEMMA)}, Gemma 3 270M, 32,000 tokens; {_arms('four_arms_smollm2_7500.json')}, SmolLM2-135M, "
+            "7,500 tokens; statistics by default",
             _ARMS,
         ),
         Row(
@@ -101,7 +102,7 @@ def eviction() -> list[Row]:
             NOT_MEASURED,
             f"on a GPU. On two CPU cores, beside other work: {_seconds('off@90%')}, {_seconds('balanced')} and "
             f"{_seconds('balanced@90%')}",
-            _ARMS,
+            at("README", "four-arms", _SMOLLM2),
         ),
         Row(
             "V3 at 90 % finds a needle at start, middle and end",
@@ -373,12 +374,16 @@ def rescue() -> list[Row]:
     ]
 
 
-def _arm(name: str) -> str:
-    return change(report("four_arms_smollm2_2000.json")["results"][name])
+def _arm(file: str, name: str) -> str:
+    return change(report(file)["results"][name])
+
+
+def _arms(file: str) -> str:
+    return f"{_arm(file, 'off@90%')}, {_arm(file, 'balanced')} and {_arm(file, 'balanced@90%')}"
 
 
 def _seconds(name: str) -> str:
-    found = report("four_arms_smollm2_2000.json")["results"]
+    found = report(_SMOLLM2)["results"]
     return f"{found[name]['seconds'] / found['off']['seconds']:.2f}"
 
 

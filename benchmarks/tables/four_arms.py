@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.tables.conditioned import MODELS
-from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report, with_missing
+from benchmarks.tables.markdown import RESULTS, Record, Table, machines, report, with_missing
 
 ARMS = {"off": "fp16", "balanced": "TQ", "off@90%": "V3", "balanced@90%": "TQ and V3"}
 LENGTHS = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000, 32000)}
@@ -35,13 +35,8 @@ def four_arms() -> str:
             ]
     first, *also = files
     columns = ["model, tokens", "arm", "perplexity", "change %", "kept %", "MB", "reading, s"]
-    found = Table(first, _PERPLEXITY, _machines(files), columns, rows, model="the models named", also=tuple(also))
+    found = Table(first, _PERPLEXITY, machines(files), columns, rows, model="the models named", also=tuple(also))
     return with_missing(found, missing)
-
-
-def _machines(files: list[str]) -> str:
-    """Each once."""
-    return "; ".join(dict.fromkeys(machine(report(name)) for name in files))
 
 
 def _cells(r: Record, *, timed: bool) -> list[str]:
@@ -63,7 +58,7 @@ def found() -> Table:
             rows.append(row)
     first, *also = files
     columns = ["model, tokens", *ARMS.values()]
-    return Table(first, _NEEDLES, _machines([*files]), columns, rows, model="the models named", also=tuple(also))
+    return Table(first, _NEEDLES, machines(files), columns, rows, model="the models named", also=tuple(also))
 
 
 TABLES: dict[str, Callable[[], Table | str]] = {"four_arms": four_arms, "four_arms_needles": found}

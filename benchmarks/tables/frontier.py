@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.tables.conditioned import MODELS
-from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report, with_missing
+from benchmarks.tables.markdown import RESULTS, Record, Table, machines, report, with_missing
 from mlx_tq.sequence.allocation import CHOICES
 
 FULL_BITS = 32  # the models computed in float32
@@ -47,8 +47,8 @@ def frontier() -> str:
         "",
         *(f"{MODELS[model]}: {what}" for model in about for what in ("bits", "KLD", "top-1 %")),
     ]
-    source, *also = (f"frontier_{model}.json" for model in about)
-    found = Table(source, _COMMAND, machine(report(source)), columns, rows, model="the models named", also=tuple(also))
+    source, *also = files = [f"frontier_{model}.json" for model in about]
+    found = Table(source, _COMMAND, machines(files), columns, rows, model="the models named", also=tuple(also))
     return with_missing(found, [MODELS[model] for model in MODELS if model not in about])
 
 

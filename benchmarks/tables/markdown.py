@@ -72,6 +72,11 @@ def machine(about: Record) -> str:
     return f"{where}, mlx {names['mlx']}, mlx-lm {names['mlx-lm']}"
 
 
+def machines(names: Iterable[str]) -> str:
+    """Those that several files name, each once."""
+    return "; ".join(dict.fromkeys(machine(report(name)) for name in names))
+
+
 def in_order(records: Iterable[Record], field: str) -> list[Any]:
     """The values of a field, each once, in the order of the records."""
     return list(dict.fromkeys(record[field] for record in records))

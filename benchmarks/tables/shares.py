@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.tables.eviction import needles, text
-from benchmarks.tables.markdown import RESULTS, Record, Table, lines, machine, report
+from benchmarks.tables.markdown import RESULTS, Record, Table, lines, machines, report
 
 MODELS = {
     "embedded": "embedded",
@@ -64,8 +64,7 @@ def _by_variant(stem: str, labels: dict[str, str], command: str, *, texts: bool)
     columns = ["model", "statistics" if texts else "variant", *(f"{s} %" for s in RETENTIONS)]
     columns += [f"text, {s} %" for s in RETENTIONS] if texts else []
     which = " and ".join(MODELS[model] for model in files)
-    machines = "; ".join(dict.fromkeys(machine(report(name)) for name in files.values()))
-    return Table(first, command, f"{machines}, float32", columns, rows, model=which, also=tuple(also))
+    return Table(first, command, f"{machines(files.values())}, float32", columns, rows, model=which, also=tuple(also))
 
 
 def in_short() -> str:

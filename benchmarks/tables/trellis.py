@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.tables.conditioned import MODELS
-from benchmarks.tables.markdown import RESULTS, Record, Table, machine, report
+from benchmarks.tables.markdown import RESULTS, Record, Table, machine, machines, report
 
 _DISTORTION, _COUNTED, _TIMED = "trellis_distortion.json", "trellis_counted.json", "trellis_cuda.json"
 _DIVERGENCE = "trellis_divergence_{}.json"
@@ -148,7 +148,7 @@ def divergence() -> Table:
     columns = ["model", "keys and values", "KLD", "of tq's", "median", "top-1 %"]
     command = f"python -m benchmarks.trellis.evaluate divergence --profiles A,B,... {FLAGS} [--model M --dequantize]"
     first, *also = files.values()
-    return Table(first, command, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
+    return Table(first, command, machines(files.values()), columns, rows, model="the models named", also=tuple(also))
 
 
 def _named(arm: str) -> str:
