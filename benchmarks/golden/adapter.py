@@ -77,7 +77,7 @@ def evict_flags(options: Options, then: bool) -> list[str]:
     """The flags that say what `config` takes as `evict`."""
     if not options:
         return []
-    rest = _SINGLY | {name: value for name, value in options.items() if name != "stats"}
+    rest = (_SINGLY if then else {}) | {name: value for name, value in options.items() if name != "stats"}
     budget = ["--kv-budget", str(options["budget"])] if "budget" in options else []
     stats = options.get("stats", "text" if then and options.get("policy") in _CALIBRATES else None)
     return ["--kv-evict", _policy(rest, then), *budget, *(["--kv-stats", stats] if stats else [])]
@@ -106,7 +106,7 @@ def config(then: bool, evict: Options | None = None, **changes: Any) -> KVConfig
         changes["condition"] = False
     if evict is None:
         return KVConfig(**changes)
-    policy = parse_policy(_policy(_SINGLY | evict, then), **({"stats": "text"} if then else {}))
+    policy = parse_policy(_policy((_SINGLY if then else {}) | evict, then), **({"stats": "text"} if then else {}))
     return KVConfig(**changes, evict=EvictConfig(policy, evict.get("budget", "90%"), "off"))  # nothing is asked
 
 

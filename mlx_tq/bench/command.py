@@ -172,6 +172,7 @@ def _measure(args: argparse.Namespace) -> tuple[list[Figure], dict[str, str]]:
                     answer=args.max_tokens,
                     rounds=args.rounds,
                     step=args.step,
+                    left_out=left_out,
                     advance=advance,
                 )
                 ((title, group),) = by_context(measured)

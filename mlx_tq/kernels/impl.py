@@ -115,4 +115,8 @@ def _fall_back(error: KernelUnavailableError) -> None:
     """Warn that mlx's operations serve; raise where that was ruled out."""
     if _state.choice != "auto":
         raise error
-    warnings.warn(f"{error}. mlx's own operations serve instead, which is slow.", KernelFallbackWarning, stacklevel=3)
+    warnings.warn(
+        f"{str(error).rstrip('.')}. mlx's own operations serve instead, which is slow.",
+        KernelFallbackWarning,
+        stacklevel=3,
+    )

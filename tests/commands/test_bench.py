@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from mlx_tq import cli
+from mlx_tq.bench.model import Arm, measure_model
 from mlx_tq.kernels import thresholds
-from mlx_tq.models import embedded_path
+from mlx_tq.models import embedded_path, load
 
 SMALL = ["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"]
 MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
@@ -63,3 +66,20 @@ def test_contexts_beyond_the_model_are_left_out_and_said(capsys):
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
     assert cli.main(["bench", "--model", "nothing", "--json", str(tmp_path / "missing" / "f.json")]) == 2
     assert "is no writable folder" in capsys.readouterr().err
+
+
+def test_a_cache_of_mlx_lm_that_mlx_has_no_kernel_for_is_left_out():
+    """As on CUDA, where 8 bits in groups of 64 have none for some shapes; our own caches that fail end the run."""
+
+    class Fails(Arm):
+        def caches(self, model):
+            raise RuntimeError("[quantized_matmul] No implementation for problem shape")
+
+    model, tokenizer = load()
+    run = {"dtype": "float32", "batches": [1], "answer": 2, "rounds": 2, "step": 16}
+    prompt, said = tokenizer.encode("A text of a few words that is read."), {}
+    found = measure_model(model, prompt, [Arm("off"), Fails("kv-bits 8", kv_bits=8)], left_out=said, **run)
+    assert [each.arm for each in found] == ["off"]
+    assert said == {"kv-bits 8": "[quantized_matmul] No implementation for problem shape"}
+    with pytest.raises(RuntimeError, match="No implementation"):
+        measure_model(model, prompt, [Fails("off")], left_out={}, **run)
