@@ -120,7 +120,11 @@ DEFAULTS = [
         "means of blocks are kept, and the buffer of unpacked tokens has held the first 128; less where more left",
         rf"{_PACKS}/ (?:nbytes|compressed|ratio)$",
     ),
-    Reason("budget in bytes", "the same, and blocks leave, whose gaps take fewer bytes: 2400 KB hold 105 tokens beside it", r"^evict bytes .*budget_tokens$"),
+    Reason(
+        "budget in bytes",
+        "the same, and blocks leave, whose gaps take fewer bytes: 2400 KB hold 105 tokens beside it",
+        r"^evict bytes .*budget_tokens$",
+    ),
     Reason(
         "planned bytes of all layers", "means of blocks, and the first 128 tokens", _PLAN, '"planned .*', '"planned .*'
     ),
