@@ -295,7 +295,7 @@ def evict_from_args(
     """
     from mlx_tq.policies import CalibratedPolicy, EvictConfig, parse_policy  # loads mlx, which --help does without
 
-    text = option_value(args, EVICT, environ) or (_NO_POLICY if given is None else str(given.policy))
+    text = option_value(args, EVICT, environ) or (_NO_POLICY if given is None else given.to_dict()["policy"])
     has_recall = hasattr(args, "kv_recall")
     if text == _NO_POLICY:
         options = (BUDGET, STATS, *([RECALL, ARCHIVE_LIMIT] if has_recall else []))

@@ -77,6 +77,8 @@ def test_a_profile_that_evicts_gives_what_flags_do_not_say():
     assert read(*words, **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit == 10**9
     assert read(*words, RECALL.flag, "off", **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit is None
     assert read(*words, EVICT.flag, "none").evict is None
+    long = build_parser().parse_args([*words])
+    assert with_blocks(PROFILES["long"], long, {}) == PROFILES["long"]  # which has chosen its blocks
     assert read(*words, EVICT.flag, "knorm").evict == EvictConfig("knorm:granularity=32", "50%", "auto")
     add_cache_arguments(parser := argparse.ArgumentParser())
     long = PROFILES["long"].evict
