@@ -36,35 +36,37 @@ MODES = {
 MODES_COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --kv-window 64 \\
     --prefixes 32 --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi \\
     --depths middle --seeds 6 --lengths 1000 --chunks 0 \\
-    --policies triattention,triattention:granularity=32,...,random:granularity=32"""
+    --policies triattention,triattention:granularity=32,...,random:granularity=32
+# and in place of --once and all behind it but the policies, for the text:
+#   --text REST --seeds 0 --chunks 3 --length 1000"""
 
 
 def shares() -> Table:
     """A row for each model and mixture; a cell that was not measured is a dash."""
-    return _by_variant("evict_shares", LABELS, COMMAND, texts=True)
+    return _by_variant("evict_shares", LABELS, COMMAND)
 
 
 def modes() -> Table:
     """A row for each model and variant of aggregation and blocks."""
-    return _by_variant("evict_modes", MODES, MODES_COMMAND, texts=False)
+    return _by_variant("evict_modes", MODES, MODES_COMMAND)
 
 
-def _by_variant(stem: str, labels: dict[str, str], command: str, *, texts: bool) -> Table:
-    files = {model: f"{stem}_{model}.json" for model in MODELS}
-    files = {model: name for model, name in files.items() if (RESULTS / name).exists()}
-    rows = []
-    for model, name in files.items():
-        found = list(report(name)["results"].items())
+def _by_variant(stem: str, labels: dict[str, str], command: str) -> Table:
+    """What was measured on text may be in a file of its own."""
+    names = {model: [f"{stem}_{model}.json", f"{stem}_text_{model}.json"] for model in MODELS}
+    each = {model: [name for name in found if (RESULTS / name).exists()] for model, found in names.items()}
+    files, rows = [name for found in each.values() for name in found], []
+    for model in filter(each.get, each):
+        found = [item for name in each[model] for item in report(name)["results"].items()]
         for variant, label in labels.items():
             own = [(key, r) for key, r in found if r.get("variant") == variant]
             if own:
                 cells = [_cell(own, share) for share in RETENTIONS]
-                rows.append([MODELS[model], label, *cells, *(_texts(own) if texts else ())])
-    first, *also = files.values()
-    columns = ["model", "statistics" if texts else "variant", *(f"{s} %" for s in RETENTIONS)]
-    columns += [f"text, {s} %" for s in RETENTIONS] if texts else []
-    which = " and ".join(MODELS[model] for model in files)
-    return Table(first, command, f"{machines(files.values())}, float32", columns, rows, model=which, also=tuple(also))
+                rows.append([MODELS[model], label, *cells, *_texts(own)])
+    first, *also = files
+    columns = ["model", "variant", *(f"{s} %" for s in RETENTIONS), *(f"text, {s} %" for s in RETENTIONS)]
+    which = " and ".join(MODELS[model] for model in filter(each.get, each))
+    return Table(first, command, f"{machines(files)}, float32", columns, rows, model=which, also=tuple(also))
 
 
 def in_short() -> str:
