@@ -97,7 +97,7 @@ def _layer(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> int:
     figures, left_out = _measure(args)
     if args.json:
-        _write(json.dumps(data(args.model, figures, left_out), indent=1) + "\n", args.json)
+        _write(_as_json(args, figures, left_out), args.json)
     if args.markdown:
         _write(markdown(figures) + "\n", args.markdown)
     return 0
@@ -180,6 +180,8 @@ def _measure(args: argparse.Namespace) -> tuple[list[Figure], dict[str, str]]:
                     model_table(title, group)
                 )
                 figures += measured
+                if args.json not in (None, STDOUT):  # a run that is cut off leaves what it has measured
+                    _put(_as_json(args, figures, left_out | refused), args.json)
         left_out |= refused
     for what, why in left_out.items():
         console.print(f"left out: {what}: {why}", soft_wrap=True, markup=False)
@@ -220,10 +222,18 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: shown.advance(task)
 
 
+def _as_json(args: argparse.Namespace, figures: list[Figure], left_out: dict[str, str]) -> str:
+    return json.dumps(data(args.model, figures, left_out), indent=1) + "\n"
+
+
+def _put(text: str, name: str) -> None:
+    with atomic_write(name) as temporary:
+        Path(temporary).write_text(text, encoding="utf-8")
+
+
 def _write(text: str, name: str) -> None:
     if name == STDOUT:
         sys.stdout.write(text)
         return
-    with atomic_write(name) as temporary:
-        Path(temporary).write_text(text, encoding="utf-8")
+    _put(text, name)
     console.print(f"written: {name}", soft_wrap=True, markup=False)

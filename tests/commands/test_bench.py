@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from http_harness import wait_for
 
+from commands.tools import EMBEDDED, command, environment
 from mlx_tq import cli
 from mlx_tq.bench.model import Arm, measure_model
 from mlx_tq.kernels import thresholds
@@ -83,3 +85,13 @@ def test_a_cache_of_mlx_lm_that_mlx_has_no_kernel_for_is_left_out():
     assert said == {"kv-bits 8": "[quantized_matmul] No implementation for problem shape"}
     with pytest.raises(RuntimeError, match="No implementation"):
         measure_model(model, prompt, [Fails("off")], left_out={}, **run)
+
+
+def test_a_run_that_is_killed_leaves_what_it_has_measured(tmp_path, popen):
+    path = tmp_path / "bench.json"
+    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "random", "--tokens", "5", "3000", "--rounds", "9"]
+    process = popen(command("bench", "--model", EMBEDDED, *flags, "--json", path), env=environment())
+    wait_for(path.exists)
+    process.kill()
+    process.wait()
+    assert {figure["tokens"] for figure in json.loads(path.read_text())["figures"]} == {5}
