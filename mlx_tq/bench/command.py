@@ -138,7 +138,7 @@ def _tuned(args: argparse.Namespace) -> KernelThresholds:
 
 def _arms(args: argparse.Namespace) -> list[Arm]:
     """mlx-lm's caches, each profile, and the last profile with tokens that leave."""
-    arms = [Arm("off"), Arm("kv-bits 8", kv_bits=8), Arm("kv-bits 4", kv_bits=4)]
+    arms = [Arm("off"), *(Arm(f"kv-bits {bits}", kv_bits=bits) for bits in args.kv_bits)]
     arms += [Arm(name, PROFILES[name]) for name in args.profiles if not PROFILES[name].is_off]
     evict = evict_from_args(argparse.Namespace(**{**vars(args), "kv_evict": args.kv_evict or EVICT}))
     if evict is not None and arms[-1].config is not None:

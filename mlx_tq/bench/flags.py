@@ -6,6 +6,8 @@ from mlx_tq.commands.args import BUDGET, EVICT, STATS, add_impl_argument
 from mlx_tq.commands.names import DTYPES, PROFILES
 from mlx_tq.commands.parser import command_parser
 
+KV_BITS = (8, 4)
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser: what is measured, on what, and where the figures go."""
@@ -52,6 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = model.add_argument
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="answers at once")
     add("--max-tokens", "-m", type=int, default=32, metavar="N", help="tokens of an answer")
+    add(
+        "--kv-bits",
+        type=int,
+        nargs="*",
+        choices=KV_BITS,
+        default=KV_BITS,
+        metavar="N",
+        help="mlx-lm's quantised caches to time: 8, 4 or none; a CPU reads long prompts into them for minutes",
+    )
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens read at a time")
     for option, default in ((EVICT, "triattention; none leaves the arm out"), (BUDGET, "50%%"), (STATS, "auto")):
         text = f"of the last profile, once more: {option.help.partition(' (default')[0]} (default: {default})"

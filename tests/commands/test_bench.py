@@ -56,11 +56,11 @@ def test_a_model_in_a_report_to_attach(tmp_path, monkeypatch, capsys):
 
 
 def test_contexts_beyond_the_model_are_left_out_and_said(capsys):
-    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "random", "--json", "-"]
+    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "none", "--kv-bits", "--json", "-"]
     assert cli.main(["bench", "--model", str(embedded_path()), *MODEL, *flags, "--tokens", "5", "5000"]) == 0
     said = capsys.readouterr()
     report = json.loads(said.out)
-    assert {figure["tokens"] for figure in report["figures"]} == {5}
+    assert [(figure["arm"], figure["tokens"]) for figure in report["figures"]] == [("off", 5), ("safe", 5)]
     assert list(report["left_out"]) == ["5,000 tokens"]
     assert "left out: 5,000 tokens: the model has 4,096 positions" in said.err
 
