@@ -22,6 +22,28 @@ def decode() -> Table:
     )
 
 
+def whole_model() -> Table:
+    """A real model: what each cache takes, and how fast it reads and answers."""
+    about = report("bench_model_smollm2.json")
+    rows = []
+    for f in about["figures"]:
+        off = next(
+            each
+            for each in about["figures"]
+            if each["arm"] == "off" and (each["dtype"], each["tokens"]) == (f["dtype"], f["tokens"])
+        )
+        nbytes = [f"{f[name] / 1e6:.1f}" for name in ("kv_nbytes", "active_nbytes", "peak_nbytes")]
+        speeds = [f"{f['prefill_tps']:.0f}", f"{f['first_token']:.1f}", f"{f['decode_tps']:.1f}"]
+        share = f"{f['decode_tps'] / off['decode_tps']:.2f}"
+        rows.append([f"{f['dtype']}, {f['tokens']:,}", f"`{f['arm']}`", *nbytes, *speeds, share])
+    columns = ["type, tokens", "cache", "KV, MB", "held, MB", "peak, MB", "read, tok/s", "first token, s"]
+    columns += ["answer, tok/s", "of `off`'s"]
+    command = "python -m mlx_tq bench --model smollm2 --dequantize --tokens 1024 4096 --dtypes float32 \\\n"
+    command += "    --profiles balanced small --kv-evict none --kv-bits --batches 1 --rounds 2 --max-tokens 16"
+    where = f"SmolLM2-135M-Instruct, {about['environment']['blas']}"
+    return Table("bench_model_smollm2.json", command, machine(about), columns, rows, model=where)
+
+
 def streams() -> Table:
     """The server: many answers at once."""
     about = report("server_streams.json")
@@ -201,6 +223,7 @@ def batch() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
+    "whole_model": whole_model,
     "decode": decode,
     "streams": streams,
     "flood": flood,
