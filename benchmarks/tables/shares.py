@@ -43,15 +43,15 @@ MODES_COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dt
 
 def shares() -> Table:
     """A row for each model and mixture; a cell that was not measured is a dash."""
-    return _by_variant("evict_shares", LABELS, COMMAND)
+    return _by_variant("evict_shares", LABELS, COMMAND, "statistics")
 
 
 def modes() -> Table:
     """A row for each model and variant of aggregation and blocks."""
-    return _by_variant("evict_modes", MODES, MODES_COMMAND)
+    return _by_variant("evict_modes", MODES, MODES_COMMAND, "variant")
 
 
-def _by_variant(stem: str, labels: dict[str, str], command: str) -> Table:
+def _by_variant(stem: str, labels: dict[str, str], command: str, what: str) -> Table:
     """What was measured on text may be in a file of its own."""
     names = {model: [f"{stem}_{model}.json", f"{stem}_text_{model}.json"] for model in MODELS}
     each = {model: [name for name in found if (RESULTS / name).exists()] for model, found in names.items()}
@@ -64,7 +64,7 @@ def _by_variant(stem: str, labels: dict[str, str], command: str) -> Table:
                 cells = [_cell(own, share) for share in RETENTIONS]
                 rows.append([MODELS[model], label, *cells, *_texts(own)])
     first, *also = files
-    columns = ["model", "variant", *(f"{s} %" for s in RETENTIONS), *(f"text, {s} %" for s in RETENTIONS)]
+    columns = ["model", what, *(f"{s} %" for s in RETENTIONS), *(f"text, {s} %" for s in RETENTIONS)]
     which = " and ".join(MODELS[model] for model in filter(each.get, each))
     return Table(first, command, f"{machines(files)}, float32", columns, rows, model=which, also=tuple(also))
 

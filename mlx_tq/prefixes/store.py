@@ -172,6 +172,7 @@ class StoredPrompt:
         system: tokens of it that any conversation may begin with.
 
     Attributes:
+        found: tokens that `look` found.
         restored: tokens that `restore` found.
         reached: tokens before the last point that was restored or stored.
         point: that was restored.
@@ -185,23 +186,23 @@ class StoredPrompt:
         self._blocks: list[str] = []  # names of those that are stored
         self._points: list[str] = []  # likewise, of this prompt
         self.restored = self.reached = 0
+        self.found = 0
         self._most = max(self._ends, default=0)  # behind which a point is not usable, on some rank
         self.point: Restored | None = None
         self._fails = False  # the disk may be full: the next prompt tries again
 
-    @property
-    def found(self) -> int:
-        """Tokens before the last point that there is, whole or damaged; after `agree`, that all ranks have."""
-        return self._last(self._most)
+    def look(self, *, alone: bool = False) -> int:
+        """See how many tokens are before the last point, whole or damaged, that all ranks have.
 
-    def agree(self) -> int:
-        """What is `found` on all ranks, which all ask now; they take no other point from then on."""
-        self._most = self._ranks.common(self._last, self._most)
-        return self._most
+        Args:
+            alone: this rank looks for itself; else all do at once.
+        """
+        self.found = self._last(self._most) if alone else self._ranks.common(self._last, self._most)
+        return self.found
 
     def restore(self) -> list[Any] | None:
         """The caches of the last point that can be used, on all ranks; None where there is none."""
-        while stop := self.agree():
+        while stop := self.look():
             key = self._ends[stop]
             point = self._store.live.get(key) or self._read(key)
             (damaged,) = self._ranks.any([point is None])

@@ -43,7 +43,7 @@ def stored_prompt(
         alone: no other rank is asked, and what it found counts.
     """
     prompt = _prompt(store, asked, unstored, step)
-    length, found = len(asked.ids), prompt.found if alone else prompt.agree()
+    length, found = len(asked.ids), prompt.look(alone=alone)
     return prompt if length - found + _RESTORING * found <= (1 + _LONGER) * (length - kept) else None
 
 
