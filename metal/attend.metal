@@ -22,6 +22,10 @@
 //   key_means [B, H, capacity, KEY_DIM]: half
 //   mean_index [capacity]: int, or anything
 //
+// Where KEY_TRELLIS or VALUE_TRELLIS also, and once:
+//
+//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//
 // Inputs from packed_rows on come once, or SOURCES times: then each row of the batch has its own, with B = 1.
 //
 // Grid (32, BLOCKS, B H ceil(N / QUERIES)), threadgroup (32, 1, 1).
@@ -30,6 +34,7 @@
 //// body
 
 using PACK = typename tq_numbers<QUERIES>::type;
+constexpr int THREADS = 32;
 threadgroup PACK query[KEY_DIM];
 threadgroup PACK weight[32];
 

@@ -7,6 +7,9 @@
 #include "means.h"
 #include "rotation.h"
 #include "units.h"
+#if TQ_TRELLIS
+#include "trellis.h"
+#endif
 #if TQ_CONDITIONED
 #include "weights.h"
 #endif

@@ -69,3 +69,45 @@ TQ_FN uint tq_largest(uint value) {
   }
   return value;
 }
+
+// The scale of a vector y of some norm that is stored as `level`, which is left in pieces. RULE 0: the norm; 1: keeps the
+// decoded norm; 2: least squares; 3: unbiased, at most 1.3 times that.
+template <int D, int M, int RULE>
+TQ_FN float tq_scale(TQ_THREAD const float* y, float norm, TQ_THREAD float* level) {
+  constexpr int N = (D + 31) / 32;
+  if (RULE == 0) return norm;
+  float product[N];
+  TQ_UNROLL for (int j = 0; j < N; j++) {
+    product[j] = tq_mul(y[j], level[j]);
+    level[j] = tq_mul(level[j], level[j]);
+  }
+  float energy = tq_pairwise_sum<D, M>(level);
+  if (RULE == 1) return tq_div(tq_mul(norm, tq_sqrt(static_cast<float>(D))), tq_sqrt(energy));
+  float agreement = tq_pairwise_sum<D, M>(product);
+  agreement = agreement < 0.0f ? 0.0f : agreement;
+  float least = tq_div(agreement, energy);
+  if (RULE == 2) return least;
+  float unbiased = tq_mul(norm, tq_div(tq_mul(norm, static_cast<float>(D)), agreement)), largest = tq_mul(1.3f, least);
+  return norm > 0.0f ? (unbiased < largest ? unbiased : largest) : 0.0f;
+}
+
+// Each value's nearest level, by itself.
+struct tq_nearest {
+  // Leaves a vector's codes in `codes`, returns its scale.
+  template <int D, int M, int BITS, int RULE, class Codes>
+  TQ_FN float encode(TQ_THREAD const float* y, float norm, Codes codes, uint lane) const {
+    constexpr int N = (D + 31) / 32;
+    float factor = norm > 0.0f ? tq_div(1.0f, norm) : 0.0f, level[N];
+    TQ_UNROLL for (int j = 0; j < N; j++) {
+      int dim = 32 * j + int(lane);
+      uint code = tq_code<BITS>(tq_mul(y[j], factor));
+      level[j] = dim < D ? tq_level<BITS>(code) : 0.0f;
+      if (dim < D) codes[dim] = uchar(code);
+    }
+    return tq_scale<D, M, RULE>(y, norm, level);
+  }
+  template <int D, int BITS, class Codes>
+  static TQ_FN ushort pack(Codes codes, int word) {
+    return tq_pack_word<D, BITS>(codes, word);
+  }
+};

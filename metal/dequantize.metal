@@ -13,24 +13,30 @@
 //   key_scale [B, H, KEY_DIM]: float, multiplied into the keys that follow
 //   key_means [B, H, n, KEY_DIM]: half, added to packed ones; mean_index [at least S]: int, which one
 //
+// Where KEY_TRELLIS or VALUE_TRELLIS also:
+//
+//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//
 // Grid (the threads that decode, at least B H S units of the kind with more of them, then 32 B H L, 2, 1), threadgroup
 // (256, 1, 1).
 #include "units.h"
 #include "vectors.h"
+#if TQ_TRELLIS
+#include "trellis.h"
+#endif
 #if TQ_CONDITIONED
 #include "weights.h"
 #endif
 
 // Decodes a unit, and adds what `mean` has for its dims where CONDITIONED.
-template <class T, class FULL, int D, int BITS, bool WIDE, bool CONDITIONED, bool CLAMPED, class Words, class Mean, class Out>
-TQ_FN void tq_decode_unit(Words words, Words scale_words, int unit, Mean mean, Out out) {
-  constexpr int VALUES = tq_unit<D, BITS>::VALUES;
-  float values[VALUES];
-  tq_load_unit<FULL, D, BITS>(words, unit, values);
-  float gain = tq_gain<D, BITS, WIDE>(scale_words);
-  TQ_UNROLL for (int i = 0; i < VALUES; i++) {
-    int dim = tq_unit<D, BITS>::dim(unit, i);
-    float value = BITS > 8 ? values[i] : tq_mul(values[i], gain);
+template <class T, class Vectors, bool SCALED, bool CONDITIONED, bool CLAMPED, class Words, class Mean, class Out>
+TQ_FN void tq_decode_unit(Words words, int unit, Mean mean, Out out) {
+  float values[Vectors::VALUES];
+  Vectors::load(words, unit, values);
+  float gain = Vectors::gain(words);
+  TQ_UNROLL for (int i = 0; i < int(Vectors::VALUES); i++) {
+    int dim = Vectors::dim(unit, i);
+    float value = SCALED ? tq_mul(values[i], gain) : values[i];
     if (CONDITIONED) value = tq_add(value, static_cast<float>(mean[dim]));
     out[dim] = static_cast<T>(CLAMPED ? tq_clamp(value) : value);
   }
@@ -52,7 +58,14 @@ TQ_FN void tq_follow(TQ_THREAD float* x, Flips flips, Out out, uint lane) {
 //// body
 
 using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
-constexpr int KEY_UNITS = tq_unit<KEY_DIM, KEY_BITS>::COUNT, VALUE_UNITS = tq_unit<VALUE_DIM, VALUE_BITS>::COUNT;
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE), KEY_TRELLIS>;
+using VALUES = tq_vectors<VALUE_DIM, VALUE_BITS, VALUE_WIDE, VALUE_FULL, int(ROW::VALUE_SCALE) - int(ROW::VALUES), VALUE_TRELLIS>;
+constexpr int KEY_UNITS = KEYS::COUNT, VALUE_UNITS = VALUES::COUNT;
+#if TQ_TRELLIS
+auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>(), value_levels = trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>();
+#else
+constexpr int key_levels = 0, value_levels = 0;
+#endif
 
 bool key = thread_position_in_grid.y == 0;
 uint heads = packed_rows_shape[1], tokens = packed_rows_shape[2];
@@ -72,11 +85,11 @@ if (thread_position_in_grid.x < decoding) {
 #else
       auto mean = words;
 #endif
-      tq_decode_unit<T, KEY_FULL, KEY_DIM, KEY_BITS, KEY_WIDE, CONDITIONED, CLAMPED>(
-          words + int(ROW::KEYS), words + int(ROW::KEY_SCALE), unit, mean, keys_out + out * uint(KEY_DIM));
+      tq_decode_unit<T, KEYS, (KEY_BITS <= 8), CONDITIONED, CLAMPED>(
+          tq_words<KEY_TRELLIS>::with(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * uint(KEY_DIM));
     } else {
-      tq_decode_unit<T, VALUE_FULL, VALUE_DIM, VALUE_BITS, VALUE_WIDE, false, false>(
-          words + int(ROW::VALUES), words + int(ROW::VALUE_SCALE), unit, words, values_out + out * uint(VALUE_DIM));
+      tq_decode_unit<T, VALUES, (VALUE_BITS <= 8), false, false>(
+          tq_words<VALUE_TRELLIS>::with(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * uint(VALUE_DIM));
     }
   }
 } else {

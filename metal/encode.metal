@@ -7,6 +7,10 @@
 //   packed_rows [B H S, 2 W]: 16-bit words, see packing.h
 //   health_flags [2, B H S]: for keys and values, 1: clamped to fp16's range, 2: not finite
 //
+// Where KEY_TRELLIS or VALUE_TRELLIS also:
+//
+//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//
 // Where CONDITIONED also, contiguous:
 //
 //   key_scale [B, H, KEY_DIM]: float, multiplied into keys
@@ -15,35 +19,14 @@
 // Grid (32 SIMDGROUPS, ceil(B H S / SIMDGROUPS), 2), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "coding.h"
 #include "vectors.h"
+#if TQ_TRELLIS
+#include "search.h"
+#endif
 #if TQ_CONDITIONED
 #include "weights.h"
 #endif
 
-// Leaves a vector's codes in `codes`, returns its scale. RULE 0: the norm; 1: keeps the decoded norm; 2: least squares; 3:
-// unbiased, at most 1.3 times that.
-template <int D, int M, int BITS, int RULE, class Codes>
-TQ_FN float tq_encode_turbo(TQ_THREAD const float* y, float norm, Codes codes, uint lane) {
-  constexpr int N = (D + 31) / 32;
-  float factor = norm > 0.0f ? tq_div(1.0f, norm) : 0.0f;
-  float energy[N], product[N];
-  TQ_UNROLL for (int j = 0; j < N; j++) {
-    int dim = 32 * j + int(lane);
-    uint code = tq_code<BITS>(tq_mul(y[j], factor));
-    float level = dim < D ? tq_level<BITS>(code) : 0.0f;
-    energy[j] = tq_mul(level, level);
-    product[j] = tq_mul(y[j], level);
-    if (dim < D) codes[dim] = uchar(code);
-  }
-  if (RULE == 0) return norm;
-  float total = tq_pairwise_sum<D, M>(energy);
-  if (RULE == 1) return tq_div(tq_mul(norm, tq_sqrt(static_cast<float>(D))), tq_sqrt(total));
-  float agreement = tq_pairwise_sum<D, M>(product), least = tq_div(agreement, total);
-  if (RULE == 2) return least;
-  float unbiased = tq_mul(norm, tq_div(tq_mul(norm, static_cast<float>(D)), agreement)), largest = tq_mul(1.3f, least);
-  return norm > 0.0f ? (unbiased < largest ? unbiased : largest) : 0.0f;
-}
-
-// The same for int8 codes; the scale is the largest coordinate.
+// Leaves the int8 codes of a vector in `codes`; the scale is the largest coordinate.
 template <int D, class Codes>
 TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
   constexpr int N = (D + 31) / 32;
@@ -65,9 +48,9 @@ TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
 // Encodes one vector that was of type T; FULL is the model's type where 16 bits of it are stored, CLAMPED to
 // fp16's range where that is fp16 and can be too narrow.
 template <class T, class FULL, bool CLAMPED, int D, int M, int BITS, int RULE, bool WIDE, class Flips, class Words, class Flag,
-          class Codes>
-TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words scale_words, Flag flag, Codes codes, uint lane) {
-  constexpr int N = (D + 31) / 32;
+          class Codes, class Search>
+TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words scale_words, Flag flag, Codes codes, TQ_THREAD const Search& search, uint lane) {
+  constexpr int N = (D + 31) / 32, TURBO_BITS = BITS > 4 ? 4 : BITS;
   uint largest = 0;
   TQ_UNROLL for (int j = 0; j < N; j++) {
     uint magnitude = as_type<uint>(x[j]) & 0x7FFFFFFFu;
@@ -103,13 +86,13 @@ TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words sc
   if (BITS == 8) {
     scale = tq_encode_q8<D>(x, codes, lane);
   } else {
-    constexpr int TURBO_BITS = BITS > 4 ? 4 : BITS;
-    scale = tq_encode_turbo<D, M, TURBO_BITS, RULE>(x, tq_sqrt(tq_pairwise_sum<D, M>(square)), codes, lane);
+    scale = search.template encode<D, M, TURBO_BITS, RULE>(x, tq_sqrt(tq_pairwise_sum<D, M>(square)), codes, lane);
   }
   scale = scale < TQ_FP16_MAX ? scale : TQ_FP16_MAX;
 
   simdgroup_barrier(mem_flags::mem_threadgroup);
-  for (int word = int(lane); word < D * BITS / 16; word += 32) row[word] = tq_pack_word<D, (BITS > 8 ? 8 : BITS)>(codes, word);
+  for (int word = int(lane); word < D * BITS / 16; word += 32)
+    row[word] = BITS == 8 ? tq_pack_word<D, 8>(codes, word) : search.template pack<D, TURBO_BITS>(codes, word);
   if (lane == 0) {
     uint wide = as_type<uint>(scale);
     ushort narrow = as_type<ushort>(static_cast<half>(scale));
@@ -132,7 +115,18 @@ TQ_FN void tq_centre(TQ_THREAD float* x, Centre centre, uint lane) {
 //// body
 
 using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
-threadgroup uchar codes[SIMDGROUPS * (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM)];
+constexpr int WIDEST = KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM;
+threadgroup uchar codes[SIMDGROUPS * WIDEST];
+#if TQ_TRELLIS
+static_assert(SIMDGROUPS == 1, "one search at a time in a threadgroup's memory");
+threadgroup float ring[WIDEST];
+threadgroup float costs[2 * TQ_MOST_GROUPS];
+threadgroup uchar choices[32 * WIDEST];
+auto key_search = tq_coding<KEY_TRELLIS>::with(trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>(), ring, costs, choices);
+auto value_search = tq_coding<VALUE_TRELLIS>::with(trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>(), ring, costs, choices);
+#else
+tq_nearest key_search, value_search;
+#endif
 
 uint lane = thread_index_in_simdgroup;
 uint simdgroup = simdgroup_index_in_threadgroup;
@@ -141,9 +135,9 @@ uint heads = keys_shape[1], tokens = keys_shape[2];
 uint rows = keys_shape[0] * heads * tokens;
 if (row < rows) {
   uint batch = row / (heads * tokens), head = row / tokens % heads, token = row % tokens;
-  auto scratch = codes + simdgroup * (KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM);
+  auto scratch = codes + simdgroup * WIDEST;
   auto out = packed_rows + row * uint(ROW::WORDS);
-  float x[((KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM) + 31) / 32];
+  float x[(WIDEST + 31) / 32];
   if (threadgroup_position_in_grid.z == 0) {
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
     tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
@@ -156,12 +150,12 @@ if (row < rows) {
     using KEY = T;
 #endif
     tq_encode_vector<KEY, KEY_FULL, CLAMPED, KEY_DIM, KEY_ORDER, KEY_BITS, KEY_RULE, KEY_WIDE>(
-        x, key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, lane);
+        x, key_flips, out + int(ROW::KEYS), out + int(ROW::KEY_SCALE), health_flags + row, scratch, key_search, lane);
     if (lane == 0 && int(ROW::WORDS) > int(ROW::END)) out[int(ROW::END)] = 0;
   } else {
     auto vector = values + (batch * values_strides[0] + head * values_strides[1] + token * values_strides[2]);
     tq_load_vector<VALUE_DIM>(vector, values_strides[3], x, lane);
     tq_encode_vector<T, VALUE_FULL, false, VALUE_DIM, VALUE_ORDER, VALUE_BITS, VALUE_RULE, VALUE_WIDE>(
-        x, value_flips, out + int(ROW::VALUES), out + int(ROW::VALUE_SCALE), health_flags + rows + row, scratch, lane);
+        x, value_flips, out + int(ROW::VALUES), out + int(ROW::VALUE_SCALE), health_flags + rows + row, scratch, value_search, lane);
   }
 }

@@ -17,17 +17,29 @@
 //
 //   key_means [1, H, m, KEY_DIM]: half, added to keys; mean_index [at least S]: int, which one
 //
+// Where KEY_TRELLIS also:
+//
+//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//
 // Grid (32 SIMDGROUPS, n, H), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "numbers.h"
 #include "softmax.h"
 #include "units.h"
+#if TQ_TRELLIS
+#include "trellis.h"
+#endif
 
 //// body
 
-using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0>;
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0, KEY_TRELLIS>;
 constexpr int PITCH = SPAN + 1;  // between dims: neither writing dims nor reading tokens do lanes share a bank
 constexpr int THREADS = 32 * SIMDGROUPS, PARTS = 32 / SPAN, QUADS = QUERIES / 4;
 threadgroup float key_values[KEY_DIM * PITCH];
+#if TQ_TRELLIS
+auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>();
+#else
+constexpr int key_levels = 0;
+#endif
 
 int lane = int(thread_index_in_simdgroup), simdgroup = int(simdgroup_index_in_threadgroup);
 uint block = threadgroup_position_in_grid.y, head = threadgroup_position_in_grid.z;
@@ -43,7 +55,8 @@ for (int start = begin; start < stop; start += SPAN) {
     int key = i / int(KEYS::COUNT), unit = i % int(KEYS::COUNT);
     int64_t place = start + key;
     float values[KEYS::VALUES], gain = 1.0f;
-    KEYS::load(key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]), unit, values);
+    auto words = key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]);
+    KEYS::load(tq_words<KEY_TRELLIS>::with(words, key_levels), unit, values);
     if (KEY_BITS <= 8)
       gain = tq_gain_of<KEY_DIM, KEY_BITS>(static_cast<float>(key_scales[int64_t(head) * key_scales_strides[1] + place * key_scales_strides[2]]));
 #if TQ_CONDITIONED

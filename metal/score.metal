@@ -15,10 +15,17 @@
 //   key_scale [B, H, KEY_DIM]: float, by which keys are divided
 //   key_means [B, H, n, KEY_DIM]: half, added before they are rotated back; mean_index [at least S]: int, which one
 //
+// Where KEY_TRELLIS or VALUE_TRELLIS also:
+//
+//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//
 // Grid (32 SIMDGROUPS, ceil(S / SIMDGROUPS), B H), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "rotation.h"
 #include "softmax.h"
 #include "units.h"
+#if TQ_TRELLIS
+#include "trellis.h"
+#endif
 #if TQ_CONDITIONED
 #include "weights.h"
 #endif
@@ -26,9 +33,14 @@
 //// body
 
 using ROW = tq_row<KEY_DIM, KEY_BITS, KEY_WIDE, VALUE_DIM, VALUE_BITS, VALUE_WIDE>;
-using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE)>;
+using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, int(ROW::KEY_SCALE), KEY_TRELLIS>;
 constexpr int N = (KEY_DIM + 31) / 32, PAIRS = (KEY_DIM / 2 + 31) / 32;
 threadgroup float key_values[SIMDGROUPS * KEY_DIM];
+#if TQ_TRELLIS
+auto key_levels = trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>();
+#else
+constexpr int key_levels = 0;
+#endif
 
 uint lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;
 int token = int(threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup);
@@ -37,7 +49,8 @@ uint heads = packed_rows_shape[1], group = virtual_queries_shape[1];
 uint batch = threadgroup_position_in_grid.z / heads, head = threadgroup_position_in_grid.z % heads;
 if (token < tokens) {
   auto key = key_values + simdgroup * KEY_DIM;
-  auto words = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
+  auto words = tq_words<KEY_TRELLIS>::with(
+      packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]), key_levels);
   float gain = KEYS::gain(words);
 #if TQ_CONDITIONED
   uint place = batch * heads + head;

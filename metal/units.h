@@ -68,8 +68,20 @@ TQ_FN float tq_gain(Words scale_words) {
   return tq_gain_of<D, BITS>(scale);
 }
 
-// Vectors of one kind: D values of BITS, whose scale, where there is one, is SCALE words after their first word.
-template <int D, int BITS, bool WIDE, class FULL, int SCALE>
+#define TQ_STATES 256  // of a trellis
+
+// The words of a vector; where TRELLIS with the levels of its codes beside them, see trellis.h.
+template <bool TRELLIS>
+struct tq_words {
+  template <class Words, class Levels>
+  static TQ_FN Words with(Words words, Levels) {
+    return words;
+  }
+};
+
+// Vectors of one kind: D values of BITS, whose scale, where there is one, is SCALE words after their first word. Where
+// TRELLIS their codes are a ring, see trellis.h.
+template <int D, int BITS, bool WIDE, class FULL, int SCALE, bool TRELLIS>
 struct tq_vectors : tq_unit<D, BITS> {
   enum { DIM = D };
 

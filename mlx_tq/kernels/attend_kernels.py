@@ -1,7 +1,7 @@
 """Attention of a few queries over packed rows on a GPU: attend.metal and merge.metal, or attend_short.metal.
 
-Rows of a batch that have buffers of their own attend in one call, eight at a time, or four whose keys are conditioned:
-Metal passes a kernel 31 arrays.
+Rows of a batch that have buffers of their own attend in one call, as many at a time as Metal passes a kernel arrays:
+eight, or four whose keys are conditioned, and one less of each where codes are of a trellis.
 """
 
 import math
@@ -15,7 +15,16 @@ import mlx.core as mx
 from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, thresholds
-from mlx_tq.kernels.constants import LEAST, codec_constants, filled, flips, layout_constants, table
+from mlx_tq.kernels.constants import (
+    LEAST,
+    codec_constants,
+    filled,
+    flips,
+    has_trellis,
+    layout_constants,
+    table,
+    with_levels,
+)
 from mlx_tq.kernels.masks import Mask, mask_bias
 from mlx_tq.kernels.regions import Regions
 
@@ -38,8 +47,7 @@ ATTEND_SHORT = build.Kernel(
     "attend_short", inputs=(*ATTEND.inputs, "value_flips", "sink_logits"), sources=OWN, outputs=("attended",)
 )
 CONDITIONED_SHORT = ATTEND_SHORT.with_more(sources=MEANS)
-# Rows of a batch in one call, with plain and with conditioned keys.
-TOGETHER, CONDITIONED_TOGETHER = 8, 4
+_ARRAYS = 31  # that Metal passes a kernel
 # A kernel decodes a code once for this many query rows, as many as fit a lane's registers.
 QUERIES = 4
 # Simdgroups that share a short context, and keys up to this wide: their threadgroup memory fits Metal's 32 KB.
@@ -70,6 +78,13 @@ class Blocks(NamedTuple):
     sums: mx.array
     sizes: list[int]
     cuts: list[tuple[int, int]]
+
+
+def most_together(layout: RowLayout, *, conditioned: bool) -> int:
+    """Rows of a batch in one call."""
+    kernels = (CONDITIONED_ATTEND, CONDITIONED_SHORT) if conditioned else (ATTEND, ATTEND_SHORT)
+    shared = max(len(kernel.inputs) + len(kernel.outputs) for kernel in kernels)
+    return (_ARRAYS - shared - has_trellis(layout.key, layout.value)) // len(kernels[0].sources)
 
 
 @dataclass(frozen=True)
@@ -104,9 +119,10 @@ class Question:
         simdgroups = _SHARING if dim <= _WIDE else _SHARING // 2
         inputs, arrays, constants, _ = self._arguments(batch, [_shared(regions, simdgroups) for regions in batch])
         _, tiles = self._tiles(batch[0].full_keys.shape[1])
+        kernel, levels = with_levels(CONDITIONED_SHORT if self.conditioned else ATTEND_SHORT, layout.key, layout.value)
         (attended,) = build.run(
-            CONDITIONED_SHORT if self.conditioned else ATTEND_SHORT,
-            inputs=[*inputs, flips(layout.value.rotation), _logits(sinks), *arrays],
+            kernel,
+            inputs=[*inputs, flips(layout.value.rotation), _logits(sinks), *levels, *arrays],
             constants=(*constants, ("SINKS", sinks is not None), ("SIMDGROUPS", simdgroups)),
             grid=(32 * simdgroups, 1, tiles),
             threadgroup=(32 * simdgroups, 1, 1),
@@ -122,13 +138,15 @@ class Question:
         most = max(blocks for _, blocks in cuts)
         inputs, arrays, constants, sizes = self._arguments(batch, cuts)
         shape = self.queries.shape[:3]
+        layout = batch[0].layout
+        kernel, levels = with_levels(CONDITIONED_ATTEND if self.conditioned else ATTEND, layout.key, layout.value)
         outputs, maxima, sums = build.run(
-            CONDITIONED_ATTEND if self.conditioned else ATTEND,
-            inputs=[*inputs, *arrays],
+            kernel,
+            inputs=[*inputs, *levels, *arrays],
             constants=constants,
             grid=(32, most, tiles),
             threadgroup=(32, 1, 1),
-            output_shapes=[(*shape, most, batch[0].layout.value.head_dim), (*shape, most), (*shape, most)],
+            output_shapes=[(*shape, most, layout.value.head_dim), (*shape, most), (*shape, most)],
             output_dtypes=[mx.float32] * 3,
         )
         return Blocks(outputs, maxima, sums, sizes, cuts)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_tq.kernels.attend_kernels import CONDITIONED_TOGETHER, TOGETHER, Blocks, Question
+from mlx_tq.kernels.attend_kernels import Blocks, Question, most_together
 from mlx_tq.kernels.constants import check_can_run
 from mlx_tq.kernels.masks import Mask
 from mlx_tq.kernels.regions import Regions
@@ -36,7 +36,7 @@ def attend_gpu(
     if isinstance(mask, mx.array):
         batch = [_undivided(regions) for regions in batch]
     conditioned = any(regions.conditioning is not None for regions in batch)
-    together = CONDITIONED_TOGETHER if conditioned else TOGETHER
+    together = most_together(batch[0].layout, conditioned=conditioned)
     sources = 1 if len(batch) == 1 else together
     found = []
     for start, stop in [(0, 1)] if len(batch) == 1 else _runs(batch, together):

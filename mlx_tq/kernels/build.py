@@ -59,7 +59,10 @@ def built(kernel: Kernel, where: str, constants: Constants) -> Callable[..., lis
     """
     make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
     known = dict(constants)
-    header, body = text(kernel.name, where, conditioned=bool(known.get("CONDITIONED", False)))
+    flags = {"conditioned": ("CONDITIONED",), "trellis": ("KEY_TRELLIS", "VALUE_TRELLIS")}
+    header, body = text(
+        kernel.name, where, **{flag: any(known.get(name) for name in names) for flag, names in flags.items()}
+    )
     sources = known.get("SOURCES", 1)
     assert isinstance(sources, int)  # noqa: S101 - tells the type checker
     made: Callable[..., list[mx.array]] = make(

@@ -4,16 +4,18 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from mlx_tq.codec import trellis
 from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.base import SCALE_RULES
 from mlx_tq.codec.formats.full import FullCodec
+from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.rotation import Rotation, WalshHadamard
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import KernelUnavailableError
-from mlx_tq.kernels.build import Constant, Constants
+from mlx_tq.kernels.build import Constant, Constants, Kernel
 
 _STREAMS = 32
 _LARGEST = 512
@@ -59,8 +61,8 @@ def check_can_run(layout: RowLayout, *dtypes: mx.Dtype) -> None:
         if not _known(codec):
             raise KernelUnavailableError(
                 f"kernels cannot read {part}s of {type(codec).__name__} with head size {codec.head_dim} and rotation "
-                f"{type(codec.rotation).__name__}; they have fp16, q8, tq4, tq3 and tq2 up to head size {_LARGEST} and "
-                "the Walsh-Hadamard rotation. Use mlx's own operations for this layer."
+                f"{type(codec.rotation).__name__}; they have fp16, q8, tq and tcq of 2 to 4 bits up to head size "
+                f"{_LARGEST} and the Walsh-Hadamard rotation. Use mlx's own operations for this layer."
             )
     for dtype in dtypes:
         if dtype not in (mx.float16, mx.bfloat16, mx.float32):
@@ -80,7 +82,7 @@ def layout_constants(layout: RowLayout) -> Constants:
 
 
 def codec_constants(prefix: str, codec: Codec) -> Constants:
-    """PREFIX_...: DIM, ORDER, BITS, RULE, ROTATED, WIDE and FULL."""
+    """PREFIX_...: DIM, ORDER, BITS, RULE, ROTATED, WIDE, TRELLIS and FULL."""
     order, _ = split_order(codec.head_dim) or (1, 0)
     rule = codec.rule if isinstance(codec, TurboCodec) else SCALE_RULES[0]
     values: dict[str, Constant] = {
@@ -90,10 +92,23 @@ def codec_constants(prefix: str, codec: Codec) -> Constants:
         "RULE": SCALE_RULES.index(rule),
         "ROTATED": codec.rotation is not None,
         "WIDE": codec.scale_dtype is not None and codec.scale_dtype == mx.float32,
+        "TRELLIS": isinstance(codec, TrellisCodec),
         # The 16-bit type that is stored as it is; some such type where there is none.
         "FULL": codec.dtype if isinstance(codec, FullCodec) and codec.dtype.size == 2 else mx.float16,
     }
     return tuple((f"{prefix}_{name}", value) for name, value in values.items())
+
+
+def has_trellis(*codecs: Codec) -> bool:
+    """Whether kernels of any of these codecs search or read a trellis."""
+    return any(isinstance(codec, TrellisCodec) for codec in codecs)
+
+
+def with_levels(kernel: Kernel, *codecs: Codec) -> tuple[Kernel, list[mx.array]]:
+    """A kernel, and what it is given behind its inputs: the levels of a trellis where a codec has one."""
+    if not has_trellis(*codecs):
+        return kernel, []
+    return kernel.with_more(inputs=("trellis_levels",)), [trellis.all_levels()]
 
 
 def table(numbers: list[int] | list[float], dtype: mx.Dtype = mx.int32) -> mx.array:

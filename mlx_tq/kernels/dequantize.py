@@ -9,7 +9,7 @@ from mlx_tq.codec.conditioning import Conditioning, decode_rotated, narrowed
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table
+from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
 from mlx_tq.kernels.wht import wht_ref
 
 KERNEL = build.Kernel(
@@ -88,8 +88,9 @@ def _dequantize_gpu(
     length = following[0].shape[2] if following else 0
     # Arrays must not be empty, and the kernel reads none of these where nothing follows.
     full = following or (table([], mx.float32).astype(dtype).reshape(1, 1, 1, -1),) * 2
+    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
     keys, values = build.run(
-        KERNEL if conditioning is None else CONDITIONED,
+        kernel,
         inputs=[
             rows.view(mx.uint16),
             *full,
@@ -97,6 +98,7 @@ def _dequantize_gpu(
             flips(layout.value.rotation),
             table([length, decoding]),
             *means_inputs(conditioning, tokens),
+            *levels,
         ],
         constants=(
             ("T", dtype),

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, filled, flips, layout_constants
+from mlx_tq.kernels.constants import check_can_run, filled, flips, layout_constants, with_levels
 from mlx_tq.kernels.wht import wht
 
 KERNEL = build.Kernel(
@@ -44,18 +44,20 @@ def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout, conditionin
     if conditioning is not None:
         scale, index = mx.contiguous(conditioning.scale), filled(conditioning.which(tokens))
         inputs += [scale, _centres(conditioning, layout), index]
+    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
+    simdgroups = 1 if levels else SIMDGROUPS  # a search needs up to 20 KB of threadgroup memory
     words, flags = build.run(
-        KERNEL if conditioning is None else CONDITIONED,
-        inputs=inputs,
+        kernel,
+        inputs=[*inputs, *levels],
         constants=(
             ("T", keys.dtype),
-            ("SIMDGROUPS", SIMDGROUPS),
+            ("SIMDGROUPS", simdgroups),
             ("CONDITIONED", conditioning is not None),
             ("CLAMPED", conditioning is not None and keys.dtype == mx.float16),
             *layout_constants(layout),
         ),
-        grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 2),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        grid=(32 * simdgroups, -(-count // simdgroups), 2),
+        threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],
         output_dtypes=[mx.uint16, mx.uint8],
     )

@@ -16,7 +16,7 @@ from mlx_tq.codec.formats import Encoded
 from mlx_tq.codec.rotation import rotated
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table
+from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table, with_levels
 from mlx_tq.kernels.masks import apply_mask, causal_columns
 from mlx_tq.kernels.regions import Regions
 
@@ -98,8 +98,9 @@ def _recall_score_gpu(
     asked = grouped(queries, heads, layout, conditioning)
     count, dim = asked.shape[2:]
     asked = mx.pad(asked, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
+    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key)
     maxima, sums = build.run(
-        KERNEL if conditioning is None else CONDITIONED,
+        kernel,
         inputs=[
             filled(keys.codes),
             table([], mx.float32).reshape(1, 1, -1) if keys.scale is None else filled(keys.scale),
@@ -107,6 +108,7 @@ def _recall_score_gpu(
             filled(mx.array([0, *accumulate(sizes)], mx.int32)),
             table([count, len(sizes)]),
             *means_inputs(conditioning, tokens)[1:],  # queries are divided by the weights already
+            *levels,
         ],
         constants=(
             ("SIMDGROUPS", SIMDGROUPS),

@@ -9,7 +9,7 @@ from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table
+from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
 
 KERNEL = build.Kernel(
     "score",
@@ -97,8 +97,9 @@ def _score_gpu(
     count = pairs.shape[1]
     # Arrays must not be empty, and the kernel reads none of these where there are no pairs.
     lengths = [mx.contiguous(weights), mx.contiguous(pairs)] if count else [table([], mx.float32), table([])]
+    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
     (scores,) = build.run(
-        KERNEL if conditioning is None else CONDITIONED,
+        kernel,
         inputs=[
             rows.view(mx.uint16),
             flips(layout.key.rotation),
@@ -106,6 +107,7 @@ def _score_gpu(
             *lengths,
             table([body, count]),
             *means_inputs(conditioning, body),
+            *levels,
         ],
         constants=(
             ("SIMDGROUPS", SIMDGROUPS),

@@ -18,7 +18,7 @@ from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
 
-FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
+FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2", "tcq4", "tcq3", "tcq2")
 DIMS = (64, 80, 128, 256)
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 _TOKENS, _HEADS, _GROUP = 97, 2, 4

@@ -76,18 +76,27 @@ class TurboCodec(Codec):
         norm = mx.sqrt(pairwise_sum(x * x))
         y = self.rotation.forward(x)
         t = y * mx.where(norm > 0, 1.0 / norm, 0.0)[..., None]
-        code = find_code[self.bits](t)
-        scale = mx.minimum(self._scale(norm, y, code), FP16_MAX)
-        return Encoded(pack(code, self.bits), scale.astype(self.scale_dtype))
+        codes, codeword = self._nearest(t)
+        scale = mx.minimum(self._scale(norm, y, codeword), FP16_MAX)
+        return Encoded(codes, scale.astype(self.scale_dtype))
 
-    def _scale(self, norm: mx.array, y: mx.array, code: mx.array) -> mx.array:
+    def _nearest(self, t: mx.array) -> tuple[mx.array, mx.array]:
+        """Packed codes of vectors of unit variance [..., D], and the levels that these codes have."""
+        code = find_code[self.bits](t)
+        return pack(code, self.bits), level(code, self.bits)
+
+    def _levels(self, words: list[mx.array], axis: int = -1) -> list[mx.array]:
+        """The levels of runs of words along `axis`: planes of fp32."""
+        return list(_find_levels[self.bits](*words))
+
+    def _scale(self, norm: mx.array, y: mx.array, codeword: mx.array) -> mx.array:
         if self.rule == "raw":
             return norm
-        codeword = level(code, self.bits)
         energy = pairwise_sum(codeword * codeword)
         if self.rule == "matched":
             return norm * math.sqrt(self.head_dim) / mx.sqrt(energy)
-        product = pairwise_sum(y * codeword)  # positive: codeword and vector agree in sign everywhere
+        product = pairwise_sum(y * codeword)
+        product = mx.where(product < 0, 0.0, product)  # nearest levels agree in sign everywhere, a path need not
         if self.rule == "ls":
             return product / energy
         unbiased = norm * (norm * self.head_dim / product)
@@ -97,12 +106,12 @@ class TurboCodec(Codec):
 
     def planes(self, codes: mx.array) -> list[mx.array]:
         """The levels: 16 / bits planes (16 for 3 bits) of fp32 [..., D / planes]."""
-        return list(_find_levels[self.bits](*split_words(codes, self.bits)))
+        return self._levels(split_words(codes, self.bits))
 
     def columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
         """As `planes`, from transposed words: these are a fraction of the levels to copy."""
         words = mx.contiguous(codes.swapaxes(-1, -2))
-        levels = _find_levels[self.bits](*split_words(words, self.bits, axis=-2))
+        levels = self._levels(split_words(words, self.bits, axis=-2), axis=-2)
         size = self.head_dim // len(levels)
         return [(slice(i * size, (i + 1) * size), level) for i, level in enumerate(levels)]
 

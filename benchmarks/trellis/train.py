@@ -1,0 +1,39 @@
+"""The levels of trellis states: Lloyd's iteration over paths, on standard normal values.
+
+    python -m benchmarks.trellis.train FILE
+
+writes what `mlx_tq/assets/trellis/levels.safetensors` was made as: fp16 [256] for each of 2, 3 and 4 bits. Stored
+caches are read with the shipped file, so it is never replaced; this says where it came from. A processor of another
+kind may round otherwise and end a little beside it.
+"""
+
+import sys
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.codec.trellis import STATES, WINDOW, search
+
+VECTORS, VALUES, ROUNDS = 8192, 128, 96
+
+
+def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int = ROUNDS) -> np.ndarray:
+    """The level of a state is the mean of the values that pass through it: fp32 [2^window]."""
+    rng = np.random.default_rng(0)
+    states = 1 << window
+    levels = rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
+    for number in range(rounds):
+        x = rng.standard_normal((vectors, VALUES)).astype(np.float32)
+        path = np.concatenate([np.array(search(mx.array(part), mx.array(levels), bits)) for part in np.split(x, 16)])
+        times = np.bincount(path.ravel(), minlength=states)
+        mean = np.bincount(path.ravel(), x.ravel(), minlength=states) / np.maximum(times, 1)
+        error = float(np.square(x - levels[path]).mean())
+        levels = np.where(times > 0, mean, levels).astype(np.float32)
+        print(f"{bits} bits, {states} states, round {number}: {error:.5f}", flush=True)
+    return levels
+
+
+if __name__ == "__main__":
+    found = {str(bits): mx.array(trained(bits)).astype(mx.float16) for bits in (2, 3, 4)}
+    assert all(each.size == STATES for each in found.values())
+    mx.save_safetensors(sys.argv[1], found)
