@@ -38,7 +38,10 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, true> : tq_unit<D, BITS> {
       before = word;
       TQ_UNROLL for (int i = 0; i < VALUES; i++) {
         int end = BITS * (i + 1);  // of the value's bits, counted from the unit's first
-        if (end > 16 * n && end <= 16 * (n + 1)) values[i] = static_cast<float>(ring.levels[int((both >> (16 * (n + 1) - end)) & uint(TQ_STATES - 1))]);
+        if (end > 16 * n && end <= 16 * (n + 1)) {
+          half level = ring.levels[int((both >> (16 * (n + 1) - end)) & uint(TQ_STATES - 1))];
+          values[i] = static_cast<float>(level);
+        }
       }
     }
   }

@@ -56,7 +56,7 @@ def encode(x: mx.array, bits: int) -> mx.array:
 def ring(x: mx.array, levels: mx.array, bits: int, around: int = AROUND) -> mx.array:
     """A path whose first state follows its last: fp32 [N, D] -> uint16 [N, D].
 
-    A first search around the cut finds the state there, a second begins and ends in it.
+    A first search around the cut finds the bits that states share across it, a second begins and ends with them.
 
     Args:
         x: vectors.
@@ -67,7 +67,7 @@ def ring(x: mx.array, levels: mx.array, bits: int, around: int = AROUND) -> mx.a
     size = x.shape[-1]
     half = min(around, size // 2)
     at_cut = search(mx.concatenate([x[:, size - half :], x[:, :half]], axis=-1), levels, bits)[:, half - 1]
-    return search(x, levels, bits, at_cut)
+    return search(x, levels, bits, at_cut % (levels.size >> bits))
 
 
 def search(x: mx.array, levels: mx.array, bits: int, ends: mx.array | None = None) -> mx.array:
@@ -79,12 +79,12 @@ def search(x: mx.array, levels: mx.array, bits: int, ends: mx.array | None = Non
         x: vectors.
         levels: of the states, fp32 [S], a power of two.
         bits: of a value.
-        ends: the state before the first value and of the last, [N]; None leaves both free.
+        ends: the bits that the last state hands on to the first, all but its first `bits`: [N]; None leaves both free.
     """
     states, branches = levels.size, 1 << bits
     groups = states >> bits
     group = mx.arange(groups)[:, None]
-    best = mx.zeros((groups, x.shape[0])) if ends is None else mx.where(group == ends % groups, 0.0, FAR)
+    best = mx.zeros((groups, x.shape[0])) if ends is None else mx.where(group == ends, 0.0, FAR)
     branch = mx.repeat(mx.arange(branches, dtype=mx.uint32), groups)[:, None]
     number = mx.array(branches - 1, mx.uint32)
     chosen = []
@@ -94,7 +94,7 @@ def search(x: mx.array, levels: mx.array, bits: int, ends: mx.array | None = Non
         least = candidates.min(axis=0)  # costs are positive, and so in the order of their bits
         chosen.append((least & number).astype(mx.uint8))
         best = least.view(mx.float32)
-    place = mx.argmin(best, axis=0) if ends is None else ends % groups
+    place = mx.argmin(best, axis=0) if ends is None else ends
     path = []
     for choice in reversed(chosen):
         state = place + mx.take_along_axis(choice, place[None], axis=0)[0] * mx.array(groups, mx.uint32)

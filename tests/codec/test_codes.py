@@ -99,7 +99,8 @@ def test_q8_equals_scalar_encoder(dim):
     assert np.array_equal(np.array(encoded.scale), scale.astype(np.float16))
 
 
-ARRIVING = [(name, dim) for name in ALL for dim in DIMS] + [(name, 128) for name in BLOCKS]
+ARRIVING = [(name, dim) for name in ALL for dim in DIMS] + [("tcq4", 80), ("tcq3", 128), ("tcq2", 64)]
+ARRIVING += [(name, 128) for name in BLOCKS]
 
 
 @pytest.mark.parametrize(("name", "dim"), ARRIVING)

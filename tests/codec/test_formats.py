@@ -19,6 +19,9 @@ BYTES_AT_128 = {
     "tq4": 66,
     "tq3": 50,
     "tq2": 34,
+    "tcq4": 66,
+    "tcq3": 50,
+    "tcq2": 34,
     "tq35": 64,
     "tq25": 44,
     "q8_0": 136,
@@ -36,7 +39,9 @@ BYTES_AT_128 = {
     "spectral16_int16": 82,
 }
 # Of the vectors of `test_vectors_that_no_model_makes`: a large norm, two large values, one of them beyond fp16.
-CLAMPED = {"fp16": 0, "fp8": 3} | dict.fromkeys(("q8", "tq4", "tq3", "tq2", "tq35", "tq25", "tbq4_0", "tbq3_0"), 2)
+CLAMPED = {"fp16": 0, "fp8": 3} | dict.fromkeys(
+    ("q8", "tq4", "tq3", "tq2", "tcq4", "tcq3", "tcq2", "tq35", "tq25", "tbq4_0", "tbq3_0"), 2
+)
 every = pytest.mark.parametrize("name", BYTES_AT_128)
 
 

@@ -8,6 +8,7 @@ import math
 import random as chance
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.resources import files
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from mlx_tq.codec.codebook import POLYNOMIALS
 from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, decode
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.codec.exact import hadamard_matrix, split_order
+from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.packing import split_words, unpack
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.kernels.regions import Regions
@@ -26,6 +28,7 @@ from mlx_tq.kernels.regions import Regions
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # half an ulp of 1
 DTYPES = tuple(ROUNDING)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
+TRELLIS = ("tcq4", "tcq3", "tcq2")  # whose encoding takes long: in fewer cases
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (1, 2, 4, 7, 8, 16)
 # Of attention; `make_problem` explains them.
@@ -44,6 +47,9 @@ PARAMETERS: dict[str, Sequence] = {
     "mask": (None, "causal"),
     "sinks": (False, True),
 }
+ALL_FORMATS = {"key": FORMATS + TRELLIS, "value": FORMATS + TRELLIS}
+# Pairs that have a trellis: on either side, on both.
+RINGS = (("tcq3", "tcq2"), ("tcq4", "q8"), ("fp16", "tcq4"), ("tcq2", "tcq3"), ("tq4", "tcq3"), ("tcq4", "tcq4"))
 HEADS = 2
 ORDERS = 4  # of the dims, in which the reference may sum too
 SPARE = 3  # tokens of unused capacity
@@ -233,10 +239,23 @@ def exact(codec: Codec, encoded: Encoded, conditioning: Conditioning | None = No
     scale = double(encoded.scale)[..., None]
     if not hasattr(codec, "bits"):
         return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
+    if isinstance(codec, TrellisCodec):
+        return _on_the_ring(np.array(encoded.codes), codec.bits) * scale / np.sqrt(codec.head_dim)
     planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
     u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
     level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
     return level * scale / np.sqrt(codec.head_dim)
+
+
+def _on_the_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
+    """Levels [..., D] of trellis codes [..., D bits / 16], from the ring's bits one by one."""
+    table = double(mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))[str(bits)])
+    of_unit, values = (3, 16) if bits == 3 else (1, 16 // bits)
+    units = words.reshape(*words.shape[:-1], of_unit, -1).swapaxes(-1, -2)
+    ring = (units[..., None] >> np.arange(15, -1, -1) & 1).reshape(*words.shape[:-1], -1)
+    ends = bits * np.arange(1, ring.shape[-1] // bits + 1)
+    state = sum(ring[..., (ends - 1 - i) % ring.shape[-1]].astype(int) << i for i in range(window))
+    return table[state].reshape(*state.shape[:-1], -1, values).swapaxes(-1, -2).reshape(state.shape)
 
 
 def unrotated(codec: Codec, y: np.ndarray, conditioning: Conditioning | None = None) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What each kernel must do, run on the simulator, where `**how` goes. The mutants fail these same checks."""
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import accumulate, cycle, takewhile
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 from cases import HEADS, Problem, check_attention, double, exact, make_problem, random, same_bits, unrotated
 from simulated import simulated
 
+from mlx_tq.codec import Codec
 from mlx_tq.codec.conditioning import Conditioning
+from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import _attend_gpu
@@ -108,7 +111,8 @@ def scores(problem: Problem, turned: int = 1, **how: Any) -> None:
     assert counted.stored["key_scores"] == found.nbytes
     # Each key once, whatever the number of query heads; each of 32 lanes loads the scale.
     scale = 0 if layout.key.scale_dtype is None else 32 * layout.key.scale_dtype.size
-    assert counted.loaded["packed_rows"] == rows[..., :1, 0].size * body * (2 * layout.key.words + scale)
+    codes = loaded_twice(layout.key) * 2 * layout.key.words
+    assert counted.loaded["packed_rows"] == rows[..., :1, 0].size * body * (codes + scale)
 
 
 def recalls(problem: Problem, sizes: tuple[int, ...], **how: Any) -> None:
@@ -131,7 +135,15 @@ def recalls(problem: Problem, sizes: tuple[int, ...], **how: Any) -> None:
             assert result.shape == right.shape
             assert largest_error(result, right) <= 2.0**-24 * (4 * lengths + own)
     (counted,) = counters
-    assert counted.loaded["key_codes"] == 2 * HEADS * body * layout.key.words, "once, however many ask"
+    once = 2 * HEADS * body * layout.key.words
+    assert counted.loaded["key_codes"] == once * loaded_twice(layout.key), "however many ask"
+
+
+def loaded_twice(codec: Codec) -> Fraction:
+    """How often a word of codes is loaded: of a trellis the last one of each unit is loaded for the next one, too."""
+    if not isinstance(codec, TrellisCodec):
+        return Fraction(1)
+    return Fraction(4, 3) if codec.bits == 3 else Fraction(2)
 
 
 def cut(sizes: tuple[int, ...], tokens: int) -> list[int]:

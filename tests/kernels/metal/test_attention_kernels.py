@@ -9,7 +9,7 @@ from itertools import product
 
 import mlx.core as mx
 import pytest
-from cases import GROUPS, PARAMETERS, make_problem, random_mask
+from cases import ALL_FORMATS, GROUPS, PARAMETERS, RINGS, make_problem, random_mask
 from checks import attends
 from covering import case_id, covering
 from simulated import ORDERS, simulated
@@ -40,9 +40,14 @@ FEW_TEXTS = [
 FEW_SIZES = covering(
     {name: PARAMETERS[name] for name in PARAMETERS if name not in AT_ONCE} | {"body": (0, 1, 31, 32, 33, 97, 256, 257)}
 )
-CASES = [(0, case) for case in TWO] + [
-    (ONE, {**FEW_TEXTS[number % len(FEW_TEXTS)], **sizes}) for number, sizes in enumerate(FEW_SIZES)
+TRELLIS = [
+    {name: values[number % len(values)] for name, values in AT_ONCE.items()}
+    | dict(zip(ALL_FORMATS, pair, strict=True))
+    | {"dims": PARAMETERS["dims"][(3 * number + 1) % 10], "body": (97, 33, 257)[number % 3], "batch": 1 + number % 2}
+    for number, pair in enumerate(RINGS)
 ]
+CASES = [(short, case) for case in TRELLIS for short in (0, ONE)] + [(0, case) for case in TWO]
+CASES += [(ONE, {**FEW_TEXTS[number % len(FEW_TEXTS)], **sizes}) for number, sizes in enumerate(FEW_SIZES)]
 
 # Of the largest error in a thousand cases. In fp32 it is that of a score: a lane sums D products one after the other,
 # the reference in 16 sums or more, which sqrt(16) times less rounding reaches.
@@ -54,7 +59,7 @@ SIZED_TEXTS = (
     {"dims": (80, 48), "key": "fp16", "value": "q8", "dtype": "float16"},
 )
 REST = covering({name: PARAMETERS[name] for name in ("prefix", "recent", "mask", "sinks")})
-ALL = PARAMETERS | {"mask": (None, "causal", "bool", "additive"), "short": (0, 4096)}
+ALL = PARAMETERS | ALL_FORMATS | {"mask": (None, "causal", "bool", "additive"), "short": (0, 4096)}
 # Beside all sizes, those that hold one or two query rows in a lane: other texts, which few of all sizes need.
 FEW_ROWS = {"groups": (1, 2), "length": (1, 2), "body": (33, 97)}
 PARTS = 40

@@ -6,7 +6,19 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import DIMS, DTYPES, FORMATS, GROUPS, dtype_of, make_layout, make_problem, random, same_bits
+from cases import (
+    ALL_FORMATS,
+    DIMS,
+    DTYPES,
+    FORMATS,
+    GROUPS,
+    RINGS,
+    dtype_of,
+    make_layout,
+    make_problem,
+    random,
+    same_bits,
+)
 from checks import compacts, dequantizes, encodes, flags, recalls, rotates, scores, some_rows
 from covering import case_id, covering
 from simulated import ORDERS, simulated
@@ -30,7 +42,19 @@ PARAMETERS = {
     "body": (1, 31, 32, 33, 97),
 }
 ALL_TOKENS = (1, 2, 31, 32, 33, 97, 255, 256, 257, 1025, 4096)
-CASES = [{**case, "value_dim": DIMS[(number * 4 + 1) % 9]} for number, case in enumerate(covering(PARAMETERS))]
+SHORT = {name: values for name, values in PARAMETERS.items() if name not in ALL_FORMATS} | {"body": (1, 9, 33)}
+TRELLIS = [
+    {name: values[number % len(values)] for name, values in SHORT.items()}
+    | dict(zip(ALL_FORMATS, RINGS[number % len(RINGS)], strict=True))
+    for number in range(len(DIMS))
+]
+
+
+def with_value_dims(cases: list[dict]) -> list[dict]:
+    return [{**case, "value_dim": DIMS[(number * 4 + 1) % 9]} for number, case in enumerate(cases)]
+
+
+CASES = with_value_dims(covering(PARAMETERS)) + with_value_dims(TRELLIS)
 CHECKS = {"encode": encodes, "dequantize": dequantizes, "score": scores, "recall": recalls}
 # Scores have as many texts as keys have formats and sizes; of encode and dequantize, most cases are one.
 SCORING = ("score", "recall")
@@ -62,7 +86,7 @@ def test_kernel(name, number):
 @pytest.mark.parametrize("name", CHECKS)
 def test_all_texts(name, part):
     """Every three values of any parameters, in all orders of threads."""
-    for number, case in enumerate(covering({**PARAMETERS, "value_dim": DIMS}, ways=3)[part::PARTS]):
+    for number, case in enumerate(covering({**PARAMETERS, **ALL_FORMATS, "value_dim": DIMS}, ways=3)[part::PARTS]):
         check(name, case, number, *ORDERS)
 
 
