@@ -34,7 +34,9 @@
 //// body
 
 using PACK = typename tq_numbers<QUERIES>::type;
+#if TQ_TRELLIS
 constexpr int THREADS = 32;
+#endif
 threadgroup PACK query[KEY_DIM];
 threadgroup PACK weight[32];
 

@@ -14,7 +14,9 @@
 //// body
 
 using PACK = typename tq_numbers<QUERIES>::type;
+#if TQ_TRELLIS
 constexpr int THREADS = 32 * SIMDGROUPS;
+#endif
 constexpr int ROUND = QUERIES * VALUE_DIM <= 512 ? QUERIES : VALUE_DIM < 512 ? 512 / VALUE_DIM : 1;
 threadgroup PACK asking[2 * KEY_DIM];  // of packed tokens, then of others
 threadgroup PACK weights[32 * SIMDGROUPS];

@@ -100,7 +100,8 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
         score[q] = Known::ADDS ? tq_fma(score[q], gain, added[q]) : tq_mul(score[q], gain);
         if (MASKED) score[q] = tq_larger(tq_fma(bias[bias_rows[q] + place], TQ_LOG2E, score[q]), TQ_MASKED);
       }
-      value_gain = V::gain(values + int64_t(token) * VALUE_WORDS);
+      auto value = values + int64_t(token) * VALUE_WORDS;
+      value_gain = V::gain(value);
     }
     float p[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) {

@@ -55,8 +55,9 @@ for (int start = begin; start < stop; start += SPAN) {
     int key = i / int(KEYS::COUNT), unit = i % int(KEYS::COUNT);
     int64_t place = start + key;
     float values[KEYS::VALUES], gain = 1.0f;
-    auto words = key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]);
-    KEYS::load(tq_words<KEY_TRELLIS>::with(words, key_levels), unit, values);
+    auto words = tq_words<KEY_TRELLIS>::with(
+        key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]), key_levels);
+    KEYS::load(words, unit, values);
     if (KEY_BITS <= 8)
       gain = tq_gain_of<KEY_DIM, KEY_BITS>(static_cast<float>(key_scales[int64_t(head) * key_scales_strides[1] + place * key_scales_strides[2]]));
 #if TQ_CONDITIONED

@@ -43,17 +43,19 @@ struct tq_searching {
   TQ_FN void search(int first, int count, TQ_THREAD const float* level, int lane) const {
     using TRELLIS = tq_trellis<D, BITS>;
     constexpr int GROUPS = TRELLIS::GROUPS, OWN = TRELLIS::OWN, TRIED = TRELLIS::TRIED, PLACES = TRELLIS::PLACES;
+    constexpr int APART = GROUPS >> BITS;  // of predecessors of one group, in groups
     constexpr uint NUMBER = (1u << BITS) - 1u;
-    int place = lane % PLACES, share = lane / PLACES;
+    int place = lane % PLACES, share = int(TRELLIS::SHARES) == 1 ? 0 : lane / PLACES;
+    int mine = (place * OWN >> BITS) + share * TRIED * APART;
     for (int t = 0; t < count; t++) {
       float value = values[first + t < D ? first + t : first + t - D];
       uint best[OWN], packed = 0;
+      int from = (t & 1) * GROUPS + mine;
       TQ_UNROLL for (int i = 0; i < TRIED; i++) {
-        int j = share * TRIED + i;
-        float before = costs[(t & 1) * GROUPS + ((place * OWN + j * GROUPS) >> BITS)];  // of all OWN groups
+        float before = costs[from + i * APART];  // of all OWN groups
         TQ_UNROLL for (int o = 0; o < OWN; o++) {
           float off = tq_sub(value, level[o * TRIED + i]), cost = tq_add(tq_mul(off, off), before);
-          uint candidate = (as_type<uint>(cost) & ~NUMBER) | uint(j);
+          uint candidate = (as_type<uint>(cost) & ~NUMBER) | uint(share * TRIED + i);
           best[o] = i == 0 || candidate < best[o] ? candidate : best[o];
         }
       }

@@ -23,14 +23,14 @@ struct tq_words<true> {
 template <bool TRELLIS, int BITS>
 constexpr TQ_FN int tq_table() { return TRELLIS ? (BITS - 2) * TQ_STATES : 0; }
 
-// Like `tq_vectors` of units.h; words are those of a tq_ring. A unit's first values reach into the unit before it.
+// Like `tq_vectors` of units.h, of a tq_ring. A unit's first values reach into the unit before it.
 template <int D, int BITS, bool WIDE, class FULL, int SCALE>
 struct tq_vectors<D, BITS, WIDE, FULL, SCALE, true> : tq_unit<D, BITS> {
   using UNIT = tq_unit<D, BITS>;
   enum { DIM = D, PAIRED = 0 };
 
   template <class Ring>
-  static TQ_FN void load(Ring ring, int unit, TQ_THREAD float* values) {
+  static TQ_FN void load(TQ_THREAD const Ring& ring, int unit, TQ_THREAD float* values) {
     constexpr int WORDS = UNIT::WORDS, VALUES = UNIT::VALUES;
     uint before = ring[UNIT::place(unit == 0 ? int(UNIT::COUNT) - 1 : unit - 1, WORDS - 1)];
     TQ_UNROLL for (int n = 0; n < WORDS; n++) {
@@ -47,7 +47,7 @@ struct tq_vectors<D, BITS, WIDE, FULL, SCALE, true> : tq_unit<D, BITS> {
   }
   static TQ_FN void decode(TQ_THREAD const uint*, TQ_THREAD float*) {}  // of what is PAIRED
   template <class Ring>
-  static TQ_FN float gain(Ring ring) {
+  static TQ_FN float gain(TQ_THREAD const Ring& ring) {
     return tq_gain<D, BITS, WIDE>(ring.words + SCALE);
   }
 };

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
@@ -68,14 +69,14 @@ def service_s(running: Service) -> float:
 def measure(session: Session, text: str) -> dict[str, Any]:
     """Two turns, and their seconds."""
     memory, writing = session._transcript, [0.0]
-    write = memory.write
+    tell = memory.tell
 
-    def clocked() -> None:
+    def clocked(positions: np.ndarray) -> None:
         started = time.perf_counter()
-        write()
+        tell(positions)
         writing[0] += time.perf_counter() - started
 
-    memory.write = clocked  # type: ignore[method-assign]
+    memory.tell = clocked  # type: ignore[method-assign]
     began, cpu = time.perf_counter(), time.process_time()
     "".join(session.respond(text, max_tokens=ANSWER))
     "".join(session.respond(QUESTION, max_tokens=ANSWER))

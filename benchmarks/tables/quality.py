@@ -151,7 +151,25 @@ def adversarial_rules() -> Table:
     return Table("adversarial_keys.json", about["command"], machine(about), columns, rows, model=made)
 
 
+def scale_rules() -> Table:
+    """Two real models: divergence by rule, keys alone and values alone; keys are conditioned."""
+    files = {"SmolLM2-135M-Instruct": "quality_scales_smollm2.json", "Gemma 3 270M": "quality_scales_gemma3-270m.json"}
+    rows, rules = [], ("matched", "ls", "unbiased")
+    for model, name in files.items():
+        found = report(name)["results"]
+        for part, arm in (("keys", "tq{}:{}/fp16"), ("values", "fp16/tq{}:{}")):
+            for bits in (4, 3, 2):
+                each = [found[arm.format(bits, rule)] for rule in rules]
+                rows.append([model, part, str(bits), *(f"{r['kld']:.5f} ± {r['kld_error']:.5f}" for r in each)])
+    columns = ["model", "of", "bits", *(f"`{rule}`" for rule in rules)]
+    command = f"python -m mlx_tq evaluate divergence --profiles tq4:matched/fp16,tq4:ls/fp16,... {RULES_READ} --model M"
+    first, *also = files.values()
+    return Table(first, command, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
+
+
+RULES_READ = "--dequantize --dtype float32 --chunks 1 --length 1024 --step 128 --kv-prefix 32 --kv-window 64"
 TABLES: dict[str, Callable[[], Table]] = {
+    "scale_rules": scale_rules,
     "adversarial": adversarial,
     "adversarial_rules": adversarial_rules,
     "perplexity": partial(plain, "perplexity", PERPLEXITY),

@@ -148,5 +148,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "rescue_floor": floor,
     "rescue_ramp": lambda: ramp("rescue_ramp.json"),
     "rescue_ramp_minilm": lambda: ramp("rescue_ramp_minilm.json"),
+    "rescue_ramp_smollm2": lambda: ramp("rescue_ramp_smollm2.json"),
     "rescue_overhead": overhead,
 }

@@ -1,4 +1,4 @@
-"""Tables of trellis codes: what they win, and what sketches of their kernels cost."""
+"""Tables of trellis codes: what they win, and what their kernels cost beside tq's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ from benchmarks.tables.markdown import RESULTS, Record, Table, machine, machines
 
 _DISTORTION, _COUNTED, _TIMED = "trellis_distortion.json", "trellis_counted.json", "trellis_cuda.json"
 _DIVERGENCE = "trellis_divergence_{}.json"
-_GAUSSIAN, _SKETCHES = "Gaussian vectors", "sketches of kernels on the simulator of Metal"
-_READS = {"tq": "tq: a polynomial", "table": "trellis: a table", "computed": "trellis: computed (1MAD)"}
-_MOST = {"4": 256, "3": 512, "2": 512}  # states, where a format does not name them
-_TQ_ENCODE = 256  # values of keys and values that `encode` of kernels_counted.json takes a token
+_GAUSSIAN, _SIMULATED, _STATES = "Gaussian vectors", "the simulator of Metal", 256
 
 
 @dataclass(frozen=True)
@@ -54,22 +51,16 @@ SHAPES = {
 }
 
 
-def _found(rows: list[Record], **where: object) -> Record:
-    (row,) = (row for row in rows if all(row[name] == value for name, value in where.items()))
-    return row
-
-
 def distortion() -> Table:
     """By bits and states, at the head size of most models."""
     about = report(_DISTORTION)
     rows = []
     for bits, nearest in about["nearest"].items():
         rows.append([bits, "nearest level", f"{nearest:.5f}", "1.00", f"{nearest * 4 ** int(bits):.2f}"])
-        found = [r for r in about["rows"] if r["bits"] == int(bits) and r["dim"] == 128 and r["around"] == 64]
-        for r in found:
-            states = f"{1 << r['window']} states" + (", computed" if r["table"] == "computed" else "")
-            size, share = f"{r['mse']:.5f} ± {r['mse_error']:.5f}", f"{r['mse'] / nearest:.2f}"
-            rows.append([bits, states, size, share, f"{r['mse'] * 4 ** int(bits):.2f}"])
+        for r in about["rows"]:
+            if (r["bits"], r["dim"], r["around"]) == (int(bits), 128, 16):
+                size, share = f"{r['mse']:.5f} ± {r['mse_error']:.5f}", f"{r['mse'] / nearest:.2f}"
+                rows.append([bits, f"{r['states']} states", size, share, f"{r['mse'] * 4 ** int(bits):.2f}"])
     columns = ["bits", "codes", "mean square error", "of nearest", "of the bound"]
     return Table(_DISTORTION, about["command"], machine(about), columns, rows, model=_GAUSSIAN)
 
@@ -79,8 +70,7 @@ def sizes() -> Table:
     about = report(_DISTORTION)
     rows = []
     for bits in about["nearest"]:
-        widest = max(r["window"] for r in about["rows"] if r["bits"] == int(bits))
-        found = [r for r in about["rows"] if (r["bits"], r["window"], r["table"]) == (int(bits), widest, "trained")]
+        found = [r for r in about["rows"] if (r["bits"], r["states"]) == (int(bits), _STATES)]
         for r in sorted(found, key=lambda r: (r["dim"], -r["around"])):
             read = "all" if 2 * r["around"] == r["dim"] else str(2 * r["around"])
             rows.append([bits, str(r["dim"]), read, f"{r['mse']:.5f} ± {r['mse_error']:.5f}"])
@@ -89,48 +79,52 @@ def sizes() -> Table:
 
 
 def attend() -> Table:
-    """Pass 1 of attention, a token and KV head."""
+    """Attention's first kernel, a token and KV head."""
     about = report(_COUNTED)
     rows = []
-    for r in about["attend"]:
-        plain = _found(about["attend"], bits=r["bits"], reads="tq")["lane_operations"]
-        operations = r["lane_operations"]
-        rows.append([str(r["bits"]), _READS[r["reads"]], f"{operations:,.0f}", f"{operations / plain:.2f}"])
-    columns = ["bits", "levels", "lane operations", "of tq's"]
-    return Table(_COUNTED, about["command"], machine(about), columns, rows, model=_SKETCHES)
+    for r in about["rows"]:
+        plain = _of(about["rows"], r["format"].replace("tcq", "tq"), r["dim"])["attend"]
+        rows.append([str(r["dim"]), f"`{r['format']}`", f"{r['attend']:,.0f}", f"{r['attend'] / plain:.2f}"])
+    columns = ["D", "keys and values", "lane operations", "of tq's"]
+    return Table(_COUNTED, about["command"], machine(about), columns, rows, model=_SIMULATED)
 
 
 def share() -> Table:
     """Encoding a token, over the products of its prefill."""
     about = report(_COUNTED)
-    encode = _found(report("kernels_counted.json")["kernels"], kernel="encode")["lane_operations"] / _TQ_ENCODE
-    ways = {("4", "tq4"): encode}
-    for r in about["encode"]:
-        cut = "" if r["around"] else ", cut by a whole search"
-        ways[str(r["bits"]), f"{1 << r['window']} states{cut}"] = r["lane_operations"]
     rows = []
-    for (bits, name), operations in ways.items():
-        shares = (f"{100 * operations * shape.stored / shape.products:.1f}" for shape in SHAPES.values())
-        rows.append([bits, name, f"{operations:,.0f}", *shares])
-    columns = ["bits", "codes", "lane operations a value", *(f"{name}, %" for name in SHAPES)]
-    return Table(_COUNTED, about["command"], machine(about), columns, rows, _SKETCHES, ("kernels_counted.json",))
+    for name in dict.fromkeys(r["format"] for r in about["rows"]):
+        each = {dim: _of(about["rows"], name, dim)["encode"] for dim in (64, 128, 256)}
+        shares = (f"{100 * each[shape.dim] * shape.stored / shape.products:.1f}" for shape in SHAPES.values())
+        rows.append([f"`{name}`", f"{each[128]:,.0f}", *shares])
+    columns = ["keys and values", "lane operations a value, D = 128", *(f"{name}, %" for name in SHAPES)]
+    return Table(_COUNTED, about["command"], machine(about), columns, rows, model=_SIMULATED)
+
+
+def _of(rows: list[Record], name: str, dim: int) -> Record:
+    (row,) = (row for row in rows if (row["format"], row["dim"]) == (name, dim))
+    return row
 
 
 def timed() -> Table:
-    """Attention over a context, and encoding a prompt's keys and values of a layer, on a GPU."""
+    """Attention over a context, and encoding a prompt's keys and values of a layer, on a GPU, by sketches."""
     about = report(_TIMED)
+    reads = {"tq": "tq: a polynomial", "table": "trellis: a table"}
     plain = {row["bits"]: row["seconds"] for row in about["attend"] if row["reads"] == "tq"}
     rows = []
     for row in about["attend"]:
-        share = f"{row['seconds'] / plain[row['bits']]:.2f}"
-        rows.append(["attention", str(row["bits"]), _READS[row["reads"]], f"{1e6 * row['seconds']:.0f}", share])
+        if row["reads"] in reads:
+            share = f"{row['seconds'] / plain[row['bits']]:.2f}"
+            rows.append(["attention", str(row["bits"]), reads[row["reads"]], f"{1e6 * row['seconds']:.0f}", share])
     for row in about["encode"]:
         cut = "" if row["around"] else ", cut by a whole search"
         states = f"{1 << row['window']} states{cut}"
         rows.append(["encoding", str(row["bits"]), states, f"{1e6 * row['seconds']:.0f}", "-"])
     columns = ["kernel", "bits", "levels or states", "µs", "of tq's"]
-    about_what = "sketches of kernels on one layer: 8 KV heads of 128, a context of 32,768 tokens, a prompt of 2,048"
-    return Table(_TIMED, "python -m benchmarks.trellis.costs", machine(about), columns, rows, model=about_what)
+    about_what = (
+        "sketches of the kernels on one layer: 8 KV heads of 128, a context of 32,768 tokens, a prompt of 2,048"
+    )
+    return Table(_TIMED, about["command"], machine(about), columns, rows, model=about_what)
 
 
 def divergence() -> Table:
@@ -140,23 +134,15 @@ def divergence() -> Table:
     for model, name in files.items():
         found = report(name)["results"]
         for arm, r in found.items():
-            bits = arm.partition("q")[2][0]
-            plain = found[f"tq{bits}/tq{bits}"]["kld"]
+            kind = arm.partition("/")[0]
+            plain = found["/".join([f"tq{kind.partition('q')[2][0]}"] * 2)]["kld"]
             kld = f"{r['kld']:.5f} ± {r['kld_error']:.5f}"
-            row = [MODELS[model], _named(arm.partition("/")[0]), kld, f"{r['kld'] / plain:.2f}"]
+            row = [MODELS[model], kind.replace(":plain", ", keys not conditioned"), kld, f"{r['kld'] / plain:.2f}"]
             rows.append([*row, f"{r['kld_median']:.6f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
     columns = ["model", "keys and values", "KLD", "of tq's", "median", "top-1 %"]
-    command = f"python -m benchmarks.trellis.evaluate divergence --profiles A,B,... {FLAGS} [--model M --dequantize]"
+    command = f"mlx_tq.evaluate divergence --profiles tq4/tq4,tcq4/tcq4,... {FLAGS} [--model M --dequantize]"
     first, *also = files.values()
     return Table(first, command, machines(files.values()), columns, rows, model="the models named", also=tuple(also))
-
-
-def _named(arm: str) -> str:
-    """What a format of the measurement is."""
-    if not arm.startswith("tcq"):
-        return arm.replace(":plain", ", keys not conditioned")
-    bits, _, window = arm.removeprefix("tcq").partition(".")
-    return f"{bits} bits, {1 << int(window) if window else _MOST[bits]} states"
 
 
 FLAGS = "--dtype float32 --chunks 1 --length 2048 --step 32 --kv-prefix 32 --kv-window 64"

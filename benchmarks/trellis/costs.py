@@ -1,132 +1,98 @@
-"""What trellis codes would cost: lane operations of sketches on the simulator, or their times on a GPU.
+"""What trellis codes cost beside tq's: lane operations of the kernels on the simulator, or their times on a GPU.
 
     python -m benchmarks.trellis.costs
 
-It writes ../results/trellis_counted.json, or trellis_cuda.json or trellis_metal.json. Without a GPU each sketch is also
-held to mlx's operations; on one it is timed, and the matrices of a layer of Llama 3 8B beside it.
+It writes ../results/trellis_counted.json, or trellis_cuda.json or trellis_metal.json. Keys and values of one format; of
+attention the first of two kernels. Counted is what one token more takes of a KV head, and timed one layer of Llama 3.1
+8B, whose matrices are timed beside it.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from benchmarks.kernels.bench_kernels import seconds
-from benchmarks.trellis import sketches
-from benchmarks.trellis.coder import Trellis
-from benchmarks.trellis.formats import AROUND, USEFUL, WIDEST
-from mlx_tq.codec.formats import CodecOptions, get_format
+from benchmarks.kernels.bench_kernels import ONE_BLOCK, seconds
+from mlx_tq.codec import CodecOptions, get_format
+from mlx_tq.codec.rows import RowLayout
 from mlx_tq.commands.environment import environment
+from mlx_tq.kernels import impl, thresholds
+from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.build import backend
+from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.regions import Regions
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-DIM, TOKENS = 128, (32, 96)  # counted: what the second has more than the first
-# On a GPU: KV heads, tokens of a context and of a prompt; widths of Llama 3 8B's matrices.
-HEADS, CONTEXT, PROMPT = 8, 32768, 2048
+ROOT = Path(__file__).resolve().parents[2]
+FORMATS = ("tq4", "tcq4", "tq3", "tcq3", "tq2", "tcq2")
+DIMS, GROUP = (64, 128, 256), 4
+COUNTED = (96, 224)  # tokens
+HEADS, CONTEXT, PROMPT = 8, 32768, 2048  # timed
 MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
-def rows_of(keys: np.ndarray, values: np.ndarray, bits: int) -> mx.array:
-    """Rows [1, S, W] of tq's layout from words of keys and values, with scales sqrt(D): levels as they are."""
-    scales = np.full((len(keys), 2), DIM**0.5, np.float16).view(np.uint16)
-    words = np.concatenate([keys, values, scales], axis=-1)
-    return mx.array(np.ascontiguousarray(words).view(np.uint32)[None])
+class Layer:
+    """Random keys and values, fp16, and what the kernels make of them."""
 
+    def __init__(self, name: str, dim: int, heads: int, tokens: int) -> None:
+        codecs = (get_format(name).codec(dim, CodecOptions(seed=seed, scale="unbiased")) for seed in (0, 1))
+        self.layout = RowLayout(*codecs)
+        shapes = [(1, heads, tokens, dim)] * 2 + [(1, GROUP * heads, 1, dim)]
+        self.keys, self.values, self.queries = (mx.random.normal(shape).astype(mx.float16) for shape in shapes)
 
-def error(call: sketches.Call, outputs: list[mx.array], asked: np.ndarray, parts: list[np.ndarray]) -> float:
-    """Of attention by a sketch, over the largest output; decoded keys and values in `parts`."""
-    output, _, total = (np.array(x, np.float64)[0, 0] for x in outputs)
-    exact = sketches.reference(asked, *parts)
-    return float(np.abs(output / total[:, None] - exact).max() / np.abs(exact).max())
+    def encoded(self) -> mx.array:
+        """Rows."""
+        return encode(self.keys, self.values, self.layout).rows
 
-
-def attention(bits: int) -> list[dict[str, Any]]:
-    """Lane operations of pass 1 for a token, by how its codes are read."""
-    rng = np.random.default_rng(3)
-    asked = (rng.standard_normal((DIM, sketches.QUERIES)) * DIM**-0.5).astype(np.float32)
-    vectors = [rng.standard_normal((TOKENS[1], DIM)).astype(np.float32) for _ in range(2)]
-    found = []
-    for kind in sketches.KINDS:
-        trellis = Trellis(bits, WIDEST[bits], "computed" if kind == "computed" else "trained", AROUND)
-        states = [np.array(trellis.encode(mx.array(x))) for x in vectors]
-        rows = rows_of(*(sketches.codes(s, bits) for s in states), bits)
-        total = []
-        for tokens in TOKENS:
-            call = sketches.attend(rows[:, :tokens], mx.array(asked[None]), DIM, trellis, kind, block=1 << 20)
-            outputs, counters = call.counted()
-            total.append(sum(counters.operations.values()))
-        if kind != "tq":
-            gain = float(np.float16(DIM**0.5)) / DIM**0.5
-            levels = gain * (sketches.sums(trellis.window) if kind == "computed" else np.array(trellis.levels))
-            off = error(call, outputs, asked, [levels[s][:, sketches.order(DIM, bits)] for s in states])
-            assert off < 1e-5, f"the sketch of {kind} at {bits} bits is off by {off}"
-        found.append({"bits": bits, "reads": kind, "lane_operations": (total[1] - total[0]) / (TOKENS[1] - TOKENS[0])})
-        print(found[-1], flush=True)
-    return found
-
-
-def encoding(trellis: Trellis) -> dict[str, Any]:
-    """Lane operations of encoding, for a value; what is chosen is held to mlx's operations."""
-    x = mx.array(np.random.default_rng(4).standard_normal((8, DIM)).astype(np.float32))
-    (found,), counters = sketches.encode(x, trellis).counted()
-    row = {"bits": trellis.bits, "window": trellis.window, "around": trellis.around}
-    row |= {"lane_operations": sum(counters.operations.values()) / x.size, "equal": agreement(x, found, trellis)}
-    assert row["equal"] >= 0.993, row
-    print(row, flush=True)
-    return row
-
-
-def agreement(x: mx.array, path: mx.array, trellis: Trellis) -> float:
-    """The share of states that mlx's operations choose too."""
-    return float((path == trellis.encode(x)).mean())
+    def attended(self, rows: mx.array) -> list[mx.array]:
+        """One query a head, behind the rows a token of its own."""
+        last = self.keys[:, :, -1:], self.values[:, :, -1:]
+        regions = Regions(rows, rows.shape[2], self.layout, *last, 0, 1)
+        return [attend(self.queries, regions, scale=self.layout.key.head_dim**-0.5)]
 
 
 def counted() -> dict[str, Any]:
-    """Operations on the simulator."""
-    attend = [row for bits in WIDEST for row in attention(bits)]
-    rows = []
-    for bits, widest in WIDEST.items():
-        rows += [encoding(Trellis(bits, widest))]
-        rows += [encoding(Trellis(bits, window, around=AROUND)) for window in range(widest, USEFUL[bits] - 1, -1)]
-    return {"dim": DIM, "queries": sketches.QUERIES, "attend": attend, "encode": rows}
+    """Lane operations of a token and KV head."""
+    sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
+    from simulated import simulated  # the tests' own: no GPU is needed to count
+
+    found = []
+    for dim in DIMS:
+        for name in FORMATS:
+            totals = []
+            for tokens in COUNTED:
+                mx.random.seed(0)  # how often a maximum grows is a matter of the numbers
+                layer = Layer(name, dim, 1, tokens)
+                with impl.using("ops"):
+                    rows = layer.encoded()
+                with simulated() as counters, thresholds.using(ONE_BLOCK):
+                    assert mx.array_equal(layer.encoded(), rows)
+                    mx.eval(layer.attended(rows))
+                totals.append([sum(each.operations.values()) for each in counters[:2]])
+            each = [(b - a) / (COUNTED[1] - COUNTED[0]) for a, b in zip(*totals, strict=True)]
+            found.append({"format": name, "dim": dim, "encode": each[0] / (2 * dim), "attend": each[1]})
+            print(found[-1], flush=True)
+    return {"queries": GROUP, "rows": found}
 
 
 def timed() -> dict[str, Any]:
-    """Times on a GPU: attention over a context, encoding a prompt's keys and values in one layer, and its matrices."""
+    """Seconds of a context's attention, of a prompt's encoding, and of the products that a prompt takes."""
     mx.random.seed(0)
-    attend, rows = [], []
-    asked = mx.random.normal((HEADS, DIM, sketches.QUERIES)) * DIM**-0.5
-    for bits, widest in WIDEST.items():
-        width = get_format(f"tq{bits}").codec(DIM, CodecOptions()).words + 1
-        ones = mx.full((HEADS, CONTEXT, 1), 0x3C003C00, mx.uint32)
-        high, low = (mx.random.randint(0, 1 << 16, (HEADS, CONTEXT, width - 1), mx.uint32) for _ in range(2))
-        packed = mx.concatenate([high << 16 | low, ones], axis=-1)
-        mx.eval(packed)
-        for kind in sketches.KINDS:
-            call = sketches.attend(packed, asked, DIM, Trellis(bits, widest), kind)
-            attend.append({"bits": bits, "reads": kind, "seconds": seconds(call.run), "nbytes": packed.nbytes})
-            print(attend[-1], flush=True)
-    x = mx.random.normal((2 * HEADS * PROMPT, DIM))
-    for bits, widest in WIDEST.items():
-        for trellis in (
-            Trellis(bits, widest),
-            *(Trellis(bits, w, around=AROUND) for w in range(widest, USEFUL[bits] - 1, -1)),
-        ):
-            call = sketches.encode(x, trellis)
-            row = {"bits": bits, "window": trellis.window, "around": trellis.around, "seconds": seconds(call.run)}
-            row["equal"] = agreement(x[:512], call.run()[0][:512], trellis)
-            rows.append(row)
-            print(row, flush=True)
-    tokens = mx.random.normal((PROMPT, 4096)).astype(mx.bfloat16)
-    wide = mx.random.normal((PROMPT, 14336)).astype(mx.bfloat16)
+    found = []
+    for name in FORMATS:
+        context, prompt = (Layer(name, 128, HEADS, tokens) for tokens in (CONTEXT, PROMPT))
+        rows = context.encoded()
+        mx.eval(rows)
+        row = {"format": name, "attend": seconds(lambda context=context, rows=rows: context.attended(rows))}
+        found.append(row | {"encode": seconds(lambda prompt=prompt: [prompt.encoded()])})
+        print(found[-1], flush=True)
+    inputs = {width: mx.random.normal((PROMPT, width)).astype(mx.bfloat16) for width in (4096, 14336)}
     weights = [mx.random.normal(shape).astype(mx.bfloat16) for shape in MATRICES]
-    mx.eval(tokens, wide, weights)
-    layer = seconds(lambda: [(wide if len(w) == 14336 else tokens) @ w for w in weights])
-    sizes = {"heads": HEADS, "context": CONTEXT, "prompt": PROMPT, "layer": layer}
-    return {"dim": DIM, "queries": sketches.QUERIES, **sizes, "attend": attend, "encode": rows}
+    mx.eval(inputs, weights)
+    matrices = seconds(lambda: [inputs[w.shape[0]] @ w for w in weights])
+    return {"heads": HEADS, "context": CONTEXT, "prompt": PROMPT, "matrices": matrices, "rows": found}
 
 
 def main() -> None:
@@ -137,7 +103,7 @@ def main() -> None:
     where = backend()
     about = {"command": "python -m benchmarks.trellis.costs", "environment": environment()}
     about |= timed() if where else counted()
-    path = Path(args.json or RESULTS / f"trellis_{where or 'counted'}.json")
+    path = Path(args.json or ROOT / f"benchmarks/results/trellis_{where or 'counted'}.json")
     path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 

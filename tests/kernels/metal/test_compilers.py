@@ -37,6 +37,8 @@ LAYOUTS = {
         **MASKED,
     },
     "conditioned tq4": {"dims": (128, 128), "key": "tq4", "conditioned": "blocks", **MASKED},
+    "tcq3 and tcq2": {"dims": (128, 256), "key": "tcq3", "value": "tcq2", "dtype": "bfloat16"},
+    "conditioned tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "conditioned": "blocks", **MASKED},
     "conditioned fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "conditioned": "gaps"},
 }
 
@@ -106,6 +108,9 @@ def test_address_spaces(name):
         ("attend q8 and tq4", "auto key = keys", "device ushort* key = keys"),
         ("attend conditioned tq4", "auto index = (", "device int* index = ("),
         ("attend_short q8 and tq4", "auto query = asking", "thread float4* query = asking"),
+        ("encode tcq3 and tcq2", "Values values;\nCosts", "thread float* values;\nCosts"),
+        ("attend tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\ndevice const half* levels;"),
+        ("dequantize tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\nthreadgroup half* levels;"),
         ("merge q8 and tq4", "Outputs outputs, Numbers", "threadgroup const float* outputs, Numbers"),
         ("recall_score conditioned tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
         ("recall_score q8 and tq4", "auto key = key_values", "thread const float* key = key_values"),

@@ -76,6 +76,15 @@ def test_lane_operations(monkeypatch):
     assert ours <= plain
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_trellis_codes_cost_less_than_polynomials(bits):
+    """A level is loaded, not computed; what lanes that load from one bank wait for is not counted."""
+    with thresholds.using(KernelThresholds(least_block=1024, short=0)):
+        nearest, path = (attend_operations(4, key=f"{kind}{bits}", value=f"{kind}{bits}") for kind in ("tq", "tcq"))
+    print(f"tq{bits} {nearest:.0f}, tcq{bits} {path:.0f}")
+    assert path <= 0.8 * nearest
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_conditioned_keys_cost_at_most_5_percent(groups, dim):

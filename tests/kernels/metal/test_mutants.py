@@ -23,7 +23,7 @@ def cache(body: int, **changed):
 def attention(key: str, value_dim: int, mask="causal", body=100, **changed):
     """3 query heads of 2 queries, the first of which does not see the last token."""
     sizes = {"dims": (80, value_dim), "key": key, "value": "tq3", "body": body, "groups": 3, "length": 2, "prefix": 34}
-    return make_problem(**sizes, recent=3, dtype="float32", mask=mask, sinks=True, **changed).asked(scale=0.2)
+    return make_problem(**sizes | changed, recent=3, dtype="float32", mask=mask, sinks=True).asked(scale=0.2)
 
 
 def asking_much(dim: int, length=14, **changed):
@@ -42,7 +42,11 @@ CHECKS = {
     "encoded": partial(encodes, cache(5)),
     "encoded_wide": partial(encodes, cache(25, wide=True)),
     "encoded_q8": partial(encodes, cache(25, key="q8", value="q8", wide=True)),
+    # Two lanes find the best predecessor of a group of 4 bits, and each lane those of two groups of 2.
+    "searched": partial(encodes, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
+    "searched_3": partial(encodes, cache(3, key="tcq3", value="tcq3")),
     "decoded": partial(dequantizes, cache(5)),
+    "decoded_rings": partial(dequantizes, cache(5, key="tcq3", value="tcq2")),
     "rotated": partial(rotates, random((5, 80), "float32"), inverse=True),
     # Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39.
     "attended": partial(attends, attention("tq3", 112)),
@@ -50,6 +54,7 @@ CHECKS = {
     "masked": partial(attends, attention("tq3", 112, random_mask("additive", (2, 6, 2, 139), "float32"))),
     # The same in one kernel: of eight simdgroups, four attend to packed tokens, two to others, and two to none.
     "attended_at_once": partial(attends, attention("tq4", 192), short=1000),
+    "attended_rings": partial(attends, attention("tcq3", 112, value="tcq2")),
     "batched": partial(attends_together, problems(**UNEVEN)),
     "batched_mixed": partial(attends_together, problems(**UNEVEN, conditioned="mixed")),
     "scored": partial(scores, cache(7, batch=2), turned=2),
