@@ -24,7 +24,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import recall, release
 from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
 from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence import sequence
+from mlx_tq.sequence import recall as looking
 from mlx_tq.sequence.recall import rank
 
 MOST = 4  # layers that are chosen
@@ -99,7 +99,7 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
             ids = tokenizer.encode(question + "<|im_start|>assistant\n", add_special_tokens=False)
             seen: dict[str, Any] = {}
 
-            def ranked(layers, listeners, count, archive, extents, seen=seen):  # type: ignore[no-untyped-def]
+            def ranked(layers, listeners, count, archive, extents, ranks, seen=seen):  # type: ignore[no-untyped-def]
                 archive.settle()
                 sizes = [len(extent.positions) for extent in extents]
                 each = [
@@ -107,9 +107,9 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
                     for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True))
                 ]
                 seen.update(each=each, extents=extents)
-                return rank(layers, listeners, count, archive, extents)
+                return rank(layers, listeners, count, archive, extents, ranks)
 
-            with mock.patch.object(sequence, "rank", ranked):
+            with mock.patch.object(looking, "rank", ranked):
                 recall(model, caches, ids, STEP)
             release(caches)
             evidence = np.array([np.any((e.positions >= span[0]) & (e.positions < span[1])) for e in seen["extents"]])

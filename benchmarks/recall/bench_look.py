@@ -65,7 +65,7 @@ def look(caches: list[Any], plan: Plan, heads: int) -> tuple[float, int]:
         assert hear is not None
         hear(queries, 0.125)
     began = time.perf_counter()
-    sequence.rank(layers, RECALL_EVERY)
+    sequence.look(layers, RECALL_EVERY, LIVE)
     seconds = time.perf_counter() - began
     nbytes = sum(
         2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in sequence.archive.shapes

@@ -4,6 +4,7 @@ A question is read over a copy of the cache, its queries are kept, and each arch
 attention weight that any query of any head and layer would give one of its tokens. Maxima find evidence; sums do not.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
@@ -53,6 +54,43 @@ class Scored(NamedTuple):
 
     extent: Extent
     score: float
+
+
+class Look(NamedTuple):
+    """What a look found.
+
+    ranked: the archived blocks, best first. chosen: of these the ones that should be back, all of them whole.
+    """
+
+    ranked: list[Scored]
+    chosen: list[Extent]
+
+
+def look(
+    layers: List[CompressedKVCache],
+    listeners: List[Listener],
+    count: int,
+    archive: ArchiveFile,
+    extents: List[Extent],
+    ranks: Ranks,
+    most: int,
+) -> Look:
+    """The blocks by `rank`, and those of up to `most` tokens that should be back; for the others see there.
+
+    Keys are scored unchecked. If one of the chosen blocks is damaged, or what it holds gave no number, all blocks are
+    checked and scored once more: in the sums of all weights it took part.
+    """
+
+    def found() -> Look:
+        ranked = rank(layers, listeners, count, archive, extents, ranks)
+        return Look(ranked, choose(ranked, layers[0].spec.prefix, most))
+
+    first = found()
+    numbers = all(math.isfinite(piece.score) for piece in first.ranked)
+    if not any(ranks.any([not numbers, *(archive.undamaged(extent) is None for extent in first.chosen)])):
+        return first
+    archive.drop_damaged(extents)
+    return found()
 
 
 def rank(
@@ -106,9 +144,10 @@ def _largest_weights(
             found = recall_score(queries, encoded, layout, conditioning, sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total))
-        total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
-        weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
-        best = np.maximum(best, weights.max(axis=(0, 1)))
+        with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
+            total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
+            weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
+            best = np.maximum(best, weights.max(axis=(0, 1)))
     return best
 
 

@@ -48,7 +48,7 @@ def main(archived):
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    found = sequence.rank(caches, ASKING)
+    found = sequence.look(caches, ASKING, LIVE).ranked
     peak = mx.get_peak_memory() - before
     sequence.listen([], rounds=True)
     gc.collect()
