@@ -27,6 +27,11 @@ LONGEST_QUESTION = 256
 TILE = 4096
 
 
+def looking(count: int) -> range:
+    """Numbers of the layers, of so many, whose queries look into the archive: the middle half finds what all find."""
+    return range(count // 4, -(-3 * count // 4))
+
+
 @dataclass
 class Listener:
     """Keeps what one layer's attention was last asked with.
@@ -68,7 +73,7 @@ class Look(NamedTuple):
 
 def look(
     layers: List[CompressedKVCache],
-    listeners: List[Listener],
+    listeners: dict[int, Listener],
     count: int,
     archive: ArchiveFile,
     extents: List[Extent],
@@ -95,7 +100,7 @@ def look(
 
 def rank(
     layers: List[CompressedKVCache],
-    listeners: List[Listener],
+    listeners: dict[int, Listener],
     count: int,
     archive: ArchiveFile,
     extents: List[Extent],
@@ -105,7 +110,7 @@ def rank(
 
     Args:
         layers: of a sequence, by number, which have read these tokens.
-        listeners: of theirs.
+        listeners: of the layers that look, by number.
         count: tokens of the question.
         archive: that holds the blocks.
         extents: the blocks, some of which may be lost.
@@ -123,17 +128,23 @@ def rank(
 
 
 def _largest_weights(
-    layers: List[CompressedKVCache], listeners: List[Listener], count: int, archive: ArchiveFile, extents: List[Extent]
+    layers: List[CompressedKVCache],
+    listeners: dict[int, Listener],
+    count: int,
+    archive: ArchiveFile,
+    extents: List[Extent],
 ) -> np.ndarray:
     """The largest weight of each block under this rank's heads, float64 [N]."""
+    order = sorted(range(len(extents)), key=lambda i: len(extents[i].positions))  # blocks of one size go together
+    tiles = _tiles([extents[i] for i in order])
     best = np.zeros(len(extents))
-    for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True)):
-        queries = listener.last(count)
+    for number, listener in listeners.items():
+        layer, queries = layers[number], listener.last(count)
         view = layer.keys_and_values()[0].view
         regions = view.undivided()  # type: ignore[attr-defined]
         _, layout, known = layer.body()
         maxima, totals = [], [np.array(log_sum_exp(queries, regions))]
-        for tile in _tiles(extents):
+        for tile in tiles:
             keys, means = archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]
             conditioning = None
@@ -147,7 +158,7 @@ def _largest_weights(
         with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
             total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
             weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
-            best = np.maximum(best, weights.max(axis=(0, 1)))
+            best[order] = np.maximum(best[order], weights.max(axis=(0, 1)))
     return best
 
 

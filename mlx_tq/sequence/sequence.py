@@ -29,7 +29,7 @@ from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
-from mlx_tq.sequence.recall import Listener, Look, look, positions_of
+from mlx_tq.sequence.recall import Listener, Look, look, looking, positions_of
 from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -85,7 +85,7 @@ class Sequence:
         self.archived: tuple[Extent, ...] = ()
         self.recalled = _NONE
         self._recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
-        self._listeners: list[Listener] = []
+        self._listeners: dict[int, Listener] = {}
         self._asking = False  # a question is read over a copy, in which no round is held
         self._departed: list[np.ndarray] = []
         self._admitted = 0  # the position up to which passes were announced
@@ -194,12 +194,13 @@ class Sequence:
 
     def listen(self, layers: list[CompressedKVCache], *, rounds: bool) -> None:
         """Keep the queries of the passes that follow, for `look`; of no layers: no more. Rounds are held or wait."""
-        self._listeners = [Listener() for _ in layers]
+        self._listeners = {number: Listener() for number in looking(len(layers))}
         self._asking = not rounds
 
     def listener(self, number: int) -> Hear | None:
         """What hears the queries of layer `number`, or None."""
-        return self._listeners[number].hear if self._listeners else None
+        found = self._listeners.get(number)
+        return None if found is None else found.hear
 
     def look(self, layers: list[CompressedKVCache], count: int, most: int, *, back: bool = False) -> Look:
         """The archived blocks by what the last `count` tokens would make of them, and the best of them.
