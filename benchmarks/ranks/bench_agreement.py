@@ -23,7 +23,6 @@ from mlx_tq.ranks.group import Ranks, join
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
-from mlx_tq.sequence.recall import choose
 from mlx_tq.sequence.sequence import Sequence
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -92,7 +91,7 @@ def look(layers: list[CompressedKVCache], sequence: Sequence, ranks: Ranks, live
         assert hear is not None
         hear(mx.random.normal((1, 2, QUERIES, 128), key=mx.random.key(7)), 0.1)
     counted = Counted(ranks)
-    sequence.exchange(layers, choose(sequence.rank(layers, QUERIES), layers[0].spec.prefix, 128))
+    sequence.exchange(layers, sequence.look(layers, QUERIES, 128).chosen)
     return counted.row(what="look", archived=len(sequence.archived), live=live)
 
 

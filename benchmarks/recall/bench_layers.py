@@ -24,14 +24,15 @@ from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import recall, release
 from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
 from mlx_tq.policies import EvictConfig
+from mlx_tq.sequence import recall as search
 from mlx_tq.sequence import sequence
-from mlx_tq.sequence.recall import rank
+from mlx_tq.sequence.recall import looking, rank
 
 MOST = 4  # layers that are chosen
-WAYS = ("keys", "box, rotated", "box", "every other query", "every fourth query")
+WAYS = ("keys", "box, rotated", "box", "every other query", "the other queries")
 
 
-_FEW = ("every other", "every fourth")  # layers, with fewer queries too
+_FEW = ("every other", "middle half")  # layers, with fewer queries too
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def scores_of(
     weights = np.array(found.each) - total[..., None]
     exact = weights.max(axis=(0, 1))
     thin = weights.reshape(weights.shape[0], -1, queries.shape[2], len(sizes))[:, :, ::-1]  # the last one first
-    fewer = [thin[:, :, ::step].max(axis=(0, 1, 2)) for step in (2, 4)]
+    fewer = [thin[:, :, first::2].max(axis=(0, 1, 2)) for first in (0, 1)]
     starts, heads = np.cumsum([0, *sizes[:-1]]), words.shape[0]
     packed = grouped(queries, heads, layout, conditioning)[0], decode_rotated(layout.key, keys, conditioning)[0]
     plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, conditioning)[0]
@@ -99,17 +100,17 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
             ids = tokenizer.encode(question + "<|im_start|>assistant\n", add_special_tokens=False)
             seen: dict[str, Any] = {}
 
-            def ranked(layers, listeners, count, archive, extents, seen=seen):  # type: ignore[no-untyped-def]
+            def ranked(layers, listeners, count, archive, extents, ranks, seen=seen):  # type: ignore[no-untyped-def]
                 archive.settle()
                 sizes = [len(extent.positions) for extent in extents]
                 each = [
                     scores_of(layer, listener.last(count), *archive.keys(extents, number), sizes)
-                    for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True))
+                    for number, (layer, listener) in enumerate(zip(layers, listeners.values(), strict=True))
                 ]
                 seen.update(each=each, extents=extents)
-                return rank(layers, listeners, count, archive, extents)
+                return rank(layers, listeners, count, archive, extents, ranks)
 
-            with mock.patch.object(sequence, "rank", ranked):
+            with mock.patch.object(search, "rank", ranked), mock.patch.object(sequence, "looking", range):
                 recall(model, caches, ids, STEP)
             release(caches)
             evidence = np.array([np.any((e.positions >= span[0]) & (e.positions < span[1])) for e in seen["extents"]])
@@ -133,6 +134,7 @@ def by_layers(found: Sequence[Look]) -> dict[str, list[int]]:
     count = len(found[0].scores["keys"])
     every = range(count)
     sets = {"all": every, "every other": every[::2], "every fourth": every[::4]}
+    sets |= {"middle half": looking(count), "third quarter": range(count // 2, -(-3 * count // 4))}
     sets |= {"first half": every[: count // 2], "second half": every[count // 2 :]}
     ranks = {name: [look.place(layers) for look in found] for name, layers in sets.items()}
     ranks |= {f"layer {layer}": [look.place([layer]) for look in found] for layer in every}

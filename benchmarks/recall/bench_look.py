@@ -3,13 +3,14 @@
 Layers of the model's own shape are filled with random keys and values, all but the budget is evicted, and the latest
 64 tokens' queries look. The steps are the model's own over as many live tokens.
 
-python benchmarks/recall/bench_look.py --model smollm2 --archived 10000,100000
+python benchmarks/recall/bench_look.py --models smollm2 --archived 10000,100000
 """
 
 import argparse
 import json
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mlx_tq.policies import EvictConfig
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
 from mlx_tq.sequence.plan import Plan
+from mlx_tq.sequence.recall import looking
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIVE, STEP, ROUNDS = 512, 512, 5
@@ -59,17 +61,17 @@ def look(caches: list[Any], plan: Plan, heads: int) -> tuple[float, int]:
     sequence.archive.settle()
     sequence.listen(layers, rounds=True)
     for planned in plan.layers:
+        hear = sequence.listener(planned.slot.index)
+        if hear is None:
+            continue
         queries = mx.random.normal((1, heads, RECALL_EVERY, planned.slot.key_dim))
         mx.eval(queries)
-        hear = sequence.listener(planned.slot.index)
-        assert hear is not None
         hear(queries, 0.125)
     began = time.perf_counter()
-    sequence.rank(layers, RECALL_EVERY)
+    sequence.look(layers, RECALL_EVERY, LIVE)
     seconds = time.perf_counter() - began
-    nbytes = sum(
-        2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in sequence.archive.shapes
-    )
+    shapes = [sequence.archive.shapes[number] for number in looking(len(layers))]
+    nbytes = sum(2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in shapes)
     return seconds, nbytes
 
 
@@ -89,18 +91,20 @@ def steps(model: Any, config: KVConfig) -> float:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=None)
+    parser.add_argument("--models", default="embedded,smollm2", help="names, joined by commas")
     parser.add_argument("--archived", default="10000,100000", help="tokens in the archive")
     args = parser.parse_args()
-    model, _ = load(args.model, dtype="float32", dequantize=args.model is not None)
-    config = KVConfig()
-    plan, heads = plan_caches(model, config), model.args.num_attention_heads
-    rows = []
-    for archived in map(int, args.archived.split(",")):
+    rows, config = [], KVConfig()
+    for name, archived in product(args.models.split(","), map(int, args.archived.split(","))):
+        model, _ = load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+        plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
         pairs = [(look(caches, plan, heads), steps(model, config)) for _ in range(ROUNDS)]
         taken, between = (float(np.median(each)) for each in zip(*((a, b) for (a, _), b in pairs), strict=True))
         row = {
+            "model": name,
+            "layers": len(plan.layers),
+            "looking": len(looking(len(plan.layers))),
             "archived": archived,
             "look_ms": 1000 * taken,
             "nbytes": pairs[0][0][1],
@@ -109,11 +113,10 @@ def main() -> None:
         }
         print(f"{archived:,} tokens: {row}")
         rows.append(row)
-    about = {
-        "model": args.model or "embedded",
-        "command": f"python benchmarks/recall/bench_look.py --model {args.model}",
-    }
-    (RESULTS / "recall_look.json").write_text(json.dumps({**about, **environment(), "rows": rows}, indent=1) + "\n")
+    about = {"command": f"python benchmarks/recall/bench_look.py --models {args.models} --archived {args.archived}"}
+    (RESULTS / "recall_look.json").write_text(
+        json.dumps({**about, "environment": environment(), "rows": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of recall, from recall.json."""
+"""The tables of recall: what comes back, what a look costs, and which layers it needs."""
 
 from collections.abc import Callable
 from statistics import mean
@@ -29,6 +29,40 @@ def recall() -> Table:
     return Table("recall.json", about["command"], machine(about), columns, rows, model=model)
 
 
+def looks() -> Table:
+    """What a look of 64 queries takes beside the 64 steps between two looks."""
+    about = report("recall_look.json")
+    rows = [
+        [
+            row["model"],
+            f"{row['looking']} of {row['layers']}",
+            f"{row['archived']:,}",
+            f"{row['nbytes'] / 1e6:.1f} MB",
+            f"{row['look_ms']:,.0f} ms",
+            f"{row['steps_ms']:,.0f} ms",
+            f"{100 * row['share']:.0f} %",
+        ]
+        for row in about["rows"]
+    ]
+    columns = ["model", "layers that look", "archived tokens", "keys read", "a look", "64 steps", "of them"]
+    return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
+
+
+def layers() -> Table:
+    """Where the evidence ranks by what looks."""
+    about = report("recall_layers.json")
+    names = ("all", "every other", "every fourth", "middle half", "third quarter", "first half", "second half")
+    names += tuple(f"all, {way}" for way in ("every other query", "the other queries", "box, rotated", "box"))
+    places = about["ranks"]
+    rows = [
+        [name, f"{sum(place == 0 for place in places[name])} of {len(places[name])}", str(max(places[name]))]
+        for name in names
+    ]
+    model = f"{about['model']}, float32, prefix 32, window 64, {about['key']}/{about['value']}"
+    columns = ["layers that look", "evidence first", "worst rank"]
+    return Table("recall_layers.json", about["command"], machine(about), columns, rows, model=model)
+
+
 def _share(rows: list[Record], holds: Callable[[Record], bool]) -> str:
     return f"{sum(map(holds, rows))} of {len(rows)}"
 
@@ -38,4 +72,4 @@ def _answers(rows: list[Record], arm: str) -> str:
     return f"{sum(row[arm] for row in rows)} ({mean(row[f'{arm}_log'] for row in rows):.1f})"
 
 
-TABLES: dict[str, Callable[[], Table]] = {"recall": recall}
+TABLES: dict[str, Callable[[], Table]] = {"recall": recall, "recall_look": looks, "recall_layers": layers}

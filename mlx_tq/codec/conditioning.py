@@ -59,7 +59,10 @@ class Conditioning:
 
     def of_rows(self, tokens: int) -> mx.array:
         """The mean of each of the first rows, fp32 [B, H, tokens, D]."""
-        return mx.take(self.means, self.which(tokens), axis=2).astype(mx.float32)
+        batch, heads, count, dim = self.means.shape
+        which = mx.arange(batch * heads, dtype=mx.int32)[:, None] * count + self.which(tokens)
+        rows = mx.take(self.means.reshape(-1, dim), which, axis=0)  # along axis 2 a CPU takes 20 times as long
+        return rows.reshape(batch, heads, tokens, dim).astype(mx.float32)
 
 
 class Means(NamedTuple):

@@ -8,7 +8,6 @@ import numpy as np
 
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import choose
 from mlx_tq.sequence.sequence import Sequence as Layers
 
 # Tokens between two looks, whose queries the next one asks with.
@@ -64,8 +63,7 @@ class Looks:
         layers = sequence_layers(self._caches)
         spec, seen = layers[0].spec, layers[0].offset
         asking = max(1, min(self._every, spec.window))  # all of them are in the window
-        ranked = self._sequence.rank(layers, asking, back=True)
-        found = choose(ranked, spec.prefix, self._sequence.plan.recall_tokens(seen))
+        found = self._sequence.look(layers, asking, self._sequence.plan.recall_tokens(seen), back=True).chosen
         self.positions += self._sequence.exchange(layers, list(dict.fromkeys([*self._stays, *found]))).tolist()
         now = time.perf_counter()
         took, steps = now - began, (began - self._began) / self._since

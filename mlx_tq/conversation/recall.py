@@ -14,7 +14,7 @@ from mlx_tq.rescue.wire import Range
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import compressed_caches, sequence_in, sequence_layers
-from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, choose, holding, positions_of
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, holding, positions_of
 
 # Tokens at the end of a prompt that are its question, at least.
 SHORTEST_QUESTION = 32
@@ -153,8 +153,8 @@ def recall(
     asking.listen(layers, rounds=False)
     with compressed(model):
         read(model, fork, question, step)
-    ranked = asking.rank(layers, len(question))
-    found, beside = choose(ranked, layers[0].spec.prefix, most), named_blocks(caches, named)
+    ranked, found = asking.look(layers, len(question), most)
+    beside = named_blocks(caches, named)
     if found or beside:
         sequence.recall(sequence_layers(caches), dict.fromkeys([*found, *beside]))
     queries, meaning = (np.intersect1d(positions_of(each), sequence.recalled) for each in (found, beside))

@@ -1,9 +1,9 @@
 """The archive: every packed row that left a sequence, in a file that nobody else can open.
 
-The file is unlinked as soon as it is open, so nothing stays behind, however the process ends. A thread of its own
-writes; whoever hands rows over never waits for it. What it cannot take (a full disk, a queue that is longer than the
-disk is fast) is lost to recall, counted, and said once; the conversation goes on. At its limit the blocks that were
-recalled least leave it, the oldest first.
+The file has no name, or on systems that cannot do that loses it as soon as it is open: nothing stays behind, however
+the process ends. A thread of its own writes; whoever hands rows over never waits for it. What it cannot take (a full
+disk, a queue that is longer than the disk is fast) is lost to recall, counted, and said once; the conversation goes on.
+At its limit the blocks that were recalled least leave it, the oldest first.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ class ArchiveFile:
         self._refused = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file, name = tempfile.mkstemp(prefix="mlx_tq-archive-", dir=folder)
-            Path(name).unlink()
+            with tempfile.TemporaryFile(prefix="mlx_tq-archive-", dir=folder) as file:
+                self._file = os.dup(file.fileno())
             self.limit = default_limit(folder) if limit is None else limit
         except OSError as error:
             self._file, self.limit = -1, 0
@@ -175,6 +175,19 @@ class ArchiveFile:
         except OSError as error:
             raise CacheFormatError(f"a block of packed rows cannot be read: {error.strerror}. It is lost.") from error
 
+    def undamaged(self, extent: Extent) -> Block | None:
+        """A block, if the archive has it and it can be read."""
+        with contextlib.suppress(CacheFormatError):
+            return None if extent.lost else self.read(extent)
+        return None
+
+    def drop_damaged(self, extents: Iterable[Extent]) -> None:
+        """Have those of some blocks leave that cannot be read, which is said."""
+        damaged = [extent for extent in extents if not extent.lost and self.undamaged(extent) is None]
+        for extent in damaged:
+            extent.leave()
+        self.say_damaged(len(damaged))
+
     def raw(self, extent: Extent) -> bytes:
         """A block as it is in the file, not checked; shorter where the disk gives no more."""
         with contextlib.suppress(OSError):
@@ -189,6 +202,12 @@ class ArchiveFile:
     def warn(self, message: str) -> None:
         """Have something said to the user, if nothing is yet."""
         self.warning = self.warning or message
+
+    def say_damaged(self, blocks: int) -> None:
+        """Have it said that so many blocks cannot be read, if any."""
+        if blocks:
+            what = "1 block is damaged: what it" if blocks == 1 else f"{blocks} blocks are damaged: what they"
+            self.warn(f"of the archive {what} held cannot be recalled. The conversation goes on.")
 
     def take_warning(self) -> str | None:
         """What a user should know, once."""

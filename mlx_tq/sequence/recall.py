@@ -4,6 +4,7 @@ A question is read over a copy of the cache, its queries are kept, and each arch
 attention weight that any query of any head and layer would give one of its tokens. Maxima find evidence; sums do not.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as List
@@ -24,6 +25,11 @@ from mlx_tq.sequence.archive import ArchiveFile, Extent
 LONGEST_QUESTION = 256
 # Archived tokens scored at a time, a layer.
 TILE = 4096
+
+
+def looking(count: int) -> range:
+    """Numbers of the layers, of so many, whose queries look into the archive: the middle half finds what all find."""
+    return range(count // 4, -(-3 * count // 4))
 
 
 @dataclass
@@ -55,9 +61,46 @@ class Scored(NamedTuple):
     score: float
 
 
+class Look(NamedTuple):
+    """What a look found.
+
+    ranked: the archived blocks, best first. chosen: of these the ones that should be back, all of them whole.
+    """
+
+    ranked: list[Scored]
+    chosen: list[Extent]
+
+
+def look(
+    layers: List[CompressedKVCache],
+    listeners: dict[int, Listener],
+    count: int,
+    archive: ArchiveFile,
+    extents: List[Extent],
+    ranks: Ranks,
+    most: int,
+) -> Look:
+    """The blocks by `rank`, and those of up to `most` tokens that should be back; for the others see there.
+
+    Keys are scored unchecked. If one of the chosen blocks is damaged, or what it holds gave no number, all blocks are
+    checked and scored once more: in the sums of all weights it took part.
+    """
+
+    def found() -> Look:
+        ranked = rank(layers, listeners, count, archive, extents, ranks)
+        return Look(ranked, choose(ranked, layers[0].spec.prefix, most))
+
+    first = found()
+    numbers = all(math.isfinite(piece.score) for piece in first.ranked)
+    if not any(ranks.any([not numbers, *(archive.undamaged(extent) is None for extent in first.chosen)])):
+        return first
+    archive.drop_damaged(extents)
+    return found()
+
+
 def rank(
     layers: List[CompressedKVCache],
-    listeners: List[Listener],
+    listeners: dict[int, Listener],
     count: int,
     archive: ArchiveFile,
     extents: List[Extent],
@@ -67,7 +110,7 @@ def rank(
 
     Args:
         layers: of a sequence, by number, which have read these tokens.
-        listeners: of theirs.
+        listeners: of the layers that look, by number.
         count: tokens of the question.
         archive: that holds the blocks.
         extents: the blocks, some of which may be lost.
@@ -85,17 +128,23 @@ def rank(
 
 
 def _largest_weights(
-    layers: List[CompressedKVCache], listeners: List[Listener], count: int, archive: ArchiveFile, extents: List[Extent]
+    layers: List[CompressedKVCache],
+    listeners: dict[int, Listener],
+    count: int,
+    archive: ArchiveFile,
+    extents: List[Extent],
 ) -> np.ndarray:
     """The largest weight of each block under this rank's heads, float64 [N]."""
+    order = sorted(range(len(extents)), key=lambda i: len(extents[i].positions))  # blocks of one size go together
+    tiles = _tiles([extents[i] for i in order])
     best = np.zeros(len(extents))
-    for number, (layer, listener) in enumerate(zip(layers, listeners, strict=True)):
-        queries = listener.last(count)
+    for number, listener in listeners.items():
+        layer, queries = layers[number], listener.last(count)
         view = layer.keys_and_values()[0].view
         regions = view.undivided()  # type: ignore[attr-defined]
         _, layout, known = layer.body()
         maxima, totals = [], [np.array(log_sum_exp(queries, regions))]
-        for tile in _tiles(extents):
+        for tile in tiles:
             keys, means = archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]
             conditioning = None
@@ -106,9 +155,10 @@ def _largest_weights(
             found = recall_score(queries, encoded, layout, conditioning, sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total))
-        total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
-        weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
-        best = np.maximum(best, weights.max(axis=(0, 1)))
+        with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
+            total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
+            weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
+            best[order] = np.maximum(best[order], weights.max(axis=(0, 1)))
     return best
 
 

@@ -8,7 +8,6 @@ together again.
 import json
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
-from mlx_tq.sequence.recall import Listener, Scored, positions_of, rank
+from mlx_tq.sequence.recall import Listener, Look, look, looking, positions_of
 from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -86,7 +85,7 @@ class Sequence:
         self.archived: tuple[Extent, ...] = ()
         self.recalled = _NONE
         self._recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
-        self._listeners: list[Listener] = []
+        self._listeners: dict[int, Listener] = {}
         self._asking = False  # a question is read over a copy, in which no round is held
         self._departed: list[np.ndarray] = []
         self._admitted = 0  # the position up to which passes were announced
@@ -194,26 +193,28 @@ class Sequence:
         return self.archive
 
     def listen(self, layers: list[CompressedKVCache], *, rounds: bool) -> None:
-        """Keep the queries of the passes that follow, for `rank`; of no layers: no more. Rounds are held or wait."""
-        self._listeners = [Listener() for _ in layers]
+        """Keep the queries of the passes that follow, for `look`; of no layers: no more. Rounds are held or wait."""
+        self._listeners = {number: Listener() for number in looking(len(layers))}
         self._asking = not rounds
 
     def listener(self, number: int) -> Hear | None:
         """What hears the queries of layer `number`, or None."""
-        return self._listeners[number].hear if self._listeners else None
+        found = self._listeners.get(number)
+        return None if found is None else found.hear
 
-    def rank(self, layers: list[CompressedKVCache], count: int, *, back: bool = False) -> list[Scored]:
-        """The archived blocks by what the last `count` tokens would make of them, best first.
+    def look(self, layers: list[CompressedKVCache], count: int, most: int, *, back: bool = False) -> Look:
+        """The archived blocks by what the last `count` tokens would make of them, and the best of them.
 
         Args:
             layers: all of the sequence, by number; they have read these tokens since `listen`.
             count: tokens of the question, all of them in the window.
+            most: tokens of the best blocks and their neighbours.
             back: also those that are back, which count twice in the sum of all weights, for all blocks alike.
         """
         extents = [extent for extent in self.archived if back or extent.positions[0] not in self.recalled]
         if self.archive is None or not extents:
-            return []
-        return rank(layers, self._listeners, count, self.archive, extents, self.ranks)
+            return Look([], [])
+        return look(layers, self._listeners, count, self.archive, extents, self.ranks, most)
 
     def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
         """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
@@ -242,8 +243,8 @@ class Sequence:
         assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
         self.archive.settle()
         wanted = list(extents)
-        found = [None if extent.lost else self._undamaged(extent) for extent in wanted]
-        self._say_damaged(sum(not extent.lost for extent, block in zip(wanted, found, strict=True) if block is None))
+        found = [self.archive.undamaged(extent) for extent in wanted]
+        self.archive.drop_damaged(extent for extent, block in zip(wanted, found, strict=True) if block is None)
         missing = self.ranks.any([block is None for block in found])
         gone = [extent for extent, is_missing in zip(wanted, missing, strict=True) if is_missing]
         self.archived = tuple(extent for extent in self.archived if extent not in gone)
@@ -260,13 +261,6 @@ class Sequence:
         self.recalled = np.union1d(self.recalled, back)
         self.ranks.check("what comes back", self.recalled, layers[0].positions)
         return len(back)
-
-    def _undamaged(self, extent: Extent) -> Block | None:
-        """A block of the archive, if it can be read."""
-        assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
-        with suppress(CacheFormatError):
-            return self.archive.read(extent)
-        return None
 
     def release(self, layers: list[CompressedKVCache]) -> None:
         """Let what was recalled leave again."""
@@ -346,12 +340,8 @@ class Sequence:
                 extent.recalls = self._recalls.get(number, 0)
                 found.append(extent)
         self.archived = tuple(extent for extent in found if not extent.lost)
-        self._say_damaged(damaged)
-
-    def _say_damaged(self, blocks: int) -> None:
-        if blocks and self.archive is not None:
-            what = "1 block is damaged: what it" if blocks == 1 else f"{blocks} blocks are damaged: what they"
-            self.archive.warn(f"of the archive {what} held cannot be recalled. The conversation goes on.")
+        if self.archive is not None:
+            self.archive.say_damaged(damaged)
 
     def _packed(self, layer: CompressedKVCache) -> PackedLayer:
         calibrator = self.calibrators.get(layer.number)

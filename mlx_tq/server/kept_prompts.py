@@ -1,12 +1,14 @@
 """Caches of prompts and answers in memory, kept for requests that begin as they do."""
 
+import logging
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.conversation.recall import release
+from mlx_tq.conversation.recall import archive_warning, release
 from mlx_tq.errors import CacheFormatError
 
+log = logging.getLogger(__name__)
 _ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, has ours
 
 
@@ -40,6 +42,8 @@ class KeptPrompts:
     def keep(self, tokens: list[int], caches: list[Any], kind: str) -> None:
         """Keep caches that have read `tokens`; `kind` is the role of what was read last."""
         release(caches)
+        if warning := archive_warning(caches):
+            log.warning(warning)
         self._kept.insert_cache(_ONE_MODEL, list(tokens), caches, cache_type=kind)
 
     def find(self, ids: list[int]) -> tuple[list[Any] | None, int]:

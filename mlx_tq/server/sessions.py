@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
-from mlx_tq.conversation.recall import NOWHERE, live_positions, named_blocks
+from mlx_tq.conversation.recall import NOWHERE, archive_warning, live_positions, named_blocks
 from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
 from mlx_tq.rescue import RescueClient
 from mlx_tq.sequence.passes import sequence_in
@@ -210,9 +210,9 @@ class Sessions:
         kept.heard = None if answer is None else [*turn.messages, answer]
         self._measure()
         self._metrics.rescued_tokens.inc(len(turn.rehydration.ids))
-        warning = self._client.take_warning() if self._client else None
-        if warning:
-            log.warning(warning)
+        for warning in (archive_warning(left.caches), self._client.take_warning() if self._client else None):
+            if warning:
+                log.warning(warning)
 
     def forget(self) -> None:
         """Have the service delete what no session needs any more; what it does not now is tried again the next time."""

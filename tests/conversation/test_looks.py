@@ -11,7 +11,6 @@ from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.recall import release
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import choose
 
 MOST, EVERY = 96, 8
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
@@ -38,8 +37,8 @@ def test_the_latest_queries_decide_what_is_back(exact):
             if looks._since + 1 >= looks._next:  # the look comes with this token
                 twin = copy.deepcopy(caches)
                 sequence_in(twin)._listeners = sequence._listeners
-                ranked = sequence_in(twin).rank(sequence_layers(twin), EVERY, back=True)
-                wanted = np.concatenate([extent.positions for extent in choose(ranked, 16, MOST)])
+                found = sequence_in(twin).look(sequence_layers(twin), EVERY, MOST, back=True)
+                wanted = np.concatenate([extent.positions for extent in found.chosen])
             looks.token()
             if looks.count > looked:
                 looked = looks.count

@@ -18,7 +18,6 @@ from mlx_tq.sequence import sequence as sequences
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import choose
 
 from .together import run
 
@@ -127,7 +126,7 @@ def read(model, caches, tokens, found):
             found.append(caches[0].positions.tobytes())
         if sequence.archived and start % 3 == 0:
             layers = sequence_layers(caches)
-            sequence.exchange(layers, choose(sequence.rank(layers, 20, back=True), 4, 64))
+            sequence.exchange(layers, sequence.look(layers, 20, 64, back=True).chosen)
             found.append(caches[0].positions.tobytes())
 
 

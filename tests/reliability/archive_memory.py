@@ -14,6 +14,7 @@ from mlx_tq.policies.config import Budget
 from mlx_tq.sequence.build import make_cache
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.passes import before_pass
+from mlx_tq.sequence.recall import looking
 from mlx_tq.sequence.sequence import Sequence
 
 LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
@@ -43,12 +44,12 @@ def main(archived):
             sequence.archive.settle()  # what waits to be written has a bound of its own
     del pair, view
     sequence.listen(caches, rounds=True)
-    for number in range(LAYERS):
+    for number in looking(LAYERS):
         sequence.listener(number)(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    found = sequence.rank(caches, ASKING)
+    found = sequence.look(caches, ASKING, LIVE).ranked
     peak = mx.get_peak_memory() - before
     sequence.listen([], rounds=True)
     gc.collect()

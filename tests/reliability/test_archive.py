@@ -1,18 +1,22 @@
 """What can happen to an archive costs what it held, never a wrong token, and leaves no file behind."""
 
+import json
 import os
 import resource
 import signal
 import subprocess
 import time
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from commands.tools import command, environment, facts
 
 from mlx_tq import EvictConfig, KVConfig, Session
+from mlx_tq.cache.blocks import keys_start
+from mlx_tq.cli import main
 from mlx_tq.sequence.passes import sequence_in
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
@@ -45,14 +49,11 @@ def limited(nbytes):
     return replace(CONFIG, evict=replace(EVICT, archive_limit=nbytes))
 
 
-def damage(session):
-    """Change a byte of every block."""
+def written(session):
+    """The archive, and its blocks, all of which are in the file."""
     sequence = sequence_in(session.cache)
     sequence.archive.settle()
-    for extent in sequence.archived:
-        at = extent.start + extent.size - 1
-        byte = os.pread(sequence.archive._file, 1, at)[0]
-        os.pwrite(sequence.archive._file, bytes([byte ^ 1]), at)
+    return sequence.archive, sequence.archived
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +76,11 @@ def test_without_a_fault_rows_come_back(exact, folder, lost):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", ["full disk", "damaged blocks", "read-only folder", "limit"])
+@pytest.mark.parametrize("fault", ["full disk", "read-only folder", "limit"])
 def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(exact, folder, lost, fault, monkeypatch):
     if fault == "full disk":
         with files_of_at_most(1):
             ids, turn, warned = converse(exact, CONFIG)
-    elif fault == "damaged blocks":
-        ids, turn, warned = converse(exact, CONFIG, damage)
     elif fault == "limit":
         ids, turn, warned = converse(exact, limited(1000))
     else:
@@ -108,30 +107,120 @@ def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(exact, f
         assert session.turns[-1].recalled == turn.recalled
 
 
-def archives(pid):
-    """Archives that a process has open."""
-    links = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # others come and go
-            links.append(str(each.readlink()))
-    return [link for link in links if "mlx_tq-archive-" in link]
+@dataclass
+class Found:
+    """A block that a question brings back, by its first position; and where each block ends in the file."""
+
+    first: int
+    ends: list[int]
+
+
+@pytest.fixture(scope="module")
+def found(exact):
+    """In a conversation without a fault."""
+    ends = []
+    _, turn, _ = converse(exact, CONFIG, lambda session: ends.extend(e.start + e.size for e in written(session)[1]))
+    return Found(turn.recalled[0], sorted(ends))
+
+
+def block_of(session, found):
+    """The archive, and that block."""
+    archive, blocks = written(session)
+    return archive, next(extent for extent in blocks if extent.positions[0] == found.first)
+
+
+@pytest.fixture(scope="module")
+def without(exact, found):
+    """Tokens and last turn of a conversation that has not that block."""
+    ids, turn, _ = converse(exact, CONFIG, lambda session: block_of(session, found)[1].leave())
+    return ids, turn.recalled
+
+
+# What is written where: into a block's last value, or the scale of its first q8 key (head size 128).
+DAMAGES = {"value": (-2, b"??"), "no number": (128, b"\0\x7e"), "largest number": (128, b"\xff\x7b")}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exact, folder, found, without, how):
+    """One that the question asks for: what it seems to hold decides nothing about the others."""
+    at, data = DAMAGES[how]
+
+    def damage_one(session):
+        archive, block = block_of(session, found)
+        begin = block.size if at < 0 else keys_start(len(block.positions))
+        os.pwrite(archive._file, data, block.start + begin + at)
+
+    ids, turn, warned = converse(exact, CONFIG, damage_one)
+    assert (ids, turn.recalled) == without
+    assert turn.recalled
+    assert warned == ["of the archive 1 block is damaged: what it held cannot be recalled. The conversation goes on."]
+
+
+def test_where_every_block_is_damaged_only_what_leaves_later_comes_back(exact, folder):
+    def lose(session, leave):
+        archive, blocks = written(session)
+        for extent in blocks:
+            extent.leave() if leave else os.pwrite(archive._file, b"??", extent.start + extent.size - 2)
+            gone.update(extent.positions.tolist())
+
+    gone = set()
+    wanted, without, _ = converse(exact, CONFIG, partial(lose, leave=True))
+    ids, turn, warned = converse(exact, CONFIG, partial(lose, leave=False))
+    assert (ids, turn.recalled) == (wanted, without.recalled)
+    assert not gone & set(turn.recalled)
+    assert len(warned) == 1
+    assert "blocks are damaged: what they held cannot be recalled" in warned[0]
+
+
+def test_of_a_disk_that_fills_the_tokens_are_those_of_an_archive_of_what_fits(exact, folder, found):
+    room, stack = found.ends[len(found.ends) // 2], ExitStack()
+
+    def fill(session):
+        for extent in written(session)[1]:
+            if extent.start + extent.size > room:
+                extent.leave()
+        stack.enter_context(files_of_at_most(room))
+
+    with stack:
+        wanted, fits, _ = converse(exact, CONFIG, fill)
+    with files_of_at_most(room):
+        ids, turn, warned = converse(exact, CONFIG)
+    assert (ids, turn.recalled) == (wanted, fits.recalled)
+    assert turn.recalled
+    assert len(warned) == 1
+    assert "cannot be archived (File too large)" in warned[0]
+
+
+def archive_of(run, folder):
+    """The archive that a process has open, once it has; no folder lists it."""
+    while run.poll() is None:
+        for each in Path(f"/proc/{run.pid}/fd").iterdir():
+            with suppress(OSError):  # others come and go
+                name = str(each.readlink())
+                if name.startswith(f"{folder}/"):
+                    assert name.endswith("(deleted)")
+                    return name
+        time.sleep(0.01)
+    raise AssertionError(f"it ended: {run.stdout.read()}")
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are seen in /proc, which only Linux has")
-def test_two_that_are_killed_leave_no_file(folder, tmp_path):
-    words = ["generate", "-p", TEXT * 4, "-m", 2000, "--ignore-chat-template", "--kv-evict", "recency"]
-    words += ["--kv-budget", 200, "--kv-prefix", 16, "--kv-window", 32, "--kv-recall", "auto"]
-    line = command(*words, "--prefill-step-size", 64)
-    runs = [subprocess.Popen(line, env=environment(), stdout=-3, stderr=-3) for _ in range(2)]
-    try:
-        while not all(found := [archives(run.pid) for run in runs]):
-            assert all(run.poll() is None for run in runs)
-            time.sleep(0.05)
-        names = {name for each in found for name in each}
-        assert len(names) == 2
-        assert all(name.endswith("(deleted)") for name in names)
-    finally:
-        for run in runs:
-            run.send_signal(signal.SIGKILL)
-            run.wait()
+def test_two_at_once_have_archives_of_their_own_and_one_that_is_killed_leaves_no_file(folder, popen, capsys):
+    """A chat is killed while it answers; what the other one generates is, to the token, what it does alone."""
+    cache = ["--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 128, "--kv-recall", 64]
+    cache += ["--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 64, "--dtype", "float32"]
+    words = ["generate", "-p", TEXT + QUESTION, "-m", 100, "--ignore-chat-template", "--json", *cache]
+    pipes = {"env": environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    chat = popen(command("chat", "-m", 2000, *cache), **pipes)
+    print(TEXT, file=chat.stdin, flush=True)
+    own = archive_of(chat, folder)
+    other = popen(command(*words), **pipes)
+    assert archive_of(other, folder) != own
+    chat.kill()
+    together = json.loads(other.communicate()[0])
+    assert main([str(word) for word in words]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert together["text"] == alone["text"]
+    assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
+    assert chat.wait() == -signal.SIGKILL
     assert list(folder.iterdir()) == []

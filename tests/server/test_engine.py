@@ -214,6 +214,19 @@ def test_with_eviction(loaded, monkeypatch):
     assert max(length for length, _, _ in kept) > 300 > 250 > max(stored for _, _, stored in kept)
 
 
+def test_an_archive_that_fails_is_logged_once_and_the_tokens_are_those_without_recall(loaded, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # in which root can make nothing either
+    texts = []
+    for recall in ("off", 96):
+        evict = EvictConfig("recency:granularity=16:trigger=32", 100, recall)
+        engine = make_engine(loaded, KVConfig("q8", "tq4", prefix=16, window=32, evict=evict))
+        (events,) = serve(engine, [make_job(300)])
+        texts.append([event.text for event in events if isinstance(event, Piece)])
+    assert texts[0] == texts[1]
+    (said,) = [record.message for record in caplog.records if "archive" in record.message]
+    assert "no file can be made in /sys/mlx_tq" in said
+
+
 @pytest.mark.parametrize("step", [LIMITS["prefill_step_size"], pytest.param(2048, marks=pytest.mark.full)])
 def test_rows_come_back_for_the_question_of_a_request(loaded, step):
     """Of prompts side by side, each its own; before the next one asks they have left again. Also where the whole
