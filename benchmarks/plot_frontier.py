@@ -12,7 +12,13 @@ from benchmarks.tables.conditioned import MODELS
 from benchmarks.tables.frontier import bits, kind, measured
 from benchmarks.tables.markdown import RESULTS
 
-COLOURS = {"conditioned keys": "#08519c", "by layer": "#238b45", "plain keys": "#9ecae1", "others'": "#8a8a8a"}
+COLOURS = {
+    "conditioned keys": "#08519c",
+    "trellis codes": "#d94801",
+    "by layer": "#238b45",
+    "plain keys": "#9ecae1",
+    "others'": "#8a8a8a",
+}
 NAMED = {"affine4_32/affine4_32", "q4_0/q4_0", "affine2_32/affine2_32", "affine8_64/affine8_64"}
 
 

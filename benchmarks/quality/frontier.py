@@ -1,6 +1,6 @@
 """All pairs of formats at their stored bits: this package's, those of mlx-lm's quantised cache, and llama.cpp's q4_0.
 
-python benchmarks/quality/frontier.py {ours,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
+python benchmarks/quality/frontier.py {ours,trellis,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
 
 mlx-lm's codes are asymmetric integers with an fp16 scale and bias for each group of 32 or 64 values; here they take the
 place of a format of the package, behind the same prefix and window, so that codes are compared and nothing else.
@@ -22,6 +22,7 @@ PAIRS = {
         *("q8/q8", "q8/tq4", "q8/tq3", "tq4/tq4", "tq4/tq3", "tq4/tq2"),
         *("tq3/tq4", "tq3/tq3", "tq3/tq2", "tq2/tq3", "tq2/tq2"),
     ],
+    "trellis": ["q8/tcq3", "tcq4/tcq4", "tcq4/tcq3", "tcq3/tcq3", "tcq3/tcq2", "tcq2/tcq2"],
     "layers": [f"{bits:g}bits" for bits in (2.6, 3, 3.4, 3.8, 4.3, 5.3, 6.3)],
     "plain": [f"{name}:plain/{name}" for name in ("q8", "tq4", "tq3", "tq2")],
     "field": [f"{name}:plain/{name}" for name in (*_FIELD, *_OTHERS)],

@@ -9,7 +9,7 @@ from mlx_tq.sequence.allocation import CHOICES
 FULL_BITS = 32  # the models computed in float32
 BY_LAYER = "bits"
 _COMMAND = (
-    "python benchmarks/quality/frontier.py ours+layers+plain+field --kv-prefix 32 --kv-window 64 --length L "
+    "python benchmarks/quality/frontier.py ours+trellis+layers+plain+field --kv-prefix 32 --kv-window 64 --length L "
     "--step 128 --chunks N --dtype float32 [--model M --dequantize]"
 )
 
@@ -29,6 +29,8 @@ def kind(name: str) -> str:
     """Whose codes they are, and how keys are stored."""
     if name.endswith(BY_LAYER):
         return "by layer"
+    if "tcq" in name:
+        return "trellis codes"
     if ":plain" not in name:
         return "conditioned keys"
     return "plain keys" if name.partition(":")[0] in CHOICES else "others'"
@@ -38,7 +40,7 @@ def frontier() -> str:
     """A row for each pair, by kind and then by bits."""
     about = measured()
     names = list(dict.fromkeys(name for found in about.values() for name in found["results"]))
-    kinds = ("conditioned keys", "by layer", "plain keys", "others'")
+    kinds = ("conditioned keys", "trellis codes", "by layer", "plain keys", "others'")
     first = next(iter(about.values()))["results"]
     names.sort(key=lambda name: (kinds.index(kind(name)), bits(first[name]) if name in first else 0))
     rows = [[name.replace(":plain", ""), kind(name), *_cells(name, about)] for name in names]
