@@ -21,6 +21,7 @@ TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.
 DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42
 SHAPE = (2, 2, TOKENS, DIM)
 FORMATS = ("q8", "tq4", "tq3", "tq2")
+SCALED = (*FORMATS[1:], "tcq4", "tcq3", "tcq2")
 
 
 def _gaussian(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -107,7 +108,7 @@ def main() -> None:
                 rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "conditioned": conditioned})
                 print(f"{kind}, {asked}, {name}: {plain:.5f}, conditioned {conditioned:.5f}")
     about = {"command": "python -m benchmarks.quality.adversarial", "environment": environment(), "errors": rows}
-    about["rules"] = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in FORMATS[1:]]
+    about["rules"] = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in SCALED]
     TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 

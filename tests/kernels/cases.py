@@ -250,12 +250,13 @@ def exact(codec: Codec, encoded: Encoded, conditioning: Conditioning | None = No
 def _on_the_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
     """Levels [..., D] of trellis codes [..., D bits / 16], from the ring's bits one by one."""
     table = double(mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))[str(bits)])
-    of_unit, values = (3, 16) if bits == 3 else (1, 16 // bits)
-    units = words.reshape(*words.shape[:-1], of_unit, -1).swapaxes(-1, -2)
-    ring = (units[..., None] >> np.arange(15, -1, -1) & 1).reshape(*words.shape[:-1], -1)
-    ends = bits * np.arange(1, ring.shape[-1] // bits + 1)
+    lead, count = words.shape[:-1], words.shape[-1]
+    of_unit, values, size = (3, 16, 16 * count // 3) if bits == 3 else (1, 16 // bits, 16 * count // bits)
+    units = words.reshape(*lead, of_unit, count // of_unit).swapaxes(-1, -2)
+    ring = (units[..., None] >> np.arange(15, -1, -1) & 1).reshape(*lead, 16 * count)
+    ends = bits * np.arange(1, size + 1)
     state = sum(ring[..., (ends - 1 - i) % ring.shape[-1]].astype(int) << i for i in range(window))
-    return table[state].reshape(*state.shape[:-1], -1, values).swapaxes(-1, -2).reshape(state.shape)
+    return table[state].reshape(*lead, size // values, values).swapaxes(-1, -2).reshape(*lead, size)
 
 
 def unrotated(codec: Codec, y: np.ndarray, conditioning: Conditioning | None = None) -> np.ndarray:
