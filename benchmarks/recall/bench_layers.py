@@ -24,9 +24,10 @@ from mlx_tq.config import KVConfig
 from mlx_tq.conversation.recall import recall, release
 from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
 from mlx_tq.policies import EvictConfig
+from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence import recall as search
 from mlx_tq.sequence import sequence
-from mlx_tq.sequence.recall import looking, rank
+from mlx_tq.sequence.recall import Question, Scored, looking, rank
 
 MOST = 4  # layers that are chosen
 WAYS = ("keys", "box, rotated", "box", "every other query", "the other queries")
@@ -100,15 +101,18 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
             ids = tokenizer.encode(question + "<|im_start|>assistant\n", add_special_tokens=False)
             seen: dict[str, Any] = {}
 
-            def ranked(layers, listeners, count, archive, extents, ranks, seen=seen):  # type: ignore[no-untyped-def]
-                archive.settle()
+            def ranked(question: Question, ranks: Ranks, seen: dict[str, Any] = seen) -> list[Scored]:
+                question.archive.settle()
+                extents = question.extents
                 sizes = [len(extent.positions) for extent in extents]
                 each = [
-                    scores_of(layer, listener.last(count), *archive.keys(extents, number), sizes)
-                    for number, (layer, listener) in enumerate(zip(layers, listeners.values(), strict=True))
+                    scores_of(layer, listener.last(question.tokens), *question.archive.keys(extents, number), sizes)
+                    for number, (layer, listener) in enumerate(
+                        zip(question.layers, question.listeners.values(), strict=True)
+                    )
                 ]
                 seen.update(each=each, extents=extents)
-                return rank(layers, listeners, count, archive, extents, ranks)
+                return rank(question, ranks)
 
             with mock.patch.object(search, "rank", ranked), mock.patch.object(sequence, "looking", range):
                 recall(model, caches, ids, STEP)

@@ -18,10 +18,14 @@ def words_per_vector(dim: int, bits: int) -> int:
     return dim * bits // 16
 
 
+def planes_of(bits: int) -> int:
+    """Into how many planes codes are cut: as many as one word has, or three words for 3 bits."""
+    return 16 if bits == 3 else 16 // bits
+
+
 def pack(codes: mx.array, bits: int) -> mx.array:
     """Pack codes: uint16 [..., D] -> uint16 [..., D bits / 16]."""
-    count = 16 // bits if bits != 3 else 16
-    planes = list(mx.split(codes.astype(mx.uint16), count, axis=-1))
+    planes = list(mx.split(codes.astype(mx.uint16), planes_of(bits), axis=-1))
     if bits != 3:
         return _shifted_sum(planes, bits)
     words = [_shifted_sum(planes[_THREE * w : _THREE * (w + 1)], bits) for w in range(3)]
@@ -45,7 +49,7 @@ def unpack(words: list[mx.array], bits: int) -> list[mx.array]:
     """The planes of packed words, in dim order: list of uint16 [..., D / planes]. Element-wise on the runs of words."""
     mask = 2**bits - 1
     if bits != 3:
-        return [(words[0] >> (bits * j)) & mask for j in range(16 // bits)]
+        return [(words[0] >> (bits * j)) & mask for j in range(planes_of(bits))]
     planes = [(word >> (bits * j)) & mask for word in words for j in range(_THREE)]
     top = [word >> 15 for word in words]
     return [*planes, top[0] | (top[1] << 1) | (top[2] << 2)]

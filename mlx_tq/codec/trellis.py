@@ -13,6 +13,8 @@ from importlib.resources import files
 
 import mlx.core as mx
 
+from mlx_tq.codec.packing import planes_of
+
 WINDOW = 8
 STATES = 1 << WINDOW
 # Values on either side of the cut that are read to find the state there; all of them would gain 1 to 3 %.
@@ -47,7 +49,7 @@ def encode(x: mx.array, bits: int) -> mx.array:
     """
     if not x.size:
         return x.astype(mx.uint16)
-    per_unit = _values(bits)
+    per_unit = planes_of(bits)
     flat = x.reshape(-1, per_unit, x.shape[-1] // per_unit).swapaxes(-1, -2).reshape(-1, x.shape[-1])
     parts = [ring(flat[i : i + _TOGETHER], levels(bits), bits) for i in range(0, flat.shape[0], _TOGETHER)]
     return mx.concatenate(parts).reshape(flat.shape[0], -1, per_unit).swapaxes(-1, -2).reshape(x.shape)
@@ -110,10 +112,10 @@ def pack(states: mx.array, bits: int) -> mx.array:
     the highest. Of U units, word n of unit u is word n U + u of the vector, and value i of it is dim i U + u. So a
     decoder takes planes of dims from runs of words, as it does of `packing`.
     """
-    mask, per_unit = (1 << bits) - 1, _values(bits)
+    mask, per_unit = (1 << bits) - 1, planes_of(bits)
     units = mx.split(states & mask, per_unit, axis=-1)
     words = []
-    for n in range(_words(bits)):
+    for n in range(planes_of(bits) * bits // 16):
         word = mx.zeros_like(units[0])
         for i, code in enumerate(units):
             shift = 16 * (n + 1) - bits * (i + 1)  # a code may reach over the end of its word
@@ -129,18 +131,8 @@ def unpack(words: list[mx.array], bits: int, axis: int = -1) -> list[mx.array]:
     planes = []
     runs = [before, *words]
     pairs = [(high.astype(mx.uint32) << 16) | low for high, low in zip(runs[:-1], words, strict=True)]
-    for i in range(_values(bits)):
+    for i in range(planes_of(bits)):
         end = bits * (i + 1)
         n = -(-end // 16) - 1  # the word in which the value's bits end
         planes.append(((pairs[n] >> (16 * (n + 1) - end)) & (STATES - 1)).astype(mx.uint16))
     return planes
-
-
-def _values(bits: int) -> int:
-    """Of a unit."""
-    return 16 if bits == 3 else 16 // bits
-
-
-def _words(bits: int) -> int:
-    """Of a unit."""
-    return 3 if bits == 3 else 1

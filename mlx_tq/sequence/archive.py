@@ -181,9 +181,9 @@ class ArchiveFile:
             return None if extent.lost else self.read(extent)
         return None
 
-    def drop_damaged(self, extents: Iterable[Extent]) -> None:
-        """Have those of some blocks leave that cannot be read, which is said."""
-        damaged = [extent for extent in extents if not extent.lost and self.undamaged(extent) is None]
+    def drop(self, extents: Iterable[Extent]) -> None:
+        """Have blocks leave that cannot be read, which is said of those that had not left already."""
+        damaged = [extent for extent in extents if not extent.lost]
         for extent in damaged:
             extent.leave()
         self.say_damaged(len(damaged))

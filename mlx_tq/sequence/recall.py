@@ -61,6 +61,24 @@ class Scored(NamedTuple):
     score: float
 
 
+class Question(NamedTuple):
+    """Who asks what of an archive.
+
+    Attributes:
+        layers: of a sequence, by number, which have read these tokens.
+        listeners: of the layers that look, by number.
+        tokens: how many the question has.
+        archive: that holds the blocks.
+        extents: the blocks, some of which may be lost.
+    """
+
+    layers: List[CompressedKVCache]
+    listeners: dict[int, Listener]
+    tokens: int
+    archive: ArchiveFile
+    extents: List[Extent]
+
+
 class Look(NamedTuple):
     """What a look found.
 
@@ -71,81 +89,59 @@ class Look(NamedTuple):
     chosen: list[Extent]
 
 
-def look(
-    layers: List[CompressedKVCache],
-    listeners: dict[int, Listener],
-    count: int,
-    archive: ArchiveFile,
-    extents: List[Extent],
-    ranks: Ranks,
-    most: int,
-) -> Look:
-    """The blocks by `rank`, and those of up to `most` tokens that should be back; for the others see there.
+def look(question: Question, ranks: Ranks, most: int) -> Look:
+    """The blocks by `rank`, and those of up to `most` tokens that should be back.
 
     Keys are scored unchecked. If one of the chosen blocks is damaged, or what it holds gave no number, all blocks are
     checked and scored once more: in the sums of all weights it took part.
     """
+    archive = question.archive
 
     def found() -> Look:
-        ranked = rank(layers, listeners, count, archive, extents, ranks)
-        return Look(ranked, choose(ranked, layers[0].spec.prefix, most))
+        ranked = rank(question, ranks)
+        return Look(ranked, choose(ranked, question.layers[0].spec.prefix, most))
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
     if not any(ranks.any([not numbers, *(archive.undamaged(extent) is None for extent in first.chosen)])):
         return first
-    archive.drop_damaged(extents)
+    archive.drop(extent for extent in question.extents if archive.undamaged(extent) is None)
     return found()
 
 
-def rank(
-    layers: List[CompressedKVCache],
-    listeners: dict[int, Listener],
-    count: int,
-    archive: ArchiveFile,
-    extents: List[Extent],
-    ranks: Ranks,
-) -> list[Scored]:
-    """Blocks by what the last `count` tokens that were read would make of them, best first; those on all ranks.
+def rank(question: Question, ranks: Ranks) -> list[Scored]:
+    """Blocks by what the last tokens that were read would make of them, best first; those on all ranks.
 
     Args:
-        layers: of a sequence, by number, which have read these tokens.
-        listeners: of the layers that look, by number.
-        count: tokens of the question.
-        archive: that holds the blocks.
-        extents: the blocks, some of which may be lost.
+        question: that was read.
         ranks: whose heads have a say.
     """
-    archive.settle()
+    extents = question.extents
+    question.archive.settle()
     lost = np.array([extent.lost for extent in extents], bool)
     best = np.zeros(len(extents))
     if not lost.all():
         there = [extent for extent in extents if not extent.lost]
-        best[~lost] = _largest_weights(layers, listeners, count, archive, there)
+        best[~lost] = _largest_weights(question._replace(extents=there))
     best, gone = ranks.most(np.stack([best, lost]))
     order = [i for i in np.argsort(-best, kind="stable").tolist() if not gone[i]]
     return [Scored(extents[i], float(best[i])) for i in order]
 
 
-def _largest_weights(
-    layers: List[CompressedKVCache],
-    listeners: dict[int, Listener],
-    count: int,
-    archive: ArchiveFile,
-    extents: List[Extent],
-) -> np.ndarray:
+def _largest_weights(question: Question) -> np.ndarray:
     """The largest weight of each block under this rank's heads, float64 [N]."""
+    extents = question.extents
     order = sorted(range(len(extents)), key=lambda i: len(extents[i].positions))  # blocks of one size go together
     tiles = _tiles([extents[i] for i in order])
     best = np.zeros(len(extents))
-    for number, listener in listeners.items():
-        layer, queries = layers[number], listener.last(count)
+    for number, listener in question.listeners.items():
+        layer, queries = question.layers[number], listener.last(question.tokens)
         view = layer.keys_and_values()[0].view
         regions = view.undivided()  # type: ignore[attr-defined]
         _, layout, known = layer.body()
         maxima, totals = [], [np.array(log_sum_exp(queries, regions))]
         for tile in tiles:
-            keys, means = archive.keys(tile, number)
+            keys, means = question.archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]
             conditioning = None
             if known is not None:

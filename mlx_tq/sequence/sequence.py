@@ -29,7 +29,7 @@ from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
-from mlx_tq.sequence.recall import Listener, Look, look, looking, positions_of
+from mlx_tq.sequence.recall import Listener, Look, Question, look, looking, positions_of
 from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -214,7 +214,7 @@ class Sequence:
         extents = [extent for extent in self.archived if back or extent.positions[0] not in self.recalled]
         if self.archive is None or not extents:
             return Look([], [])
-        return look(layers, self._listeners, count, self.archive, extents, self.ranks, most)
+        return look(Question(layers, self._listeners, count, self.archive, extents), self.ranks, most)
 
     def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
         """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
@@ -244,7 +244,7 @@ class Sequence:
         self.archive.settle()
         wanted = list(extents)
         found = [self.archive.undamaged(extent) for extent in wanted]
-        self.archive.drop_damaged(extent for extent, block in zip(wanted, found, strict=True) if block is None)
+        self.archive.drop(extent for extent, block in zip(wanted, found, strict=True) if block is None)
         missing = self.ranks.any([block is None for block in found])
         gone = [extent for extent, is_missing in zip(wanted, missing, strict=True) if is_missing]
         self.archived = tuple(extent for extent in self.archived if extent not in gone)

@@ -121,9 +121,14 @@ class TurboCodec(Codec):
 
 
 class Turbo(Format):
-    """Packed codes of `bits` bits and an fp16 scale."""
+    """Packed codes of `bits` bits and an fp16 scale.
+
+    Attributes:
+        codec_class: which codes these are.
+    """
 
     bits: ClassVar[int]
+    codec_class: ClassVar[type[TurboCodec]] = TurboCodec
 
     def bytes_per_vector(self, head_dim: int) -> int:
         """Packed codes and two bytes of scale."""
@@ -132,7 +137,7 @@ class Turbo(Format):
     def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
         """The codec; the model's type does not matter."""
         self.check(head_dim)
-        return TurboCodec(head_dim, self.bits, options)
+        return self.codec_class(head_dim, self.bits, options)
 
 
 class TQ4(Turbo):
