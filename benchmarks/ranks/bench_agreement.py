@@ -85,7 +85,7 @@ def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
 
 def look(layers: list[CompressedKVCache], sequence: Sequence, ranks: Ranks, live: int) -> dict[str, Any]:
     """A look into an archive of a few blocks, and what comes back."""
-    sequence.listen(layers, rounds=True)
+    sequence.listen(range(len(layers)), rounds=True)
     for layer in layers:
         hear = sequence.listener(layer.number)
         assert hear is not None

@@ -23,7 +23,7 @@ from mlx_tq.conversation.recall import ready_to_recall, recall
 from mlx_tq.conversation.spans import make_spans, widen
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import Scored, choose, holding, positions_of
+from mlx_tq.sequence.recall import Scored, choose, deciding, holding, positions_of
 
 Span = tuple[int, int]
 # Of a session: spans asked for, and tokens beside them with which their sentences end.
@@ -95,7 +95,7 @@ class Asked:
         opening: tokens that stand before the answer whose log-probability is taken.
         answer: tokens of that answer.
         answers: what a free answer has to hold.
-        most: tokens of a free answer.
+        most: tokens of a free answer; 0 where none is made.
     """
 
     ids: list[int]
@@ -105,22 +105,30 @@ class Asked:
     most: int
 
 
-def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple[bool, float]:
-    """Whether a free answer holds all that is right, and the log-probability of the right answer."""
-    first, said, right = read(model, caches, asked.ids), [], False
-    told, logits = copy.deepcopy(caches), first
-    while (token := int(logits.argmax())) != tokenizer.eos_token_id:
-        said.append(token)
-        text = tokenizer.decode(said)
-        right = all(each in text for each in asked.answers)
-        if right or len(said) == asked.most:
-            break
-        logits = read(model, caches, [token])
+def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple[bool | None, float]:
+    """Whether a free answer holds all that is right, None where none is made; the right one's log-probability."""
+    first = read(model, caches, asked.ids)
+    told = copy.deepcopy(caches)
+    right = free_answer(model, tokenizer, caches, asked, first) if asked.most else None
     ids = [*asked.opening, *asked.answer]
     rows = mx.concatenate([first[None], model(mx.array(ids)[None], cache=told)[0]])[len(asked.opening) : len(ids)]
     chances = rows.astype(mx.float32)
     chances = chances - mx.logsumexp(chances, axis=-1, keepdims=True)
     return right, float(mx.take_along_axis(chances, mx.array(asked.answer)[:, None], axis=-1).sum())
+
+
+def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, logits: mx.array) -> bool:
+    """Whether what the likeliest tokens after the question say holds all that is right."""
+    said: list[int] = []
+    while (token := int(logits.argmax())) != tokenizer.eos_token_id:
+        said.append(token)
+        text = tokenizer.decode(said)
+        if all(each in text for each in asked.answers):
+            return True
+        if len(said) == asked.most:
+            return False
+        logits = read(model, caches, [token])
+    return False
 
 
 def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str:
@@ -140,6 +148,7 @@ class Recalls:
         orders: the archived blocks, best first, by arm.
         found: those that come back, by arm.
         seconds: of the queries' look.
+        deciding: layers that decided it.
     """
 
     caches: list[Any]
@@ -147,6 +156,7 @@ class Recalls:
     orders: dict[str, list[Extent]]
     found: dict[str, list[Extent]]
     seconds: float
+    deciding: int
 
     def with_rows(self, arm: str) -> list[Any]:
         """A copy of the caches in which an arm's blocks are back."""
@@ -195,10 +205,10 @@ def recalls(
         **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
-    chosen = {arm: choose([Scored(e, 0.0) for e in order], layer.spec.prefix, most) for arm, order in orders.items()}
+    chosen = {arm: choose([Scored(e, 0.0, 0) for e in order], layer.spec.prefix, most) for arm, order in orders.items()}
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]
     if name is not None:
         chosen["both"] = list(dict.fromkeys([*chosen["queries"], *name(blocks)]))
     back = set(found.positions)
     assert back == {p for extent in chosen["queries"] for p in extent.positions.tolist()}
-    return Recalls(caches, most, orders, chosen, found.seconds)
+    return Recalls(caches, most, orders, chosen, found.seconds, len(deciding(found.ranked)))

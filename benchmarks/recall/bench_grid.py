@@ -38,13 +38,13 @@ from rescue_svc.embed.registry import embedder_class
 LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
 
 
-def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "") -> Asked:
-    """A needle's question with a quotation before it."""
+def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "", *, free: bool = True) -> Asked:
+    """A needle's question with a quotation before it; with no free answer, only the right one is judged."""
     opening = encode(tokenizer, around.opening) if around.opening else []
     space = " " if opening or not around.after else ""
     answers = encode(tokenizer, space + " and ".join(needle.answers))
     ids = encode(tokenizer, f"\n\n{before}{needle.question}{around.after}")
-    return Asked(ids, opening, answers, needle.answers, most=12 + len(answers))
+    return Asked(ids, opening, answers, needle.answers, (12 + len(answers)) * free)
 
 
 class Cell:
@@ -53,11 +53,13 @@ class Cell:
     Attributes:
         args: of the command line.
         arms: that are measured.
+        free: of them, those that answer freely.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.arms = ARMS if args.arms == "all" else tuple(args.arms.split(","))
+        self.free = self.arms if args.answers == "all" else tuple(args.answers.split(","))
         self.model, self.tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
         self.frame = frame(self.tokenizer, args.opening)
         self.embedder = embedder_class("minilm")(None) if {"meaning", "both"} & set(self.arms) else None
@@ -74,7 +76,7 @@ class Cell:
         }
         for each in caches.values():
             read(self.model, each, made.ids)
-        asked = [asked_of(self.tokenizer, self.frame, needle) for needle in hidden.needles]
+        asked = [asked_of(self.tokenizer, self.frame, each, free="full" in self.free) for each in hidden.needles]
         full = [self.judged(caches[None], each) for each in asked if None in caches]
         rows = []
         for budget, each in caches.items():
@@ -118,6 +120,7 @@ class Cell:
             "blocks": len(blocks),
             "recalled": sum(len(extent.positions) for extent in found.found["queries"]),
             "recall_seconds": found.seconds,
+            "deciding": found.deciding,
             "arms": {arm: self.arm(arm, made, needle, found) for arm in self.arms if arm != "full"},
         }
         if len(made.ids) <= LONGEST_TEXTS:
@@ -128,7 +131,8 @@ class Cell:
     def arm(self, arm: str, made: Scene, needle: Needle, found: Recalls) -> dict[str, Any]:
         """What one arm answers."""
         before = quoted(self.tokenizer, made.ids, found.found["words"]) if arm == "quoted" else ""
-        return self.judged(found.with_rows(arm), asked_of(self.tokenizer, self.frame, needle, before))
+        asked = asked_of(self.tokenizer, self.frame, needle, before, free=arm in self.free)
+        return self.judged(found.with_rows(arm), asked)
 
     def judged(self, caches: list[Any], asked: Asked) -> dict[str, Any]:
         """Of a copy of caches."""
@@ -147,6 +151,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=4, help="questions a text")
     parser.add_argument("--texts", default="0-5", help="numbers of texts, first to last")
     parser.add_argument("--arms", default="all", help="names, joined by commas")
+    parser.add_argument("--answers", default="all", help="of these arms, those that answer freely, which takes long")
     parser.add_argument("--opening", default="The answer is", help="of an answer whose log-probability is taken")
     parser.add_argument("--key", default="q8")
     parser.add_argument("--value", default="tq4")

@@ -11,6 +11,7 @@ python -m benchmarks.recall.bench_layers --model smollm2 --tokens 1000 --budgets
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 from unittest import mock
 
@@ -21,18 +22,16 @@ from benchmarks.recall.bench_recall import BLOCK, COLOURS, STEP, Given, read, sc
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
 from mlx_tq.config import KVConfig
+from mlx_tq.conversation import recall as conversation
 from mlx_tq.conversation.recall import recall, release
 from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
 from mlx_tq.policies import EvictConfig
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence import recall as search
-from mlx_tq.sequence import sequence
-from mlx_tq.sequence.recall import Question, Scored, looking, rank
+from mlx_tq.sequence.recall import DECIDED, Question, Scored, looking, rank
 
 MOST = 4  # layers that are chosen
 WAYS = ("keys", "box, rotated", "box", "every other query", "the other queries")
-
-
 _FEW = ("every other", "middle half")  # layers, with fewer queries too
 
 
@@ -49,6 +48,12 @@ class Look:
         """The rank of the best block with evidence, where a block's score is its largest of these layers."""
         best = self.scores[way][list(layers)].max(axis=0)
         return int((best > best[self.evidence].max()).sum())
+
+    def deciding(self, layers: Sequence[int]) -> list[int]:
+        """Those of these layers that gave the best blocks their scores."""
+        scores = self.scores["keys"][list(layers)]
+        best = np.argsort(-scores.max(axis=0), kind="stable")[:DECIDED]
+        return sorted({layers[i] for i in scores[:, best].argmax(axis=0).tolist()})
 
 
 def box_scores(asked: mx.array, keys: mx.array, starts: Sequence[int], live: np.ndarray) -> np.ndarray:
@@ -114,7 +119,7 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
                 seen.update(each=each, extents=extents)
                 return rank(question, ranks)
 
-            with mock.patch.object(search, "rank", ranked), mock.patch.object(sequence, "looking", range):
+            with mock.patch.object(search, "rank", ranked), mock.patch.object(conversation, "looking", range):
                 recall(model, caches, ids, STEP)
             release(caches)
             evidence = np.array([np.any((e.positions >= span[0]) & (e.positions < span[1])) for e in seen["extents"]])
@@ -144,6 +149,9 @@ def by_layers(found: Sequence[Look]) -> dict[str, list[int]]:
     ranks |= {f"layer {layer}": [look.place([layer]) for look in found] for layer in every}
     ranks |= {f"all, {way}": [look.place(every, way) for look in found] for way in WAYS[1:]}
     ranks |= {f"{name}, {way}": [look.place(sets[name], way) for look in found] for name in _FEW for way in WAYS[3:]}
+    pairs = [(a, b) for a, b in permutations(found, 2) if (a.seed, a.budget) == (b.seed, b.budget)]
+    decided = [(look, other.deciding(looking(count))) for look, other in pairs]
+    ranks["of the middle half, those that decided another question"] = [look.place(layers) for look, layers in decided]
     seeds = {look.seed for look in found}
     if len(seeds) > 1:
         best = {seed: chosen([look for look in found if look.seed != seed], count) for seed in seeds}
@@ -158,7 +166,8 @@ def summed_up(found: Sequence[Look]) -> dict[str, Any]:
     for name, places in ranks.items():
         first = sum(place == 0 for place in places)
         print(f"{name}: first in {first} of {len(places)}, worst {max(places)} of {found[0].evidence.size}")
-    return {"blocks": [look.evidence.size for look in found], "ranks": ranks}
+    deciding = [len(look.deciding(looking(len(look.scores["keys"])))) for look in found]
+    return {"blocks": [look.evidence.size for look in found], "ranks": ranks, "deciding": deciding}
 
 
 if __name__ == "__main__":

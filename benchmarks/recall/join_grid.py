@@ -46,7 +46,7 @@ def add_meaning(row: dict[str, Any], embedder: Any) -> None:
         return
     row["ranks"]["meaning"] = min((rank for rank in ranks if rank is not None), default=None)
     blocks = [
-        Scored(Extent(np.arange(first, first + count), 0, 0, Places(0)), 0.0) for first, count in search["places"]
+        Scored(Extent(np.arange(first, first + count), 0, 0, Places(0)), 0.0, 0) for first, count in search["places"]
     ]
     back = choose([blocks[i] for i in order], PREFIX, row["most"])
     number = {id(block.extent): i for i, block in enumerate(blocks)}

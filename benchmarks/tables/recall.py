@@ -53,6 +53,7 @@ def layers() -> Table:
     about = report("recall_layers.json")
     names = ("all", "every other", "every fourth", "middle half", "third quarter", "first half", "second half")
     names += tuple(f"all, {way}" for way in ("every other query", "the other queries", "box, rotated", "box"))
+    names += ("of the middle half, those that decided another question",)
     places = about["ranks"]
     rows = [
         [name, f"{sum(place == 0 for place in places[name])} of {len(places[name])}", str(max(places[name]))]

@@ -87,8 +87,9 @@ def _answers(rows: Sequence[Record], arm: str) -> str:
     own = [row["arms"][arm] for row in rows if arm in row["arms"]]
     if not own:
         return "-"
-    right = f"{sum(each['right'] for each in own)}" + ("" if len(own) == len(rows) else f" of {len(own)}")
-    return f"{right} ({mean(each['log'] for each in own):.1f})"
+    free = [each["right"] for each in own if each["right"] is not None]
+    right = f"{sum(free)}" + ("" if len(free) == len(rows) else f" of {len(free)}")
+    return f"{right if free else '-'} ({mean(each['log'] for each in own):.1f})"
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> Table:

@@ -1,13 +1,13 @@
 """Looks into the archive while an answer is made, so that what the answer itself turns out to need comes too."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mlx_tq.sequence.archive import Extent
+from mlx_tq.conversation.recall import Recalled
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import deciding, looking
 from mlx_tq.sequence.sequence import Sequence as Layers
 
 # Tokens between two looks, whose queries the next one asks with.
@@ -25,15 +25,16 @@ class Looks:
         seconds: that they took.
     """
 
-    def __init__(self, caches: list[Any], every: int = RECALL_EVERY, stays: Sequence[Extent] = ()) -> None:
+    def __init__(self, caches: list[Any], recalled: Recalled, every: int = RECALL_EVERY) -> None:
         """None yet, before `begin`.
 
         Args:
             caches: of the conversation, in whose list the store may put others until then.
+            recalled: for the question. What a search named stays, and the layers that decided its best blocks look;
+                where nothing was archived yet, all that look for a question.
             every: tokens between looks.
-            stays: blocks that are back for the question, whatever a look finds.
         """
-        self._caches, self._every, self._next, self._stays = caches, every, every, stays
+        self._caches, self._recalled, self._every, self._next = caches, recalled, every, every
         self._since, self._began = 0, time.perf_counter()
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
@@ -44,7 +45,8 @@ class Looks:
         sequence = sequence_in(self._caches)
         if sequence is not None and sequence.plan.config.recalls:
             self._sequence = sequence
-            sequence.listen(sequence_layers(self._caches), rounds=True)
+            numbers = deciding(self._recalled.ranked) or looking(len(sequence_layers(self._caches)))
+            sequence.listen(numbers, rounds=True)
 
     def token(self) -> None:
         """The answer has one token more."""
@@ -64,7 +66,7 @@ class Looks:
         spec, seen = layers[0].spec, layers[0].offset
         asking = max(1, min(self._every, spec.window))  # all of them are in the window
         found = self._sequence.look(layers, asking, self._sequence.plan.recall_tokens(seen), back=True).chosen
-        self.positions += self._sequence.exchange(layers, list(dict.fromkeys([*self._stays, *found]))).tolist()
+        self.positions += self._sequence.exchange(layers, list(dict.fromkeys([*self._recalled.named, *found]))).tolist()
         now = time.perf_counter()
         took, steps = now - began, (began - self._began) / self._since
         self.count, self.seconds = self.count + 1, self.seconds + took

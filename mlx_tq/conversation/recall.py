@@ -14,7 +14,7 @@ from mlx_tq.rescue.wire import Range
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import compressed_caches, sequence_in, sequence_layers
-from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, holding, positions_of
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, holding, looking, positions_of
 
 # Tokens at the end of a prompt that are its question, at least.
 SHORTEST_QUESTION = 32
@@ -150,7 +150,7 @@ def recall(
     layers = sequence_layers(fork)
     asking = sequence_in(fork)
     assert asking is not None  # noqa: S101 - tells the type checker: a copy has what it was copied from
-    asking.listen(layers, rounds=False)
+    asking.listen(looking(len(layers)), rounds=False)
     with compressed(model):
         read(model, fork, question, step)
     ranked, found = asking.look(layers, len(question), most)

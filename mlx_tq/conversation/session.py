@@ -191,7 +191,7 @@ class Session:
             rehydration=rehydration,
             rescue_seconds=brought.rescue_seconds,
         )
-        looks = Looks(self.cache, stays=recalled.named)
+        looks = Looks(self.cache, recalled)
         if self.shadow is not None:
             self.shadow.begin(ids[-1], start + len(ids) - 1)
         try:

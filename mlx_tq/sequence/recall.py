@@ -25,6 +25,8 @@ from mlx_tq.sequence.archive import ArchiveFile, Extent
 LONGEST_QUESTION = 256
 # Archived tokens scored at a time, a layer.
 TILE = 4096
+# While an answer is made, the layers look that gave so many of its question's best blocks their scores.
+DECIDED = 8
 
 
 def looking(count: int) -> range:
@@ -55,10 +57,14 @@ class Listener:
 
 
 class Scored(NamedTuple):
-    """A block, and the largest attention weight that a query would give one of its tokens."""
+    """A block, and the largest attention weight that a query would give one of its tokens.
+
+    layer: whose query that was, by number; with several ranks, of this one's.
+    """
 
     extent: Extent
     score: float
+    layer: int
 
 
 class Question(NamedTuple):
@@ -119,22 +125,29 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
     extents = question.extents
     question.archive.settle()
     lost = np.array([extent.lost for extent in extents], bool)
-    best = np.zeros(len(extents))
+    best, deciders = np.zeros(len(extents)), np.zeros(len(extents), int)
     if not lost.all():
         there = [extent for extent in extents if not extent.lost]
-        best[~lost] = _largest_weights(question._replace(extents=there))
+        weights = _largest_weights(question._replace(extents=there))
+        best[~lost], deciders[~lost] = weights.max(axis=0), np.array([*question.listeners])[weights.argmax(axis=0)]
     best, gone = ranks.most(np.stack([best, lost]))
     order = [i for i in np.argsort(-best, kind="stable").tolist() if not gone[i]]
-    return [Scored(extents[i], float(best[i])) for i in order]
+    return [Scored(extents[i], float(best[i]), int(deciders[i])) for i in order]
 
 
+def deciding(ranked: List[Scored]) -> set[int]:
+    """Numbers of the layers that decided which blocks are best; a look of these alone costs a fraction."""
+    return {piece.layer for piece in ranked[:DECIDED]}
+
+
+@np.errstate(invalid="ignore")  # a damaged block may hold what is no number: see `look`
 def _largest_weights(question: Question) -> np.ndarray:
-    """The largest weight of each block under this rank's heads, float64 [N]."""
+    """The largest weight of each block under this rank's heads, float64 [listeners, N]."""
     extents = question.extents
     order = sorted(range(len(extents)), key=lambda i: len(extents[i].positions))  # blocks of one size go together
     tiles = _tiles([extents[i] for i in order])
-    best = np.zeros(len(extents))
-    for number, listener in question.listeners.items():
+    best = np.zeros((len(question.listeners), len(extents)))
+    for weights, (number, listener) in zip(best, question.listeners.items(), strict=True):
         layer, queries = question.layers[number], listener.last(question.tokens)
         view = layer.keys_and_values()[0].view
         regions = view.undivided()  # type: ignore[attr-defined]
@@ -151,10 +164,8 @@ def _largest_weights(question: Question) -> np.ndarray:
             found = recall_score(queries, encoded, layout, conditioning, sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total))
-        with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
-            total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
-            weights = np.exp(np.concatenate(maxima, axis=-1) - total[..., None])
-            best[order] = np.maximum(best[order], weights.max(axis=(0, 1)))
+        total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
+        weights[order] = np.exp(np.concatenate(maxima, axis=-1) - total[..., None]).max(axis=(0, 1))
     return best
 
 

@@ -29,7 +29,7 @@ from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
-from mlx_tq.sequence.recall import Listener, Look, Question, look, looking, positions_of
+from mlx_tq.sequence.recall import Listener, Look, Question, look, positions_of
 from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -192,9 +192,14 @@ class Sequence:
             self.archive = ArchiveFile(shapes, cache_folder(), limit)
         return self.archive
 
-    def listen(self, layers: list[CompressedKVCache], *, rounds: bool) -> None:
-        """Keep the queries of the passes that follow, for `look`; of no layers: no more. Rounds are held or wait."""
-        self._listeners = {number: Listener() for number in looking(len(layers))}
+    def listen(self, numbers: Iterable[int], *, rounds: bool) -> None:
+        """Keep the queries of these layers in the passes that follow, for `look`; of none: no more.
+
+        Args:
+            numbers: of the layers.
+            rounds: are held meanwhile; else they wait.
+        """
+        self._listeners = {number: Listener() for number in numbers}
         self._asking = not rounds
 
     def listener(self, number: int) -> Hear | None:

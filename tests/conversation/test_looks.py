@@ -9,8 +9,9 @@ from mlx_lm.generate import generate_step
 
 from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
 from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.recall import release
+from mlx_tq.conversation.recall import Recalled, release
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
+from mlx_tq.sequence.recall import looking
 
 MOST, EVERY = 96, 8
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
@@ -30,7 +31,7 @@ def test_the_latest_queries_decide_what_is_back(exact):
         asked = tokenizer.encode(question)
         named = sequence.archived[-1]
         sequence.recall(layers, [named])
-        looks = Looks(caches, every=EVERY, stays=[named])
+        looks = Looks(caches, Recalled(named=(named,)), every=EVERY)
         looks.begin()
         steps = generate_step(mx.array(asked), model, prompt_cache=caches, max_tokens=36)
         for _ in steps:
@@ -54,3 +55,28 @@ def test_the_latest_queries_decide_what_is_back(exact):
     gone = set(range(layers[0].offset)) - set(layers[0].positions.tolist())
     assert sorted(p for extent in sequence.archived for p in extent.positions.tolist()) == sorted(gone)
     assert sequence.listener(0) is None
+
+
+def test_the_layers_that_decided_the_question_look_while_it_is_answered(exact):
+    """Each block's layer is the one that, looking alone, gives it its score; the others' queries are not kept."""
+    model, tokenizer = exact
+    text, question = facts(40)
+    caches = make_prompt_cache(model, CONFIG)
+    with compressed(model):
+        for ids in np.array_split(tokenizer.encode(text), 8):
+            mx.eval(model(mx.array(ids)[None], cache=caches))
+        sequence, layers = sequence_in(caches), sequence_layers(caches)
+        sequence.listen(looking(len(layers)), rounds=False)
+        ids = tokenizer.encode(question)
+        mx.eval(model(mx.array(ids)[None], cache=caches))
+    listeners = sequence._listeners
+    ranked, alone = sequence.look(layers, len(ids), MOST).ranked, {}
+    for number, listener in listeners.items():
+        sequence._listeners = {number: listener}
+        alone[number] = {piece.extent: piece.score for piece in sequence.look(layers, len(ids), MOST).ranked}
+    for piece in ranked:
+        assert piece.score == max(scores[piece.extent] for scores in alone.values())
+        assert piece.score == alone[piece.layer][piece.extent]
+    Looks(caches, Recalled(ranked=tuple(ranked))).begin()
+    heard = {number for number in range(len(layers)) if sequence.listener(number)}
+    assert heard == {piece.layer for piece in ranked[:8]} < set(looking(len(layers)))

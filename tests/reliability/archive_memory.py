@@ -43,7 +43,7 @@ def main(archived):
         if sequence.archive is not None:
             sequence.archive.settle()  # what waits to be written has a bound of its own
     del pair, view
-    sequence.listen(caches, rounds=True)
+    sequence.listen(looking(LAYERS), rounds=True)
     for number in looking(LAYERS):
         sequence.listener(number)(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
     mx.clear_cache()
