@@ -10,6 +10,7 @@ import argparse
 import copy
 import random
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +71,26 @@ class Cell:
         hidden = KINDS[args.kind](rng, args.needles)
         made = scene(self.tokenizer, self.frame.head, hidden, args.tokens, rng)
         spans = [made.spans[sentence] for needle in hidden.needles for sentence in needle.evidence]
+        policies = args.policies.split(",") if args.policies else [None]
+        losses = [*([(None, None)] if "full" in self.arms else []), *product(policies, args.budgets.split(","))]
         caches = {
-            budget: make_prompt_cache(self.model, config(args.key, args.value, spans, budget))
-            for budget in (*([None] if "full" in self.arms else []), *args.budgets.split(","))
+            (policy, budget): make_prompt_cache(self.model, config(args.key, args.value, spans, budget, policy))
+            for policy, budget in losses
         }
         for each in caches.values():
             read(self.model, each, made.ids)
         asked = [asked_of(self.tokenizer, self.frame, each, free="full" in self.free) for each in hidden.needles]
-        full = [self.judged(caches[None], each) for each in asked if None in caches]
+        full = [self.judged(caches[None, None], each) for each in asked if "full" in self.arms]
         rows = []
-        for budget, each in caches.items():
+        for (policy, budget), each in caches.items():
             if budget is None:
                 continue
             for number, needle in enumerate(hidden.needles):
                 began = time.perf_counter()
                 row = {"kind": args.kind, "asked": args.tokens, "tokens": len(made.ids), "text": seed}
                 row |= {"budget": budget, "needle": number, **self.row(made, needle, each, rng)}
+                if policy is not None:
+                    row["policy"] = policy
                 if full:
                     row["arms"]["full"] = full[number]
                 rows.append({**row, "seconds": time.perf_counter() - began})
@@ -123,7 +128,7 @@ class Cell:
             "deciding": found.deciding,
             "arms": {arm: self.arm(arm, made, needle, found) for arm in self.arms if arm != "full"},
         }
-        if len(made.ids) <= LONGEST_TEXTS:
+        if len(made.ids) <= LONGEST_TEXTS and not self.args.policies:
             holds = [[inside(block.positions, span) for span in spans] for block in blocks]
             row["search"] = {"question": needle.question, "texts": texts, "holds": holds}
         return row
@@ -150,6 +155,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="50%,25%,10%")
     parser.add_argument("--needles", type=int, default=4, help="questions a text")
     parser.add_argument("--texts", default="0-5", help="numbers of texts, first to last")
+    parser.add_argument("--policies", help="of eviction, joined by commas; by default what is asked for leaves first")
     parser.add_argument("--arms", default="all", help="names, joined by commas")
     parser.add_argument("--answers", default="all", help="of these arms, those that answer freely, which takes long")
     parser.add_argument("--opening", default="The answer is", help="of an answer whose log-probability is taken")
@@ -158,7 +164,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     first, _, last = args.texts.partition("-")
-    settings = {name: getattr(args, name) for name in ("kind", "tokens", "budgets", "needles", "arms", "opening")}
+    settings = {
+        name: getattr(args, name) for name in ("kind", "tokens", "budgets", "needles", "policies", "arms", "opening")
+    }
     model = args.name or args.model or "embedded"
     about = {"model": model, "key": args.key, "value": args.value, "settings": settings}
     part = Part(args.json, about)

@@ -1,17 +1,21 @@
 """What a look into the archive costs beside the steps of decoding between two looks, in one run.
 
 Layers of the model's own shape are filled with random keys and values, all but the budget is evicted, and the latest
-64 tokens' queries look. The steps are the model's own over as many live tokens.
+64 tokens' queries look: of all layers that look for a question, and of as many as decide one in the recall grid, which
+look while it is answered. The steps are the model's own over as many live tokens.
 
 python benchmarks/recall/bench_look.py --models smollm2 --archived 10000,100000
 """
 
 import argparse
 import json
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +33,8 @@ from mlx_tq.sequence.recall import looking
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIVE, STEP, ROUNDS = 512, 512, 5
+STEPS, BLOCKS = 8, 41
+NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}
 
 
 def filled(model: Any, plan: Plan, archived: int) -> list[Any]:
@@ -53,13 +59,19 @@ def filled(model: Any, plan: Plan, archived: int) -> list[Any]:
     return caches
 
 
-def look(caches: list[Any], plan: Plan, heads: int) -> tuple[float, int]:
-    """Seconds of a look of 64 queries a layer, and the bytes of keys that it reads."""
+def decided(model: str) -> int:
+    """How many layers decide a question of the recall grid, the mean, rounded up."""
+    rows = json.loads((RESULTS / "recall_grid.json").read_text(encoding="utf-8"))["rows"]
+    return math.ceil(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
+
+
+def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int]) -> tuple[float, int]:
+    """Seconds of a look of 64 queries of each of these layers, and the bytes of keys that it reads."""
     sequence, layers = sequence_in(caches), sequence_layers(caches)
     assert sequence is not None
     assert sequence.archive is not None
     sequence.archive.settle()
-    sequence.listen(layers, rounds=True)
+    sequence.listen(numbers, rounds=True)
     for planned in plan.layers:
         hear = sequence.listener(planned.slot.index)
         if hear is None:
@@ -70,7 +82,7 @@ def look(caches: list[Any], plan: Plan, heads: int) -> tuple[float, int]:
     began = time.perf_counter()
     sequence.look(layers, RECALL_EVERY, LIVE)
     seconds = time.perf_counter() - began
-    shapes = [sequence.archive.shapes[number] for number in looking(len(layers))]
+    shapes = [sequence.archive.shapes[number] for number in numbers]
     nbytes = sum(2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in shapes)
     return seconds, nbytes
 
@@ -88,10 +100,28 @@ def steps(model: Any, config: KVConfig) -> float:
         return time.perf_counter() - began
 
 
+def listening(model: Any, config: KVConfig, numbers: Sequence[int]) -> float:
+    """What keeping these layers' queries adds to a step, a share; blocks of steps listen and do not, in turn."""
+    caches = make_prompt_cache(model, replace(config, evict=EvictConfig("recency", 8 * LIVE, "auto")))
+    sequence = sequence_in(caches)
+    assert sequence is not None
+    taken: list[list[float]] = [[], []]
+    with compressed(model):
+        mx.eval(model(mx.arange(LIVE)[None], cache=caches))
+        for block in range(2 * BLOCKS):
+            sequence.listen(numbers if block % 2 else (), rounds=True)
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                mx.eval(model(mx.array([[5]]), cache=caches))
+            taken[block % 2].append(time.perf_counter() - began)
+    without, beside = (np.array(each[1:]) for each in taken)
+    return float(np.median(beside / without) - 1)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="embedded,smollm2", help="names, joined by commas")
+    parser.add_argument("--models", default="embedded,smollm2", help="of these two, joined by commas")
     parser.add_argument("--archived", default="10000,100000", help="tokens in the archive")
     args = parser.parse_args()
     rows, config = [], KVConfig()
@@ -99,20 +129,31 @@ def main() -> None:
         model, _ = load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
         plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
-        pairs = [(look(caches, plan, heads), steps(model, config)) for _ in range(ROUNDS)]
-        taken, between = (float(np.median(each)) for each in zip(*((a, b) for (a, _), b in pairs), strict=True))
-        row = {
-            "model": name,
-            "layers": len(plan.layers),
-            "looking": len(looking(len(plan.layers))),
-            "archived": archived,
-            "look_ms": 1000 * taken,
-            "nbytes": pairs[0][0][1],
-            "steps_ms": 1000 * between,
-            "share": taken / between,
-        }
-        print(f"{archived:,} tokens: {row}")
-        rows.append(row)
+        every = looking(len(plan.layers))
+        sets = {"question": every, "answer": every[: decided(NAMES[name])]}
+        taken: dict[str, list[float]] = {when: [] for when in sets}
+        nbytes, between = {}, []
+        added = listening(model, config, sets["answer"])
+        for _ in range(ROUNDS):
+            for when, numbers in sets.items():
+                seconds, nbytes[when] = look(caches, plan, heads, numbers)
+                taken[when].append(seconds)
+            between.append(steps(model, config))
+        for when, numbers in sets.items():
+            row = {
+                "model": NAMES[name],
+                "when": when,
+                "layers": len(plan.layers),
+                "looking": len(numbers),
+                "archived": archived,
+                "look_ms": 1000 * float(np.median(taken[when])),
+                "nbytes": nbytes[when],
+                "steps_ms": 1000 * float(np.median(between)),
+                "share": float(np.median(taken[when]) / np.median(between)),
+                "listening": added,
+            }
+            print(row)
+            rows.append(row)
     about = {"command": f"python benchmarks/recall/bench_look.py --models {args.models} --archived {args.archived}"}
     (RESULTS / "recall_look.json").write_text(
         json.dumps({**about, "environment": environment(), "rows": rows}, indent=1) + "\n"

@@ -82,10 +82,15 @@ def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: ran
     return Scene(ids, hidden, spans)
 
 
-def config(key: str, value: str, spans: list[tuple[int, int]], budget: str | None) -> KVConfig:
-    """Of a cache that loses the blocks of these spans first, others by chance; of no budget, one that loses none."""
+def config(
+    key: str, value: str, spans: list[tuple[int, int]], budget: str | None, policy: str | None = None
+) -> KVConfig:
+    """Of a cache that loses what a policy says; of no budget, one that loses none.
+
+    By default it loses the blocks of these spans first, others by chance.
+    """
     kept = KVConfig(key, value, prefix=PREFIX, window=WINDOW)
     if budget is None:
         return kept
     first = "+".join(sorted({str(p // BLOCK) for start, stop in spans for p in range(start, stop)}))
-    return replace(kept, evict=EvictConfig(Given(first=first), budget, "auto"))
+    return replace(kept, evict=EvictConfig(policy or Given(first=first), budget, "auto"))

@@ -35,16 +35,28 @@ def looks() -> Table:
     rows = [
         [
             row["model"],
+            {"question": "for a question", "answer": "while answering"}[row["when"]],
             f"{row['looking']} of {row['layers']}",
             f"{row['archived']:,}",
             f"{row['nbytes'] / 1e6:.1f} MB",
             f"{row['look_ms']:,.0f} ms",
             f"{row['steps_ms']:,.0f} ms",
-            f"{100 * row['share']:.0f} %",
+            f"{100 * row['share']:.1f} %",
+            f"{100 * row['listening']:+.1f} %" if row["when"] == "answer" else "",
         ]
         for row in about["rows"]
     ]
-    columns = ["model", "layers that look", "archived tokens", "keys read", "a look", "64 steps", "of them"]
+    columns = [
+        "model",
+        "a look",
+        "layers that look",
+        "archived tokens",
+        "keys read",
+        "it takes",
+        "64 steps",
+        "of them",
+        "a step that listens",
+    ]
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
 
 

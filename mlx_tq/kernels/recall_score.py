@@ -74,7 +74,7 @@ def recall_score_ref(
     """`recall_score` in mlx's own operations and, what follows the products, NumPy's."""
     asked = grouped(queries, keys.codes.shape[1], layout, conditioning)[0]
     decoded = decode_rotated(layout.key, keys, conditioning)[0]
-    scores = np.array(decoded @ mx.contiguous(asked.swapaxes(-1, -2)))  # [H, S, N]: a block is some rows
+    scores = np.array(decoded @ mx.contiguous(asked.swapaxes(-1, -2)), copy=False)  # [H, S, N]: a block is some rows
     return Found(mx.array(_maxima(scores, sizes).swapaxes(-1, -2)), mx.array(_log_sum_exp(scores, axis=1)))
 
 
@@ -91,7 +91,8 @@ def _maxima(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 def _log_sum_exp(scores: np.ndarray, axis: int) -> np.ndarray:
     """Of fp32 along an axis, in a tenth of the time: on a CPU mlx's exp takes one number after the other."""
     most = scores.max(axis=axis, keepdims=True)
-    total: np.ndarray = most + np.log(np.exp(scores - most).sum(axis=axis, keepdims=True))
+    weights = scores - most
+    total: np.ndarray = most + np.log(np.exp(weights, out=weights).sum(axis=axis, keepdims=True))
     return total.squeeze(axis)
 
 
