@@ -1,6 +1,6 @@
 """Choose how keys are conditioned: block means and a pair scale in float32 around each format's own codec.
 
-python benchmarks/quality/conditioned_keys.py NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
+python -m benchmarks.quality.conditioned_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
 which every key behind the prefix is replaced by what its codes say; values stay as they are. Without a folder the
 embedded model is read. It resumes ../results/conditioned_keys.json.
 """
@@ -13,9 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
-from mlx_tq.cache.handles import Handle, handles
+from benchmarks.quality.whole_caches import WholeCache
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.evaluate.passes import kl_divergence
 from mlx_tq.evaluate.perplexity import standard_error
@@ -112,37 +111,18 @@ class Fake:
             squares = (squares + squares[..., mx.array(partner)]) / 2
         return mx.maximum(squares, FLOOR**2 * squares.mean(axis=-1, keepdims=True))
 
-
-@dataclass
-class _View:
-    """Attends with the keys that `fake` makes of those of the pass."""
-
-    keys: mx.array
-    values: mx.array
-    fake: Fake
-    wants_queries = False
-
-    def key_shape(self) -> tuple[int, ...]:
-        return self.keys.shape
-
-    def value_shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        keys = self.fake(self.keys, queries)
-        return mx.fast.scaled_dot_product_attention(queries, keys, self.values, scale=scale, mask=mask, sinks=sinks)
-
-
-class _Cache(KVCache):  # type: ignore[misc]
-    """Hands out views of what it stores."""
-
-    def __init__(self, fake: Fake) -> None:
-        super().__init__()
-        self.fake = fake
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        keys, values = super().update_and_fetch(keys, values)
-        return handles(_View(keys, values, self.fake), keys.dtype)  # type: ignore[arg-type]
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention with the keys that this makes of those of the pass."""
+        keys = self(keys, queries)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 class Reader:
@@ -161,7 +141,7 @@ class Reader:
         for slot, pairs in zip(self.slots, self.pairs, strict=True):
             options = CodecOptions(seed=42 + 1000 * slot.index)
             codec = None if name is None else get_format(name).codec(slot.key_dim, options, mx.float32)
-            caches[slot.index] = _Cache(Fake(codec, means, scale, pairs))
+            caches[slot.index] = WholeCache(Fake(codec, means, scale, pairs).attend)
         with compressed_attention():
             logits = self.model(self.ids[None], cache=caches)[0, LEARNED:]
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

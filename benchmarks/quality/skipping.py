@@ -12,7 +12,6 @@ command counts, on the simulator, what `attend` does with values: ../results/val
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.kernels.cases import cases
-from mlx_tq.cache.handles import Handle, handles
+from benchmarks.quality.whole_caches import Attend, WholeCache
 from mlx_tq.commands.environment import environment
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.kernels import impl, thresholds
@@ -42,23 +41,13 @@ BLOCKS = (64, 256, 1024)  # tokens that a simdgroup takes: it knows the sum of t
 BELOW = (1e-4, 1e-6)  # of the sum, a tile's largest weight
 
 
-@dataclass
-class _Watched:
-    """Attends exactly, and keeps the shares of tiles that could be skipped."""
+def watched(found: dict[str, list[float]]) -> Attend:
+    """Attends exactly, and adds to `found` the shares of tiles that could be skipped."""
 
-    keys: mx.array
-    values: mx.array
-    found: dict[str, list[float]]
-    wants_queries = False
-
-    def key_shape(self) -> tuple[int, ...]:
-        return self.keys.shape
-
-    def value_shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def attend(self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
-        keys, length = self.keys, queries.shape[2]
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        length = queries.shape[2]
         if length == QUERIES:
             heads, past = keys.shape[1], keys.shape[2] - length
             grouped = queries.reshape(1, heads, -1, length, keys.shape[3])
@@ -66,22 +55,10 @@ class _Watched:
             later = mx.arange(keys.shape[2])[None] > past + mx.arange(length)[:, None]
             weights = np.array(mx.softmax(mx.where(later, -mx.inf, scores), axis=-1)[0])
             for name, share in skipped(weights[..., PREFIX : past - WINDOW]).items():
-                self.found.setdefault(name, []).append(share)
-        return mx.fast.scaled_dot_product_attention(queries, keys, self.values, scale=scale, mask=mask, sinks=sinks)
+                found.setdefault(name, []).append(share)
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
-
-@dataclass
-class _Cache(KVCache):  # type: ignore[misc]
-    """Hands out watched views of what it stores."""
-
-    found: dict[str, list[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        keys, values = super().update_and_fetch(keys, values)
-        return handles(_Watched(keys, values, self.found), keys.dtype)  # type: ignore[arg-type]
+    return attend
 
 
 def skipped(weights: np.ndarray) -> dict[str, float]:
@@ -122,10 +99,10 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
     rows = []
     for length in lengths:
         caches = native_caches(model)
-        watched = [slot.index for slot in model_facts(model).slots if type(caches[slot.index]) is KVCache]
+        whole = [slot.index for slot in model_facts(model).slots if type(caches[slot.index]) is KVCache]
         found: dict[str, list[float]] = {}
-        for index in watched:
-            caches[index] = _Cache(found)
+        for index in whole:
+            caches[index] = WholeCache(watched(found))
         with compressed_attention():
             for start in range(0, length - QUERIES, STEP):
                 stop = min(start + STEP, length - QUERIES)
@@ -133,7 +110,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
             mx.eval(model(ids[None, length - QUERIES : length], cache=caches))
         shares = {name: 100 * float(np.mean(values)) for name, values in found.items()}
         most = 100 * max(found[f"in blocks of {BLOCKS[1]}"])
-        rows.append({"model": label, "tokens": length, "layers": len(watched), **shares, "most of a layer": most})
+        rows.append({"model": label, "tokens": length, "layers": len(whole), **shares, "most of a layer": most})
         print(rows[-1], flush=True)
     return rows
 

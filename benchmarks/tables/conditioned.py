@@ -31,7 +31,7 @@ def choice() -> Table:
             rows.append(row)
     columns = ["keys", "mean of", "weights", *(f"{m}: {w}" for m in MODELS.values() for w in ("KLD", "top-1 %"))]
     command = (
-        "python benchmarks/quality/conditioned_keys.py embedded= smollm2=FOLDER gemma3-270m=FOLDER --text wiki.test.raw"
+        "python -m benchmarks.quality.conditioned_keys embedded= smollm2=FOLDER gemma3-270m=FOLDER --text wiki.test.raw"
     )
     return Table(STUDY, command, machine(about), columns, rows, model="three models, in float32")
 
