@@ -9,7 +9,6 @@ python benchmarks/recall/bench_look.py --models smollm2 --archived 10000,100000
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,9 +59,9 @@ def filled(model: Any, plan: Plan, archived: int) -> list[Any]:
 
 
 def decided(model: str) -> int:
-    """How many layers decide a question of the recall grid, the mean, rounded up."""
+    """How many layers decide a question of the recall grid, the mean, rounded."""
     rows = json.loads((RESULTS / "recall_grid.json").read_text(encoding="utf-8"))["rows"]
-    return math.ceil(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
+    return round(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
 
 
 def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int]) -> tuple[float, int]:
