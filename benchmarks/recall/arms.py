@@ -64,6 +64,11 @@ def named(
     return holding(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
 
 
+def by_rank(order: Sequence[Extent], prefix: int, most: int) -> list[Extent]:
+    """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
+    return choose([Scored(extent, 0.0, 0) for extent in order], [(-1, 1)] * len(order), prefix, most)
+
+
 def _words(text: str) -> list[str]:
     return "".join(c if c.isalnum() else " " for c in text.lower()).split()
 
@@ -205,10 +210,9 @@ def recalls(
         **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
-    chosen = {arm: choose([Scored(e, 0.0, 0) for e in order], layer.spec.prefix, most) for arm, order in orders.items()}
+    chosen = {arm: by_rank(order, layer.spec.prefix, most) for arm, order in orders.items()}
+    chosen["queries"] = [extent for extent in orders["queries"] if extent.positions[0] in found.positions]
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]
     if name is not None:
         chosen["both"] = list(dict.fromkeys([*chosen["queries"], *name(blocks)]))
-    back = set(found.positions)
-    assert back == {p for extent in chosen["queries"] for p in extent.positions.tolist()}
     return Recalls(caches, most, orders, chosen, found.seconds, len(deciding(found.ranked)))

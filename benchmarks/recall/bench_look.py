@@ -32,7 +32,6 @@ from mlx_tq.sequence.recall import looking
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIVE, STEP, ROUNDS = 512, 512, 5
-STEPS, BLOCKS = 8, 41
 NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}
 
 
@@ -99,24 +98,6 @@ def steps(model: Any, config: KVConfig) -> float:
         return time.perf_counter() - began
 
 
-def listening(model: Any, config: KVConfig, numbers: Sequence[int]) -> float:
-    """What keeping these layers' queries adds to a step, a share; blocks of steps listen and do not, in turn."""
-    caches = make_prompt_cache(model, replace(config, evict=EvictConfig("recency", 8 * LIVE, "auto")))
-    sequence = sequence_in(caches)
-    assert sequence is not None
-    taken: list[list[float]] = [[], []]
-    with compressed(model):
-        mx.eval(model(mx.arange(LIVE)[None], cache=caches))
-        for block in range(2 * BLOCKS):
-            sequence.listen(numbers if block % 2 else (), rounds=True)
-            began = time.perf_counter()
-            for _ in range(STEPS):
-                mx.eval(model(mx.array([[5]]), cache=caches))
-            taken[block % 2].append(time.perf_counter() - began)
-    without, beside = (np.array(each[1:]) for each in taken)
-    return float(np.median(beside / without) - 1)
-
-
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,7 +113,6 @@ def main() -> None:
         sets = {"question": every, "answer": every[: decided(NAMES[name])]}
         taken: dict[str, list[float]] = {when: [] for when in sets}
         nbytes, between = {}, []
-        added = listening(model, config, sets["answer"])
         for _ in range(ROUNDS):
             for when, numbers in sets.items():
                 seconds, nbytes[when] = look(caches, plan, heads, numbers)
@@ -149,7 +129,6 @@ def main() -> None:
                 "nbytes": nbytes[when],
                 "steps_ms": 1000 * float(np.median(between)),
                 "share": float(np.median(taken[when]) / np.median(between)),
-                "listening": added,
             }
             print(row)
             rows.append(row)

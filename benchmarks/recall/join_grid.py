@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.recall.arms import by_rank
 from benchmarks.recall.scenes import PREFIX
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.places import Places
-from mlx_tq.sequence.recall import Scored, choose
 
 RESULTS = Path(__file__).parents[1] / "results" / "recall_grid.json"
 NEEDLES = 24  # a cell
@@ -45,11 +45,9 @@ def add_meaning(row: dict[str, Any], embedder: Any) -> None:
         row["ranks"]["meaning"] = ranks
         return
     row["ranks"]["meaning"] = min((rank for rank in ranks if rank is not None), default=None)
-    blocks = [
-        Scored(Extent(np.arange(first, first + count), 0, 0, Places(0)), 0.0, 0) for first, count in search["places"]
-    ]
-    back = choose([blocks[i] for i in order], PREFIX, row["most"])
-    number = {id(block.extent): i for i, block in enumerate(blocks)}
+    blocks = [Extent(np.arange(first, first + count), 0, 0, Places(0)) for first, count in search["places"]]
+    back = by_rank([blocks[i] for i in order], PREFIX, row["most"])
+    number = {id(block): i for i, block in enumerate(blocks)}
     row["back"]["meaning"] = sum(sum(search["holds"][number[id(extent)]]) for extent in back)
 
 

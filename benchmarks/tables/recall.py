@@ -42,7 +42,6 @@ def looks() -> Table:
             f"{row['look_ms']:,.0f} ms",
             f"{row['steps_ms']:,.0f} ms",
             f"{100 * row['share']:.1f} %",
-            f"{100 * row['listening']:+.1f} %" if row["when"] == "answer" else "",
         ]
         for row in about["rows"]
     ]
@@ -55,9 +54,18 @@ def looks() -> Table:
         "it takes",
         "64 steps",
         "of them",
-        "a step that listens",
     ]
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
+
+
+def listening() -> Table:
+    """What keeping queries adds to a step."""
+    about = report("recall_listening.json")
+    rows = [
+        [row["model"], str(row["listening"]), f"{row['added']:+.2f} % ({row['error']:.2f})"] for row in about["rows"]
+    ]
+    columns = ["model", "layers that listen", "a step takes longer by"]
+    return Table("recall_listening.json", about["command"], machine(about), columns, rows, model="models in float32")
 
 
 def layers() -> Table:
@@ -85,4 +93,9 @@ def _answers(rows: list[Record], arm: str) -> str:
     return f"{sum(row[arm] for row in rows)} ({mean(row[f'{arm}_log'] for row in rows):.1f})"
 
 
-TABLES: dict[str, Callable[[], Table]] = {"recall": recall, "recall_look": looks, "recall_layers": layers}
+TABLES: dict[str, Callable[[], Table]] = {
+    "recall": recall,
+    "recall_look": looks,
+    "recall_listening": listening,
+    "recall_layers": layers,
+}

@@ -104,8 +104,11 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
     archive = question.archive
 
     def found() -> Look:
-        ranked = rank(question, ranks)
-        return Look(ranked, choose(ranked, question.layers[0].spec.prefix, most))
+        ranked, prefix = rank(question, ranks), question.layers[0].spec.prefix
+        tokens = np.cumsum([len(piece.extent.positions) for piece in ranked])
+        best = ranked[: int(np.searchsorted(tokens, most)) + 1]  # there is room for no more
+        beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
+        return Look(ranked, choose(ranked, beside, prefix, most))
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
@@ -126,10 +129,10 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
     question.archive.settle()
     lost = np.array([extent.lost for extent in extents], bool)
     best, deciders = np.zeros(len(extents)), np.zeros(len(extents), int)
-    if not lost.all():
-        there = [extent for extent in extents if not extent.lost]
-        weights = _largest_weights(question._replace(extents=there))
-        best[~lost], deciders[~lost] = weights.max(axis=0), np.array([*question.listeners])[weights.argmax(axis=0)]
+    there = sorted(np.flatnonzero(~lost).tolist(), key=lambda i: len(extents[i].positions))  # of one size side by side
+    if there:
+        weights = _largest_weights(question._replace(extents=[extents[i] for i in there]))
+        best[there], deciders[there] = weights.max(axis=0), np.array([*question.listeners])[weights.argmax(axis=0)]
     best, gone = ranks.most(np.stack([best, lost]))
     order = [i for i in np.argsort(-best, kind="stable").tolist() if not gone[i]]
     return [Scored(extents[i], float(best[i]), int(deciders[i])) for i in order]
@@ -140,14 +143,32 @@ def deciding(ranked: List[Scored]) -> set[int]:
     return {piece.layer for piece in ranked[:DECIDED]}
 
 
+def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int]:
+    """On which side of its block what each of these holds goes on, -1 before and 1 behind: where its best token is.
+
+    Tokens are weighed beside these blocks and what is live, not beside all that is archived.
+
+    Args:
+        question: that was read.
+        extents: pieces of blocks of BLOCK positions behind the prefix, on all ranks.
+        ranks: whose heads have a say.
+    """
+    if not extents:
+        return []
+    weights = ranks.most(_largest_weights(question._replace(extents=extents), tokens=True).max(axis=0))
+    ends = np.cumsum([len(extent.positions) for extent in extents])
+    peaks = [piece.argmax() for piece in np.split(weights, ends[:-1])]
+    places = [
+        extent.positions[peak] - question.layers[0].spec.prefix for extent, peak in zip(extents, peaks, strict=True)
+    ]
+    return [1 if place % BLOCK >= BLOCK // 2 else -1 for place in places]
+
+
 @np.errstate(invalid="ignore")  # a damaged block may hold what is no number: see `look`
-def _largest_weights(question: Question) -> np.ndarray:
-    """The largest weight of each block under this rank's heads, float64 [listeners, N]."""
-    extents = question.extents
-    order = sorted(range(len(extents)), key=lambda i: len(extents[i].positions))  # blocks of one size go together
-    tiles = _tiles([extents[i] for i in order])
-    best = np.zeros((len(question.listeners), len(extents)))
-    for weights, (number, listener) in zip(best, question.listeners.items(), strict=True):
+def _largest_weights(question: Question, *, tokens: bool = False) -> np.ndarray:
+    """The largest weight of each block, or of each token, under this rank's heads: float64 [listeners, N]."""
+    best, tiles = [], _tiles(question.extents)
+    for number, listener in question.listeners.items():
         layer, queries = question.layers[number], listener.last(question.tokens)
         view = layer.keys_and_values()[0].view
         regions = view.undivided()  # type: ignore[attr-defined]
@@ -161,12 +182,12 @@ def _largest_weights(question: Question) -> np.ndarray:
                 which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
                 conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
             encoded = layout.split_keys(mx.array(keys)[None])
-            found = recall_score(queries, encoded, layout, conditioning, sizes)
+            found = recall_score(queries, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total))
         total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
-        weights[order] = np.exp(np.concatenate(maxima, axis=-1) - total[..., None]).max(axis=(0, 1))
-    return best
+        best.append(np.exp(np.concatenate(maxima, axis=-1) - total[..., None]).max(axis=(0, 1)))
+    return np.stack(best)
 
 
 def _tiles(extents: List[Extent]) -> list[list[Extent]]:
@@ -178,13 +199,14 @@ def _tiles(extents: List[Extent]) -> list[list[Extent]]:
     return list(groups.values())
 
 
-def choose(ranked: List[Scored], prefix: int, most: int) -> list[Extent]:
+def choose(ranked: List[Scored], beside: List[List[int]], prefix: int, most: int) -> list[Extent]:
     """The best blocks and their neighbours, of up to `most` tokens: best first, each with what lies beside it.
 
     A block's edge may cut the evidence in two, and the other half may score little.
 
     Args:
         ranked: pieces of blocks of BLOCK positions behind the prefix, best first.
+        beside: of these, or as many as there is room for: on which sides neighbours come too, -1 before and 1 behind.
         prefix: tokens of it.
         most: tokens to choose.
     """
@@ -194,9 +216,8 @@ def choose(ranked: List[Scored], prefix: int, most: int) -> list[Extent]:
         places.setdefault(number, []).append(place)
     chosen: dict[int, None] = {}
     tokens = 0
-    for best in numbers:
-        beside = sorted((best - 1, best + 1), key=lambda number: places.get(number, [len(ranked)])[0])
-        for number in (best, *beside):
+    for best, sides in zip(numbers, beside, strict=False):
+        for number in (best, *(best + side for side in sides)):
             for place in places.get(number, ()):
                 if place in chosen:
                     continue

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_tq.cache.blocks import Block, LayerRows, LayerShape, from_bytes, to_bytes
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
-from mlx_tq.config import KVConfig
+from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.config import Budget
@@ -414,3 +414,23 @@ def test_a_trim_past_evictions_without_the_rows_is_refused():
         with pytest.raises(CacheFormatError, match=r"a trim to 150 tokens .* not in the archive\. Trim less"):
             sequence_in(caches).rewind(caches, 150)
         assert [cache.offset for cache in caches] == [300, 300]
+
+
+@settings(max_examples=24, deadline=None, derandomize=True)
+@given(place=st.integers(64, 500), condition=st.booleans())
+def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_asked_for(place, condition):
+    spec = make_spec("q8", "tq4", prefix=5, window=20, condition=condition)
+    caches = layers(spec, 65, "random:trigger=8:granularity=32")
+    append(caches, 0, len(KEYS[0, 0]), 100)
+    sequence = sequence_in(caches)
+    sequence.listen(range(LAYERS), rounds=False)
+    for number in range(LAYERS):
+        sequence.listener(number)(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5)
+    number, inside = divmod(place - spec.prefix, BLOCK)
+    wanted = {number, number + (1 if inside >= BLOCK / 2 else -1)}
+    there = {(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in sequence.archived}
+    found = sequence.look(caches, 1, 2 * BLOCK).chosen
+    blocks = [(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in found]
+    if number in there:
+        assert blocks[0] == number
+        assert wanted & there <= set(blocks)
