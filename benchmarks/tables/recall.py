@@ -58,14 +58,18 @@ def looks() -> Table:
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
 
 
-def listening() -> Table:
-    """What keeping queries adds to a step."""
-    about = report("recall_listening.json")
+def neighbours() -> Table:
+    """How often all evidence is back, by which neighbours come with a block."""
+    about = report("recall_neighbours.json")
+    rules = list(about["rows"][0]["whole"])
     rows = [
-        [row["model"], str(row["listening"]), f"{row['added']:+.2f} % ({row['error']:.2f})"] for row in about["rows"]
+        [row["model"], f"{row['tokens']:,}", row["kind"], row["budget"], str(row["asked"])]
+        + [str(row["whole"][rule]) for rule in rules]
+        for row in about["rows"]
     ]
-    columns = ["model", "layers that listen", "a step takes longer by"]
-    return Table("recall_listening.json", about["command"], machine(about), columns, rows, model="models in float32")
+    columns = ["model", "tokens", "questions", "kept", "asked", *rules]
+    model = "the models named, float32, prefix 32, window 64, q8/tq4"
+    return Table("recall_neighbours.json", about["command"], machine(about), columns, rows, model=model)
 
 
 def layers() -> Table:
@@ -96,6 +100,6 @@ def _answers(rows: list[Record], arm: str) -> str:
 TABLES: dict[str, Callable[[], Table]] = {
     "recall": recall,
     "recall_look": looks,
-    "recall_listening": listening,
     "recall_layers": layers,
+    "recall_neighbours": neighbours,
 }
