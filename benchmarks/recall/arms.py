@@ -210,8 +210,9 @@ def recalls(
         **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
-    chosen = {arm: by_rank(order, layer.spec.prefix, most) for arm, order in orders.items()}
-    chosen["queries"] = [extent for extent in orders["queries"] if extent.positions[0] in found.positions]
+    others = {arm: by_rank(order, layer.spec.prefix, most) for arm, order in orders.items() if arm != "queries"}
+    back = set(found.positions)
+    chosen = {"queries": [extent for extent in orders["queries"] if extent.positions[0] in back], **others}
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]
     if name is not None:
         chosen["both"] = list(dict.fromkeys([*chosen["queries"], *name(blocks)]))
