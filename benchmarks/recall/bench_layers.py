@@ -24,11 +24,11 @@ from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation import recall as conversation
 from mlx_tq.conversation.recall import recall, release
-from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
+from mlx_tq.kernels.recall_score import grouped, recall_score
 from mlx_tq.policies import EvictConfig
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence import recall as search
-from mlx_tq.sequence.recall import DECIDED, Question, Scored, looking, rank
+from mlx_tq.sequence.recall import DECIDED, Asked, Question, Scored, looking, rank
 
 MOST = 4  # layers that are chosen
 WAYS = ("keys", "box, rotated", "box", "every other query", "the other queries")
@@ -70,17 +70,15 @@ def box_scores(asked: mx.array, keys: mx.array, starts: Sequence[int], live: np.
     return (np.array(bounds) - live[..., None]).max(axis=(0, 1))
 
 
-def scores_of(
-    layer: Any, queries: mx.array, words: np.ndarray, means: np.ndarray, sizes: list[int]
-) -> list[np.ndarray]:
+def scores_of(asked: Asked, words: np.ndarray, means: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
     """One layer's scores of blocks [n] by each of WAYS."""
+    layer, queries, live = asked
     _, layout, known = layer.body()
     conditioning = None
     if known is not None:
         which = mx.array(np.repeat(np.arange(len(sizes)), sizes), mx.int32)
         conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
     keys = layout.split_keys(mx.array(words)[None])
-    live = np.array(log_sum_exp(queries, layer.keys_and_values()[0].view.undivided()))
     found = recall_score(queries, keys, layout, conditioning, sizes)
     total = np.logaddexp(live, np.array(found.total))
     weights = np.array(found.each) - total[..., None]
@@ -111,10 +109,8 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
                 extents = question.extents
                 sizes = [len(extent.positions) for extent in extents]
                 each = [
-                    scores_of(layer, listener.last(question.tokens), *question.archive.keys(extents, number), sizes)
-                    for number, (layer, listener) in enumerate(
-                        zip(question.layers, question.listeners.values(), strict=True)
-                    )
+                    scores_of(asked, *question.archive.keys(extents, number), sizes)
+                    for number, asked in question.asked.items()
                 ]
                 seen.update(each=each, extents=extents)
                 return rank(question, ranks)

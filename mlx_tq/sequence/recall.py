@@ -51,9 +51,25 @@ class Listener:
         self.heard.append(queries)
         self.scale = scale
 
-    def last(self, count: int) -> mx.array:
-        """The last `count` queries times the scale, fp32 [1, Hq, count, Dk]."""
-        return mx.concatenate(list(self.heard), axis=2)[:, :, -count:].astype(mx.float32) * self.scale
+    def asked(self, layer: CompressedKVCache, count: int) -> "Asked":
+        """The last `count` queries, of a layer whose last tokens they are."""
+        queries = mx.concatenate(list(self.heard), axis=2)[:, :, -count:].astype(mx.float32) * self.scale
+        regions = layer.keys_and_values()[0].view.undivided()  # type: ignore[attr-defined]
+        return Asked(layer, queries, np.array(log_sum_exp(queries, regions)))
+
+
+class Asked(NamedTuple):
+    """What one layer asks.
+
+    Attributes:
+        layer: which has read the question.
+        queries: times the scale, fp32 [1, Hq, L, Dk].
+        live: the log-sum-exp of what each of them sees of the layer's cache, fp32 [H, G L].
+    """
+
+    layer: CompressedKVCache
+    queries: mx.array
+    live: np.ndarray
 
 
 class Scored(NamedTuple):
@@ -71,16 +87,14 @@ class Question(NamedTuple):
     """Who asks what of an archive.
 
     Attributes:
-        layers: of a sequence, by number, which have read these tokens.
-        listeners: of the layers that look, by number.
-        tokens: how many the question has.
+        asked: by the layers that look, by their number.
+        prefix: tokens before the first block.
         archive: that holds the blocks.
         extents: the blocks, some of which may be lost.
     """
 
-    layers: List[CompressedKVCache]
-    listeners: dict[int, Listener]
-    tokens: int
+    asked: dict[int, Asked]
+    prefix: int
     archive: ArchiveFile
     extents: List[Extent]
 
@@ -104,11 +118,11 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
     archive = question.archive
 
     def found() -> Look:
-        ranked, prefix = rank(question, ranks), question.layers[0].spec.prefix
+        ranked = rank(question, ranks)
         tokens = np.cumsum([len(piece.extent.positions) for piece in ranked])
         best = ranked[: int(np.searchsorted(tokens, most)) + 1]  # there is room for no more
         beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
-        return Look(ranked, choose(ranked, beside, prefix, most))
+        return Look(ranked, choose(ranked, beside, question.prefix, most))
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
@@ -132,7 +146,7 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
     there = sorted(np.flatnonzero(~lost).tolist(), key=lambda i: len(extents[i].positions))  # of one size side by side
     if there:
         weights = _largest_weights(question._replace(extents=[extents[i] for i in there]))
-        best[there], deciders[there] = weights.max(axis=0), np.array([*question.listeners])[weights.argmax(axis=0)]
+        best[there], deciders[there] = weights.max(axis=0), np.array([*question.asked])[weights.argmax(axis=0)]
     best, gone = ranks.most(np.stack([best, lost]))
     order = [i for i in np.argsort(-best, kind="stable").tolist() if not gone[i]]
     return [Scored(extents[i], float(best[i]), int(deciders[i])) for i in order]
@@ -158,22 +172,17 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
     weights = ranks.most(_largest_weights(question._replace(extents=extents), tokens=True).max(axis=0))
     ends = np.cumsum([len(extent.positions) for extent in extents])
     peaks = [piece.argmax() for piece in np.split(weights, ends[:-1])]
-    places = [
-        extent.positions[peak] - question.layers[0].spec.prefix for extent, peak in zip(extents, peaks, strict=True)
-    ]
+    places = [extent.positions[peak] - question.prefix for extent, peak in zip(extents, peaks, strict=True)]
     return [1 if place % BLOCK >= BLOCK // 2 else -1 for place in places]
 
 
 @np.errstate(invalid="ignore")  # a damaged block may hold what is no number: see `look`
 def _largest_weights(question: Question, *, tokens: bool = False) -> np.ndarray:
-    """The largest weight of each block, or of each token, under this rank's heads: float64 [listeners, N]."""
+    """The largest weight of each block, or of each token, under this rank's heads: float64 [layers, N]."""
     best, tiles = [], _tiles(question.extents)
-    for number, listener in question.listeners.items():
-        layer, queries = question.layers[number], listener.last(question.tokens)
-        view = layer.keys_and_values()[0].view
-        regions = view.undivided()  # type: ignore[attr-defined]
+    for number, (layer, queries, live) in question.asked.items():
         _, layout, known = layer.body()
-        maxima, totals = [], [np.array(log_sum_exp(queries, regions))]
+        maxima, totals = [], [live]
         for tile in tiles:
             keys, means = question.archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]

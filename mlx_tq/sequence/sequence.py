@@ -219,7 +219,8 @@ class Sequence:
         extents = [extent for extent in self.archived if back or extent.positions[0] not in self.recalled]
         if self.archive is None or not extents:
             return Look([], [])
-        return look(Question(layers, self._listeners, count, self.archive, extents), self.ranks, most)
+        asked = {number: listener.asked(layers[number], count) for number, listener in self._listeners.items()}
+        return look(Question(asked, layers[0].spec.prefix, self.archive, extents), self.ranks, most)
 
     def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
         """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
