@@ -70,7 +70,7 @@ class Cell:
         args, rng = self.args, random.Random(seed)
         hidden = KINDS[args.kind](rng, args.needles)
         made = scene(self.tokenizer, self.frame.head, hidden, args.tokens, rng)
-        spans = [made.spans[sentence] for needle in hidden.needles for sentence in needle.evidence]
+        spans = [span for each in made.evidence() for span in each]
         policies = args.policies.split(",") if args.policies else [None]
         losses = [*([(None, None)] if "full" in self.arms else []), *product(policies, args.budgets.split(","))]
         caches = {
@@ -85,10 +85,10 @@ class Cell:
         for (policy, budget), each in caches.items():
             if budget is None:
                 continue
-            for number, needle in enumerate(hidden.needles):
+            for number in range(len(hidden.needles)):
                 began = time.perf_counter()
                 row = {"kind": args.kind, "asked": args.tokens, "tokens": len(made.ids), "text": seed}
-                row |= {"budget": budget, "needle": number, **self.row(made, needle, each, rng)}
+                row |= {"budget": budget, "needle": number, **self.row(made, number, each, rng)}
                 if policy is not None:
                     row["policy"] = policy
                 if full:
@@ -96,9 +96,9 @@ class Cell:
                 rows.append({**row, "seconds": time.perf_counter() - began})
         return rows
 
-    def row(self, made: Scene, needle: Needle, caches: list[Any], rng: random.Random) -> dict[str, Any]:
-        """Of one question, after one reading."""
-        tokenizer, spans = self.tokenizer, [made.spans[sentence] for sentence in needle.evidence]
+    def row(self, made: Scene, number: int, caches: list[Any], rng: random.Random) -> dict[str, Any]:
+        """Of the question with this number, after one reading."""
+        tokenizer, needle, spans = self.tokenizer, made.hidden.needles[number], made.evidence()[number]
         texts: list[str] = []
 
         def search(blocks: list[Extent]) -> dict[str, list[Extent]]:

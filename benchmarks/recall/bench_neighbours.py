@@ -67,7 +67,7 @@ def cells(name: str) -> Iterator[dict[str, Any]]:
             rng = random.Random(seed)
             hidden = KINDS[kind](rng, needles)
             made = scene(tokenizer, around.head, hidden, tokens, rng)
-            spans = [[made.spans[part] for part in needle.evidence] for needle in hidden.needles]
+            spans = made.evidence()
             caches = make_prompt_cache(model, config("q8", "tq4", [span for each in spans for span in each], budget))
             with compressed(model):
                 read(model, caches, made.ids)

@@ -77,10 +77,10 @@ def scene(tokenizer: Any, tokens: int, seed: int) -> Scene:
 
 
 def read(model: Any, caches: list[Any], ids: list[int]) -> mx.array:
-    """Read tokens over caches; the last one's logits [vocabulary]."""
+    """Read tokens over caches; the last one's logits [vocabulary], those of other steps are not computed."""
     for start in range(0, len(ids), STEP):
         logits = model(mx.array(ids[start : start + STEP])[None], cache=caches)
-        mx.eval(logits, [cache.state for cache in caches])
+        mx.eval([cache.state for cache in caches])
     return logits[0, -1]
 
 

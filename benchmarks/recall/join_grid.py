@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.recall.arms import by_rank
+from benchmarks.recall.parts import one_a_line
 from benchmarks.recall.scenes import PREFIX
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.places import Places
@@ -73,16 +74,6 @@ def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[s
     ]
     cases = Counter(row["collection"] for row in prompts)
     return lacking + [f"{name}: {cases[name]} of {count}" for name, count in CASES.items() if cases[name] < count]
-
-
-def one_a_line(report: dict[str, Any]) -> str:
-    """JSON with each record of a list in a line of its own."""
-    parts = []
-    for name, value in report.items():
-        records = isinstance(value, list) and value and isinstance(value[0], dict)
-        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if records else json.dumps(value)
-        parts.append(f"{json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main() -> None:

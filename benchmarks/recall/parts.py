@@ -10,6 +10,16 @@ from mlx_tq.commands.environment import environment
 ARMS = ("full", "evicted", "quoted", "words", "queries", "meaning", "both", "random", "oracle")
 
 
+def one_a_line(report: dict[str, Any]) -> str:
+    """JSON with each record of a list in a line of its own."""
+    parts = []
+    for name, value in report.items():
+        records = isinstance(value, list) and value and isinstance(value[0], dict)
+        text = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if records else json.dumps(value)
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 class Part:
     """Results of one process.
 
@@ -39,6 +49,6 @@ class Part:
         self._data["done"] = sorted(self.done)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_suffix(".part")
-        beside.write_text(json.dumps(self._data) + "\n", encoding="utf-8")
+        beside.write_text(one_a_line(self._data), encoding="utf-8")
         beside.replace(self._path)
         print(f"{self._path}: {len(self.done)} done, {len(self._data['rows'])} rows", flush=True)

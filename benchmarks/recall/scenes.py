@@ -41,6 +41,10 @@ class Scene:
     hidden: Hidden
     spans: dict[str, tuple[int, int]]
 
+    def evidence(self) -> list[list[tuple[int, int]]]:
+        """Of each needle where its sentences lie."""
+        return [[self.spans[sentence] for sentence in needle.evidence] for needle in self.hidden.needles]
+
 
 def frame(tokenizer: Any, opening: str) -> Frame:
     """Of a chat where the tokenizer has a template, else nothing but what a text begins with."""
