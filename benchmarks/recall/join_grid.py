@@ -32,12 +32,26 @@ CELLS = [*WHOLE, *((model, tokens, kind, ("50%", "10%")) for model, tokens, kind
 CASES = {"longeval": 47, "qmsum": 62}
 
 
-def add_meaning(row: dict[str, Any], embedder: Any) -> None:
+class Vectors(dict[str, np.ndarray]):
+    """What an embedder makes of texts, each embedded once: a text's questions are asked of the same blocks."""
+
+    def __init__(self, embedder: Any) -> None:
+        super().__init__()
+        self._embedder = embedder
+
+    def of(self, texts: list[str]) -> np.ndarray:
+        """Of these texts [n, D]."""
+        new = [text for text in dict.fromkeys(texts) if text not in self]
+        self.update(zip(new, self._embedder.embed(new), strict=True) if new else ())
+        return np.stack([self[text] for text in texts])
+
+
+def add_meaning(row: dict[str, Any], known: Vectors) -> None:
     """Rank a row's blocks by the likeness of their text to the question."""
     search = row["search"]
     if not search["texts"]:
         return
-    vectors = embedder.embed([search["question"], *search["texts"]])
+    vectors = known.of([search["question"], *search["texts"]])
     order = np.argsort(-(vectors[1:] @ vectors[0]), kind="stable")
     holds = np.array(search["holds"])[order] > 0
     strange = np.cumsum([0, *~holds.any(axis=1)])
@@ -83,11 +97,11 @@ def main() -> None:
     parser.add_argument("--embedder", choices=["minilm", "hashing"])
     parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args()
-    embedder = None
+    known = None
     if args.embedder:
         from rescue_svc.embed import load_embedder
 
-        embedder = load_embedder(args.embedder)
+        known = Vectors(load_embedder(args.embedder))
     rows, prompts, about = [], [], {}
     if args.json.exists():
         before = json.loads(args.json.read_text(encoding="utf-8"))
@@ -97,8 +111,8 @@ def main() -> None:
         part = json.loads(path.read_text(encoding="utf-8"))
         about = {"key": part["about"]["key"], "value": part["about"]["value"], "environment": part["environment"]}
         for row in part["rows"]:
-            if embedder is not None and "search" in row:
-                add_meaning(row, embedder)
+            if known is not None and "search" in row:
+                add_meaning(row, known)
             row.pop("search", None)
             (prompts if "collection" in row else rows).append({"model": part["about"]["model"], **row})
     rows, prompts = merged(rows), list({(row["collection"], row["case"]): row for row in prompts}.values())

@@ -1,13 +1,14 @@
-"""The tables of the recall grid, from recall_grid.json: where the evidence ranks, what is answered, and prompts."""
+"""The tables of the recall grid: where the evidence ranks, what is answered, prompts, and policies of eviction."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import mean
 from typing import Any
 
 from benchmarks.recall.parts import ARMS
 from benchmarks.tables.markdown import Record, Table, in_order, machine, report
 
-FILE = "recall_grid.json"
+FILE, POLICIES = "recall_grid.json", "recall_policies.json"
 _WHOLE = 0.999
 _SEARCHES = ("queries", "words", "meaning")
 _RETURNS = ("queries", "words", "meaning", "both", "random")
@@ -68,9 +69,38 @@ def prompts() -> Table:
     return _table(["documents", "found by", "asked", "evidence first", "some of it back", "of it back, mean"], lines)
 
 
+def policies() -> Table:
+    """What a policy of eviction leaves of the evidence, and what recall makes of it."""
+    about = report(POLICIES)
+    rows, settings, lines = about["rows"], about["about"]["settings"], []
+    for policy, budget in product(in_order(rows, "policy"), in_order(rows, "budget")):
+        own = [row for row in rows if (row["policy"], row["budget"]) == (policy, budget)]
+        left = [row for row in own if not _lives(row)]
+        lines.append(
+            [
+                f"`{policy}`",
+                budget,
+                str(len(own)),
+                str(len(own) - len(left)),
+                _of(left, lambda row: _first(row, "queries"), "queries"),
+                str(sum(whole(row, "queries") for row in own)),
+                *(_answers(own, arm) for arm in ("full", "evicted", "queries")),
+            ]
+        )
+    columns = ["policy", "kept", "asked", "never left", "of the others first", "whole with recall"]
+    given = " ".join(f"--{name} {settings[name]}" for name in ("kind", "tokens", "policies", "budgets", "arms"))
+    command = f"python -m benchmarks.recall.bench_grid --model smollm2 {given} --json benchmarks/results/{POLICIES}"
+    columns += ["full", "evicted", "queries"]
+    return Table(POLICIES, command, machine(about), columns, lines, model=_measured_on(about["about"]))
+
+
 def whole(row: Record, arm: str) -> bool:
     """Whether all evidence is there, back or live."""
     return all(back + live > _WHOLE for back, live in zip(row["back"][arm], row["live"], strict=True))
+
+
+def _lives(row: Record) -> bool:
+    return all(live > _WHOLE for live in row["live"])
 
 
 def _first(row: Record, by: str) -> bool:
@@ -94,12 +124,16 @@ def _answers(rows: Sequence[Record], arm: str) -> str:
 
 def _table(columns: list[str], rows: list[list[str]]) -> Table:
     about = report(FILE)
-    model = f"the models named, float32, prefix 32, window 64, {about['key']}/{about['value']}"
-    return Table(FILE, about["command"], machine(about), columns, rows, model=model)
+    return Table(FILE, about["command"], machine(about), columns, rows, model=_measured_on(about))
+
+
+def _measured_on(about: Record) -> str:
+    return f"{about.get('model', 'the models named')}, float32, prefix 32, window 64, {about['key']}/{about['value']}"
 
 
 TABLES: dict[str, Callable[[], Table]] = {
     "recall_ranks": ranks,
     "recall_answers": answers,
     "recall_prompts": prompts,
+    "recall_policies": policies,
 }

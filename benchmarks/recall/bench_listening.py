@@ -1,0 +1,73 @@
+"""What it adds to a step of decoding that the layers keep their queries for the next look.
+
+Blocks of steps without, with, with and without: what a growing cache adds is in both. A block has as many steps as pack
+their tokens together, and counts with its median step, which neither that packing nor another process makes longer.
+
+python -m benchmarks.recall.bench_listening --models embedded,smollm2
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.recall.bench_look import LIVE, NAMES, RESULTS, decided
+from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq.commands.environment import environment
+from mlx_tq.config import BLOCK, KVConfig
+from mlx_tq.policies import EvictConfig
+from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.recall import looking
+
+
+def step(model: Any, caches: list[Any]) -> float:
+    """Seconds of a step of one token."""
+    began = time.perf_counter()
+    mx.eval(model(mx.array([[5]]), cache=caches))
+    return time.perf_counter() - began
+
+
+def turns(model: Any, numbers: range, count: int) -> tuple[list[float], float]:
+    """Of each of `count` turns the median step that keeps these layers' queries over that of others; that of others."""
+    caches = make_prompt_cache(model, KVConfig(evict=EvictConfig("recency", (4 * count + 2) * LIVE, "auto")))
+    sequence = sequence_in(caches)
+    assert sequence is not None
+    found, others = [], []
+    with compressed(model):
+        mx.eval(model(mx.arange(LIVE)[None], cache=caches))
+        for _ in range(count):
+            taken = []
+            for listens in (False, True, True, False):
+                sequence.listen(numbers if listens else (), rounds=True)
+                taken.append(float(np.median([step(model, caches) for _ in range(BLOCK)])))
+            found.append((taken[1] + taken[2]) / (taken[0] + taken[3]))
+            others += [taken[0], taken[3]]
+    return found, float(np.median(others))
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default="embedded,smollm2", help="of these two, joined by commas")
+    parser.add_argument("--turns", type=int, default=40)
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        model, _ = load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+        numbers = looking(len(model.layers))[: decided(NAMES[name])]
+        ratios, without = turns(model, numbers, args.turns)
+        added = 100 * (np.array(ratios) - 1)
+        error = float(added.std(ddof=1) / np.sqrt(len(added)))
+        row = {"model": NAMES[name], "listening": len(numbers), "turns": len(added), "step_ms": 1000 * without}
+        rows.append(row | {"added": float(added.mean()), "error": error})
+        print(rows[-1], flush=True)
+    command = f"python -m benchmarks.recall.bench_listening --models {args.models}"
+    report = {"command": command, "environment": environment(), "rows": rows}
+    (RESULTS / "recall_listening.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
