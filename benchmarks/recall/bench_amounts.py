@@ -14,12 +14,11 @@ from typing import Any
 
 from benchmarks.recall.arms import answer, inside
 from benchmarks.recall.bench_grid import asked_of
-from benchmarks.recall.bench_look import NAMES, RESULTS
+from benchmarks.recall.bench_look import NAMES, RESULTS, named_model
 from benchmarks.recall.bench_recall import STEP, read
-from benchmarks.recall.needles import KINDS
 from benchmarks.recall.parts import Part
-from benchmarks.recall.scenes import config, frame, scene
-from mlx_tq import compressed, load, make_prompt_cache
+from benchmarks.recall.scenes import config, frame, planted
+from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.conversation.recall import recall
 from mlx_tq.sequence.passes import sequence_layers
 
@@ -40,7 +39,7 @@ CELLS = (
 def rows(model: Any, tokenizer: Any, name: str, kind: str, tokens: int, needles: int, seed: int) -> Iterator[Any]:
     """Of one text: a row for each question and amount."""
     around, rng = frame(tokenizer, OPENINGS[name]), random.Random(seed)
-    made = scene(tokenizer, around.head, KINDS[kind](rng, needles), tokens, rng)
+    made = planted(tokenizer, around.head, kind, tokens, needles, rng)
     caches = make_prompt_cache(model, config(KEY, VALUE, [span for each in made.evidence() for span in each], BUDGET))
     read(model, caches, made.ids)
     for number, (needle, spans) in enumerate(zip(made.hidden.needles, made.evidence(), strict=True)):
@@ -76,7 +75,7 @@ def main() -> None:
         if number in part.done:
             continue
         if loaded[0] != name:
-            loaded = (name, *load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded"))
+            loaded = (name, *named_model(name))
         _, model, tokenizer = loaded
         with compressed(model):
             part.add(number, list(rows(model, tokenizer, name, *cell)))

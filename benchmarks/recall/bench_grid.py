@@ -30,7 +30,7 @@ from benchmarks.recall.arms import (
 from benchmarks.recall.bench_recall import read
 from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
-from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, scene
+from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, planted
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import compressed_caches
@@ -68,8 +68,7 @@ class Cell:
     def rows(self, seed: int) -> list[dict[str, Any]]:
         """Of one text: a row for each budget and needle."""
         args, rng = self.args, random.Random(seed)
-        hidden = KINDS[args.kind](rng, args.needles)
-        made = scene(self.tokenizer, self.frame.head, hidden, args.tokens, rng)
+        made = planted(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
         spans = [span for each in made.evidence() for span in each]
         policies = args.policies.split(",") if args.policies else [None]
         losses = [*([(None, None)] if "full" in self.arms else []), *product(policies, args.budgets.split(","))]
@@ -79,13 +78,13 @@ class Cell:
         }
         for each in caches.values():
             read(self.model, each, made.ids)
-        asked = [asked_of(self.tokenizer, self.frame, each, free="full" in self.free) for each in hidden.needles]
+        asked = [asked_of(self.tokenizer, self.frame, each, free="full" in self.free) for each in made.hidden.needles]
         full = [self.judged(caches[None, None], each) for each in asked if "full" in self.arms]
         rows = []
         for (policy, budget), each in caches.items():
             if budget is None:
                 continue
-            for number in range(len(hidden.needles)):
+            for number in range(len(made.hidden.needles)):
                 began = time.perf_counter()
                 row = {"kind": args.kind, "asked": args.tokens, "tokens": len(made.ids), "text": seed}
                 row |= {"budget": budget, "needle": number, **self.row(made, number, each, rng)}

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_look import LIVE, NAMES, RESULTS, decided
-from mlx_tq import compressed, load, make_prompt_cache
+from benchmarks.recall.bench_look import LIVE, NAMES, RESULTS, decided, named_model
+from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.policies import EvictConfig
@@ -56,7 +56,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for name in args.models.split(","):
-        model, _ = load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+        model, _ = named_model(name)
         numbers = looking(len(model.layers))[: decided(NAMES[name])]
         ratios, without = turns(model, numbers, args.turns)
         added = 100 * (np.array(ratios) - 1)

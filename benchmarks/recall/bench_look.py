@@ -35,6 +35,11 @@ LIVE, STEP, ROUNDS = 512, 512, 5
 NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}
 
 
+def named_model(name: str) -> tuple[Any, Any]:
+    """One of `NAMES` in dense float32, and its tokenizer."""
+    return load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+
+
 def filled(model: Any, plan: Plan, archived: int) -> list[Any]:
     """Caches of which so many tokens have left; random keys, so that no model has to read them."""
     config = KVConfig(
@@ -106,7 +111,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, config = [], KVConfig()
     for name, archived in product(args.models.split(","), map(int, args.archived.split(","))):
-        model, _ = load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+        model, _ = named_model(name)
         plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
         every = looking(len(plan.layers))

@@ -19,11 +19,10 @@ import numpy as np
 
 from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
-from benchmarks.recall.bench_look import NAMES, RESULTS
+from benchmarks.recall.bench_look import NAMES, RESULTS, named_model
 from benchmarks.recall.bench_recall import STEP, read
-from benchmarks.recall.needles import KINDS
-from benchmarks.recall.scenes import config, frame, scene
-from mlx_tq import compressed, load, make_prompt_cache
+from benchmarks.recall.scenes import config, frame, planted
+from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
 from mlx_tq.conversation.recall import recall
 from mlx_tq.sequence import recall as search
@@ -59,19 +58,18 @@ def there(model: Any, caches: list[Any], ids: list[int], rule: Callable[[int], t
 
 def cells(name: str) -> Iterator[dict[str, Any]]:
     """How many questions have all their evidence, by kind, tokens, budget and rule."""
-    model, tokenizer = load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+    model, tokenizer = named_model(name)
     around = frame(tokenizer, "")
     for (kind, tokens, needles, texts), budget in product(CELLS[name], BUDGETS):
         whole, asked = dict.fromkeys(RULES, 0), 0
         for seed in range(texts):
             rng = random.Random(seed)
-            hidden = KINDS[kind](rng, needles)
-            made = scene(tokenizer, around.head, hidden, tokens, rng)
+            made = planted(tokenizer, around.head, kind, tokens, needles, rng)
             spans = made.evidence()
             caches = make_prompt_cache(model, config("q8", "tq4", [span for each in spans for span in each], budget))
             with compressed(model):
                 read(model, caches, made.ids)
-                for needle, evidence in zip(hidden.needles, spans, strict=True):
+                for needle, evidence in zip(made.hidden.needles, spans, strict=True):
                     asked += 1
                     ids = asked_of(tokenizer, around, needle).ids
                     for label, rule in RULES.items():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.recall.bench_recall import BLOCK, Given
-from benchmarks.recall.needles import Hidden
+from benchmarks.recall.needles import KINDS, Hidden
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
@@ -84,6 +84,11 @@ def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: ran
                 spans[sentence] = (start, len(ids))
         ids += piece
     return Scene(ids, hidden, spans)
+
+
+def planted(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
+    """A text of so many tokens with needles of a kind."""
+    return scene(tokenizer, head, KINDS[kind](rng, needles), tokens, rng)
 
 
 def config(
