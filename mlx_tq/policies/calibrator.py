@@ -39,8 +39,18 @@ class Calibrator:
 
     @property
     def ready(self) -> bool:
-        """Whether tokens can be scored."""
+        """Whether tokens can be scored by statistics that have their window."""
         return self.rope is not None and self.stats is not None
+
+    @property
+    def begun(self) -> bool:
+        """Whether tokens can be scored, if need be by less than a window."""
+        return self.rope is not None and self.soonest is not None
+
+    @property
+    def soonest(self) -> QueryStats | None:
+        """Statistics of the finished windows; before the first ended of what it holds, if anything."""
+        return self.so_far[1] if self.stats is None and self._count else self.stats
 
     @property
     def _gathers(self) -> bool:

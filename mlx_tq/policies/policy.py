@@ -127,7 +127,7 @@ class CalibratedPolicy(Policy):
 
     Attributes:
         needs_covariance: whether the statistics must have the covariance of the queries.
-        warmup: tokens whose queries calibrate where the text does; nothing is evicted before.
+        warmup: tokens whose queries calibrate where the text does; nothing is evicted before, unless a question comes.
         ema: weight of each later `warmup` tokens in an exponential mean of the text's queries, 0 for the first alone.
         recalibrate: tokens after which the calibration on the text starts anew, 0 for never.
         stats: whose queries calibrate. "auto": those of questions and a text, known of the model beforehand; where

@@ -126,12 +126,16 @@ class Sequence:
         return any(calibrator.listens for calibrator in self.calibrators.values())
 
     def make_room(self, layers: list[CompressedKVCache], count: int) -> None:
-        """Hold the round that would be due once `count` more tokens were read, if it is time."""
+        """Hold the round that would be due once `count` more tokens were read, if it is time.
+
+        Before a question, of which there is at least a token, less than a window of statistics has to do: a round that
+        waited for the rest would be held after it was asked, too late for what leaves then to come back.
+        """
         first = layers[0]
         allowed = max(self.plan.allowed(first.offset + count), first.spec.window + 1)
         size = first.size() + count - self._held_before(first.offset - first.spec.window) - len(self.recalled)
         due = size > allowed + self.plan.config.policy.trigger and not self._asking
-        if due and all(c.ready for c in self.calibrators.values()):
+        if due and all(c.begun if count else c.ready for c in self.calibrators.values()):
             self._evict(layers, size - allowed)
 
     def take_departed(self) -> np.ndarray:
@@ -351,7 +355,7 @@ class Sequence:
 
     def _packed(self, layer: CompressedKVCache) -> PackedLayer:
         calibrator = self.calibrators.get(layer.number)
-        rope, queries = (calibrator.rope, calibrator.stats) if calibrator else (None, None)
+        rope, queries = (calibrator.rope, calibrator.soonest) if calibrator else (None, None)
         return PackedLayer(*layer.body(), rope, queries)
 
     # What a layer knows of its sequence; see `cache.links.SequencePart`.

@@ -1,5 +1,7 @@
 """What a message asks for."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 from commands.tools import facts
@@ -31,3 +33,25 @@ def test_the_end_of_a_long_message_asks(exact):
         release(caches)
     assert found[0] == found[1]
     assert found[0][0]
+
+
+def test_the_first_round_does_not_wait_until_the_question_was_read(exact):
+    """A policy's statistics get their window in the middle of the question: what leaves then was never looked for."""
+    model, tokenizer = exact
+    text, question = facts(40)
+    ids, asked = tokenizer.encode(text), tokenizer.encode(question)
+    warmup = len(ids) + len(asked) // 2
+    policy = f"triattention:stats=text:score_unrotated_dims=on:warmup={warmup}:trigger=16"
+    caches = make_prompt_cache(model, replace(CONFIG, evict=EvictConfig(policy, 200, recall=96)))
+    with compressed(model):
+        for piece in np.array_split(ids, 8):
+            mx.eval(model(mx.array(piece)[None], cache=caches))
+        sequence = sequence_in(caches)
+        assert not sequence.stats.rounds
+        found = recall(model, caches, asked, 128)
+        left = sequence.stats
+        mx.eval(model(mx.array(asked)[None], cache=caches))
+        mx.eval(model(mx.array([[0]]), cache=caches))
+    assert found.positions
+    assert sequence.stats == left
+    assert all(calibrator.ready for calibrator in sequence.calibrators.values())

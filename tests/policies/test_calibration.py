@@ -38,6 +38,9 @@ def test_the_first_tokens_after_the_sinks(chunks):
     early = feed(Calibrator(ROPE, TriAttention(warmup=100)), [103])
     assert not early.ready
     assert early.due(104)
+    assert early.begun
+    check(early.soonest, 4, 103)
+    assert not feed(Calibrator(ROPE, TriAttention(warmup=100)), [4]).begun
     twice = feed(Calibrator(ROPE, TriAttention(warmup=100)), [60])  # after a trim, or by another layer that shares it
     assert not twice.due(60)
     feed(twice, [60])
@@ -45,6 +48,7 @@ def test_the_first_tokens_after_the_sinks(chunks):
     calibrator = feed(Calibrator(ROPE, TriAttention(warmup=100)), chunks)
     check(calibrator.stats, 4, 104)
     assert calibrator.ready
+    assert calibrator.soonest is calibrator.stats
     assert not calibrator.listens
 
 
