@@ -7,8 +7,10 @@ from typing import Any
 from mlx_tq.cache.attachments import attached
 from mlx_tq.cache.files import LoadedCache, read_caches, write_caches
 from mlx_tq.config import SCHEDULE, KVConfig
+from mlx_tq.seam.known_models import model_facts
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.passes import compressed_caches, sequence_in, sequence_layers
+from mlx_tq.sequence.plan import learn_ropes
 
 
 def save_prompt_cache(
@@ -49,6 +51,10 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
     """
     loaded = read_caches(path, model=model, config=None if config is None else with_formats(model, config))
     sequence = sequence_in(loaded.caches)
+    if sequence is not None and sequence.calibrators:
+        ropes = learn_ropes(model_facts(model))  # which no file has
+        for number, calibrator in sequence.calibrators.items():
+            calibrator.rope = ropes[number]
     if sequence is not None and sequence.plan.config.recalls:
         sequence.take_archive(sequence_layers(loaded.caches), attached(Path(path)))
     return loaded

@@ -229,7 +229,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
             "Skip fewer of them, or take another policy."
         )
     if isinstance(policy, CalibratedPolicy):
-        ropes = _learn_ropes(facts)
+        ropes = learn_ropes(facts)
         source = f"the first {policy.warmup:,} tokens"
         found: list[QueryStats | None] = [None] * len(ropes)
         if calibration is not None and (policy.file or calibration.fits(ropes)):
@@ -246,8 +246,12 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
     return replace(plan, eviction=EvictionPlan(config, budget, len(plan.layers), facts.positions, source))
 
 
-def _learn_ropes(facts: ModelFacts) -> list[Rope]:
-    """The RoPE of each layer; layers with the same module share what was learned."""
+def learn_ropes(facts: ModelFacts) -> list[Rope]:
+    """The RoPE of each layer; layers with the same module share what was learned.
+
+    Raises:
+        UnsupportedModelError: TriAttention cannot score with one, which the message names.
+    """
     learned: dict[int, Rope] = {}
     for slot in facts.slots:
         if slot.rope is None:

@@ -7,8 +7,9 @@ import numpy as np
 from commands.tools import facts
 
 from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
-from mlx_tq.conversation.recall import recall, release
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.conversation.recall import live_positions, ready_to_recall, recall, release
+from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import LONGEST_QUESTION
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 500, recall=96)
@@ -55,3 +56,25 @@ def test_the_first_round_does_not_wait_until_the_question_was_read(exact):
     assert found.positions
     assert sequence.stats == left
     assert all(calibrator.ready for calibrator in sequence.calibrators.values())
+
+
+def test_of_a_loaded_conversation_the_round_is_held_before_the_question_too(exact, tmp_path):
+    """As of the one that was saved: what leaves for the question is known before it is read."""
+    model, tokenizer = exact
+    text, _ = facts(40)
+    config = replace(CONFIG, evict=EvictConfig("triattention:stats=text:warmup=64:trigger=16", 200, recall=96))
+    caches, path = make_prompt_cache(model, config), tmp_path / "a.safetensors"
+    ids = tokenizer.encode(text)
+    with compressed(model):
+        for start in range(0, len(ids), 64):
+            mx.eval(model(mx.array(ids[start : start + 64])[None], cache=caches))
+    sequence_in(caches).before(sequence_layers(caches), 0)  # nothing more is due but for the question
+    save_prompt_cache(path, caches, model=model, config=config)
+    loaded = load_prompt_cache(path, model=model).caches
+    held = []
+    for each in (caches, loaded):
+        before = sequence_in(each).stats.rounds
+        ready_to_recall(each, 64)
+        held.append((sequence_in(each).stats.rounds - before, live_positions(each, 0).tolist()))
+    assert held[0][0] == 1
+    assert held[0] == held[1]
