@@ -1,7 +1,7 @@
 """What it adds to a step of decoding that the layers keep their queries for the next look.
 
-Blocks of steps without, with, with and without: what a growing cache adds is in both. A block has as many steps as pack
-their tokens together, and counts with its median step, which neither that packing nor another process makes longer.
+Steps without, with, with and without it take turns, so what a growing cache and other processes add is in both. A turn
+counts with its median steps, which the packing of a block's tokens does not make longer.
 
 python -m benchmarks.recall.bench_listening --models embedded,smollm2
 """
@@ -17,10 +17,12 @@ import numpy as np
 from benchmarks.recall.bench_look import LIVE, NAMES, RESULTS, decided, named_model
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
-from mlx_tq.config import BLOCK, KVConfig
+from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import looking
+
+STEPS = 64  # of a turn
 
 
 def step(model: Any, caches: list[Any]) -> float:
@@ -32,19 +34,22 @@ def step(model: Any, caches: list[Any]) -> float:
 
 def turns(model: Any, numbers: range, count: int) -> tuple[list[float], float]:
     """Of each of `count` turns the median step that keeps these layers' queries over that of others; that of others."""
-    caches = make_prompt_cache(model, KVConfig(evict=EvictConfig("recency", (4 * count + 2) * LIVE, "auto")))
+    caches = make_prompt_cache(model, KVConfig(evict=EvictConfig("recency", (count + 1) * LIVE, "auto")))
     sequence = sequence_in(caches)
     assert sequence is not None
-    found, others = [], []
+    sequence.listen(numbers, rounds=True)
+    listening, found, others = sequence._listeners, [], []
     with compressed(model):
         mx.eval(model(mx.arange(LIVE)[None], cache=caches))
         for _ in range(count):
-            taken = []
-            for listens in (False, True, True, False):
-                sequence.listen(numbers if listens else (), rounds=True)
-                taken.append(float(np.median([step(model, caches) for _ in range(BLOCK)])))
-            found.append((taken[1] + taken[2]) / (taken[0] + taken[3]))
-            others += [taken[0], taken[3]]
+            taken: dict[bool, list[float]] = {True: [], False: []}
+            for number in range(STEPS):
+                listens = number % 4 in (1, 2)
+                sequence._listeners = listening if listens else {}
+                taken[listens].append(step(model, caches))
+            with_it, without = (float(np.median(taken[listens])) for listens in (True, False))
+            found.append(with_it / without)
+            others.append(without)
     return found, float(np.median(others))
 
 

@@ -58,6 +58,42 @@ def looks() -> Table:
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
 
 
+def listening() -> Table:
+    """What keeping queries for the next look adds to a step."""
+    about = report("recall_listening.json")
+    rows = [
+        [row["model"], str(row["listening"]), f"{row['step_ms']:.1f} ms", f"{row['added']:+.2f} % ({row['error']:.2f})"]
+        for row in about["rows"]
+    ]
+    columns = ["model", "layers that listen", "a step", "it takes longer by"]
+    model = "the models named, float32"
+    return Table("recall_listening.json", about["command"], machine(about), columns, rows, model=model)
+
+
+def amounts() -> Table:
+    """What is answered by how many tokens may come back."""
+    about = report("recall_amounts.json")
+    settings, rows = about["about"]["settings"], []
+    cells = dict.fromkeys((row["model"], row["tokens"], row["kind"]) for row in about["rows"])
+    for cell in cells:
+        found = [row for row in about["rows"] if (row["model"], row["tokens"], row["kind"]) == cell]
+        asked = [[row for row in found if row["amount"] == amount] for amount in settings["amounts"]]
+        model, tokens, kind = cell
+        rows.append(
+            [model, f"{tokens:,}", kind, str(len(asked[0]))]
+            + [
+                f"{sum(row['right'] for row in each)} ({mean(row['log'] for row in each):.1f}), "
+                f"{sum(row['whole'] for row in each)} whole"
+                for each in asked
+            ]
+        )
+    columns = ["model", "tokens", "questions", "asked", *(f"{amount} back" for amount in settings["amounts"])]
+    model = f"the models named, float32, prefix 32, window 64, {about['about']['key']}/{about['about']['value']}"
+    model += f", {settings['budget']} kept"
+    command = "python -m benchmarks.recall.bench_amounts"
+    return Table("recall_amounts.json", command, machine(about), columns, rows, model=model)
+
+
 def neighbours() -> Table:
     """How often all evidence is back, by which neighbours come with a block."""
     about = report("recall_neighbours.json")
@@ -102,4 +138,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "recall_look": looks,
     "recall_layers": layers,
     "recall_neighbours": neighbours,
+    "recall_amounts": amounts,
+    "recall_listening": listening,
 }
