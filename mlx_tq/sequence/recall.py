@@ -1,12 +1,12 @@
 """A look into the archive: the blocks that the model's own queries would attend to, had they stayed.
 
-A question is read over a copy of the cache, its queries are kept, and each archived block is scored by the largest
-attention weight that any query of any head and layer would give one of its tokens. Maxima find evidence; sums do not.
+A question is read over a copy of the cache, and its queries are kept. Each archived block is scored by the largest
+attention weight that many heads would give one of its tokens for a token of the question, and no other block.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +25,8 @@ from mlx_tq.sequence.archive import ArchiveFile, Extent
 LONGEST_QUESTION = 256
 # Archived tokens scored at a time, a layer.
 TILE = 4096
+# What is worth less than this part of the best block does not come back: it misleads more often than it helps.
+SURE = 0.6
 # While an answer is made, the layers look that gave so many of its question's best blocks their scores.
 DECIDED = 8
 
@@ -73,9 +75,9 @@ class Asked(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A block, and the largest attention weight that a query would give one of its tokens.
+    """A block, and how much a question's token makes of it and of no other.
 
-    layer: whose query that was, by number; with several ranks, of this one's.
+    layer: whose heads made the most of it, by number; with several ranks, of this one's.
     """
 
     extent: Extent
@@ -120,7 +122,8 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
     def found() -> Look:
         ranked = rank(question, ranks)
         tokens = np.cumsum([len(piece.extent.positions) for piece in ranked])
-        best = ranked[: int(np.searchsorted(tokens, most)) + 1]  # there is room for no more
+        room = int(np.searchsorted(tokens, most)) + 1  # and for no more
+        best = [piece for piece in ranked[:room] if piece.score >= SURE * ranked[0].score]
         beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
         return Look(ranked, choose(ranked, beside, question.prefix, most))
 
@@ -141,15 +144,35 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
     """
     extents = question.extents
     question.archive.settle()
-    lost = np.array([extent.lost for extent in extents], bool)
-    best, deciders = np.zeros(len(extents)), np.zeros(len(extents), int)
-    there = sorted(np.flatnonzero(~lost).tolist(), key=lambda i: len(extents[i].positions))  # of one size side by side
-    if there:
-        weights = _largest_weights(question._replace(extents=[extents[i] for i in there]))
-        best[there], deciders[there] = weights.max(axis=0), np.array([*question.asked])[weights.argmax(axis=0)]
-    best, gone = ranks.most(np.stack([best, lost]))
-    order = [i for i in np.argsort(-best, kind="stable").tolist() if not gone[i]]
-    return [Scored(extents[i], float(best[i]), int(deciders[i])) for i in order]
+    gone = ranks.any([extent.lost for extent in extents])
+    there = [extent for extent, lost in zip(extents, gone, strict=True) if not lost]
+    if not there:
+        return []
+    there.sort(key=lambda extent: len(extent.positions))  # of one size side by side
+    powers, most = np.zeros(()), []
+    for found in _weights(question._replace(extents=there), 4):
+        own = found.sum(axis=(0, 1))
+        powers = powers + own
+        most.append(own.max(axis=0))
+    scores, deciders = singled_out(ranks.mean(powers)), np.array([*question.asked])[np.argmax(most, axis=0)]
+    order = np.lexsort(([extent.positions[0] for extent in there], -scores))
+    return [Scored(there[i], float(scores[i]), int(deciders[i])) for i in order]
+
+
+def singled_out(powers: np.ndarray) -> np.ndarray:
+    """What each block is worth to the token of a question that has the most use for it: float64 [N].
+
+    Of a token a block is worth its weight under many heads, as the fourth power counts them, times its share of the
+    squares of all blocks' weights: "the access code" means every block with a code, "of the ivory gate" one.
+
+    Args:
+        powers: fourth powers of the largest weights, summed over layers and heads [L, N].
+    """
+    weights = np.sqrt(np.sqrt(powers))
+    squares = np.sum(weights**2, axis=1, keepdims=True)
+    worth: np.ndarray = np.divide(weights**3, squares, out=np.zeros_like(weights), where=squares != 0)
+    best: np.ndarray = worth.max(axis=0)
+    return best
 
 
 def deciding(ranked: List[Scored]) -> set[int]:
@@ -169,17 +192,17 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
     """
     if not extents:
         return []
-    weights = ranks.most(_largest_weights(question._replace(extents=extents), tokens=True).max(axis=0))
+    layers = [found.max(axis=(0, 1, 2)) for found in _weights(question._replace(extents=extents), tokens=True)]
+    weights = ranks.most(np.max(layers, axis=0))
     ends = np.cumsum([len(extent.positions) for extent in extents])
     peaks = [piece.argmax() for piece in np.split(weights, ends[:-1])]
     places = [extent.positions[peak] - question.prefix for extent, peak in zip(extents, peaks, strict=True)]
     return [1 if place % BLOCK >= BLOCK // 2 else -1 for place in places]
 
 
-@np.errstate(invalid="ignore")  # a damaged block may hold what is no number: see `look`
-def _largest_weights(question: Question, *, tokens: bool = False) -> np.ndarray:
-    """The largest weight of each block, or of each token, under this rank's heads: float64 [layers, N]."""
-    best, tiles = [], _tiles(question.extents)
+def _weights(question: Question, power: int = 1, *, tokens: bool = False) -> Iterator[np.ndarray]:
+    """A power of the largest weight of each block, or token, by layer: float64 [H, G, L, N] of this rank's heads."""
+    tiles = _tiles(question.extents)
     for number, (layer, queries, live) in question.asked.items():
         _, layout, known = layer.body()
         maxima, totals = [], [live]
@@ -194,9 +217,10 @@ def _largest_weights(question: Question, *, tokens: bool = False) -> np.ndarray:
             found = recall_score(queries, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total))
-        total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
-        best.append(np.exp(np.concatenate(maxima, axis=-1) - total[..., None]).max(axis=(0, 1)))
-    return np.stack(best)
+        with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
+            total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
+            weights = np.exp(power * (np.concatenate(maxima, axis=-1) - total[..., None]))
+        yield weights.reshape(len(live), -1, queries.shape[2], weights.shape[-1])
 
 
 def _tiles(extents: List[Extent]) -> list[list[Extent]]:

@@ -57,26 +57,60 @@ def test_the_latest_queries_decide_what_is_back(exact):
     assert sequence.listener(0) is None
 
 
-def test_the_layers_that_decided_the_question_look_while_it_is_answered(exact):
-    """Each block's layer is the one that, looking alone, gives it its score; the others' queries are not kept."""
+def asked(exact):
+    """Caches that lost most of a text and have read a question, and the question's tokens."""
     model, tokenizer = exact
     text, question = facts(40)
-    caches = make_prompt_cache(model, CONFIG)
+    caches, ids = make_prompt_cache(model, CONFIG), tokenizer.encode(question)
     with compressed(model):
-        for ids in np.array_split(tokenizer.encode(text), 8):
-            mx.eval(model(mx.array(ids)[None], cache=caches))
-        sequence, layers = sequence_in(caches), sequence_layers(caches)
-        sequence.listen(looking(len(layers)), rounds=False)
-        ids = tokenizer.encode(question)
+        for piece in np.array_split(tokenizer.encode(text), 8):
+            mx.eval(model(mx.array(piece)[None], cache=caches))
+        sequence_in(caches).listen(looking(len(sequence_layers(caches))), rounds=False)
         mx.eval(model(mx.array(ids)[None], cache=caches))
-    listeners = sequence._listeners
-    ranked, alone = sequence.look(layers, len(ids), MOST).ranked, {}
-    for number, listener in listeners.items():
-        sequence._listeners = {number: listener}
-        alone[number] = {piece.extent: piece.score for piece in sequence.look(layers, len(ids), MOST).ranked}
-    for piece in ranked:
-        assert piece.score == max(scores[piece.extent] for scores in alone.values())
-        assert piece.score == alone[piece.layer][piece.extent]
+    return caches, ids
+
+
+def weights_of(caches, count):
+    """By layer the weights of all positions for the last `count` tokens, had none left: {number: [Hq, L, S]}."""
+    twin = copy.deepcopy(caches)
+    sequence, layers = sequence_in(twin), sequence_layers(twin)
+    sequence.recall(layers, sequence.archived)
+    positions, found = layers[0].positions, {}
+    for number, listener in sequence_in(caches)._listeners.items():
+        keys = np.array(layers[number].keys_and_values()[0].materialize().astype(mx.float32), np.float64)[0]
+        queries = np.array(mx.concatenate(list(listener.heard), axis=2), np.float64)[0, :, -count:]
+        logits = listener.scale * queries @ np.repeat(keys, len(queries) // len(keys), axis=0).swapaxes(1, 2)
+        logits[:, positions > np.arange(layers[0].offset - count, layers[0].offset)[:, None]] = -np.inf
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        found[number] = weights / weights.sum(axis=-1, keepdims=True)
+    assert np.array_equal(positions, np.arange(len(positions)))
+    return found
+
+
+def test_a_block_is_worth_what_a_token_makes_of_it_and_of_no_other(exact):
+    """The scores of a look against float64 over the keys themselves, and the layer that made the most of each block."""
+    caches, ids = asked(exact)
+    sequence, weights = sequence_in(caches), weights_of(caches, len(ids))
+    ranked = sequence.look(sequence_layers(caches), len(ids), MOST).ranked
+    powers = {
+        number: np.stack([(each[..., piece.extent.positions].max(axis=-1) ** 4).sum(axis=0) for piece in ranked], 1)
+        for number, each in weights.items()
+    }
+    worth = []
+    for token in sum(powers.values()):
+        by_many = [power**0.25 for power in token]
+        worth.append([each**3 / sum(other**2 for other in by_many) for each in by_many])
+    assert np.allclose([piece.score for piece in ranked], np.max(worth, axis=0), rtol=1e-3)
+    assert [piece.score for piece in ranked] == sorted((piece.score for piece in ranked), reverse=True)
+    for place, piece in enumerate(ranked[:8]):
+        assert piece.layer == max(powers, key=lambda number: powers[number][:, place].max())
+
+
+def test_the_layers_that_decided_the_question_look_while_it_is_answered(exact):
+    """Those of its eight best blocks; the others' queries are not kept."""
+    caches, ids = asked(exact)
+    sequence, layers = sequence_in(caches), sequence_layers(caches)
+    ranked = sequence.look(layers, len(ids), MOST).ranked
     Looks(caches, Recalled(ranked=tuple(ranked))).begin()
     heard = {number for number in range(len(layers)) if sequence.listener(number)}
     assert heard == {piece.layer for piece in ranked[:8]} < set(looking(len(layers)))

@@ -434,3 +434,24 @@ def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_aske
     if number in there:
         assert blocks[0] == number
         assert wanted & there <= set(blocks)
+
+
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(places=st.lists(st.integers(0, 13), min_size=1, max_size=3, unique=True), most=st.sampled_from([64, 512]))
+def test_what_no_token_of_the_question_singles_out_stays_away_though_there_is_room(places, most):
+    """A token asks for each of these blocks by the very key of one of its tokens; nothing asks for the others."""
+    spec = make_spec("q8", "tq4", prefix=5, window=20)
+    caches = layers(spec, 65, "random:trigger=8:granularity=32")
+    append(caches, 0, len(KEYS[0, 0]), 100)
+    sequence = sequence_in(caches)
+    asked_for = [spec.prefix + BLOCK * place + 20 for place in places]  # what lies behind goes on in the next block
+    sequence.listen(range(LAYERS), rounds=False)
+    for number in range(LAYERS):
+        sequence.listener(number)(mx.roll(KEYS, number, axis=-1)[:, :, mx.array(asked_for)], 2.0)
+    there = {(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in sequence.archived}
+    wanted = {place for place in places if place in there}
+    found = sequence.look(caches, len(places), most).chosen
+    blocks = [(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in found]
+    if most == 512 and wanted:
+        assert wanted <= set(blocks) <= {place + side for place in wanted for side in (0, 1)}
+    assert sum(len(extent.positions) for extent in found) <= most
