@@ -70,28 +70,18 @@ def listening() -> Table:
     return Table("recall_listening.json", about["command"], machine(about), columns, rows, model=model)
 
 
-def amounts() -> Table:
-    """What is answered by how many tokens may come back."""
-    about = report("recall_amounts.json")
-    settings, rows = about["about"]["settings"], []
-    cells = dict.fromkeys((row["model"], row["tokens"], row["kind"]) for row in about["rows"])
-    for cell in cells:
-        found = [row for row in about["rows"] if (row["model"], row["tokens"], row["kind"]) == cell]
-        asked = [[row for row in found if row["amount"] == amount] for amount in settings["amounts"]]
-        model, tokens, kind = cell
-        rows.append(
-            [model, f"{tokens:,}", kind, str(len(asked[0]))]
-            + [
-                f"{sum(row['right'] for row in each)} ({mean(row['log'] for row in each):.1f}), "
-                f"{sum(row['whole'] for row in each)} whole"
-                for each in asked
-            ]
-        )
-    columns = ["model", "tokens", "questions", "asked", *(f"{amount} back" for amount in settings["amounts"])]
-    model = f"the models named, float32, prefix 32, window 64, {about['about']['key']}/{about['about']['value']}"
-    model += f", {settings['budget']} kept"
-    command = "python -m benchmarks.recall.bench_amounts"
-    return Table("recall_amounts.json", command, machine(about), columns, rows, model=model)
+def worth() -> Table:
+    """By what a block is worth: where the evidence ranks, and what comes back with it."""
+    about = report("recall_worth.json")
+    parts = list(about["rows"][0]["parts"])
+    rows = [
+        [row["model"], f"{row['tokens']:,}", row["kind"], row["rule"], f"{row['first']} of {row['asked']}"]
+        + [f"{found}, {strange}" for found, strange in row["parts"].values()]
+        for row in about["rows"]
+    ]
+    columns = ["model", "tokens", "questions", "a block's worth", "evidence first", *(f"from {each}" for each in parts)]
+    model = "the models named, float32, prefix 32, window 64, q8/tq4, 25% kept"
+    return Table("recall_worth.json", about["command"], machine(about), columns, rows, model=model)
 
 
 def neighbours() -> Table:
@@ -138,6 +128,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "recall_look": looks,
     "recall_layers": layers,
     "recall_neighbours": neighbours,
-    "recall_amounts": amounts,
+    "recall_worth": worth,
     "recall_listening": listening,
 }

@@ -1,0 +1,120 @@
+"""What a block should be worth: where the evidence ranks by several rules, and what else would come back with it.
+
+Texts and questions are those of the recall grid; nothing is answered. Of each rule the blocks that are worth at least a
+part of the best one's worth would come back, up to four.
+
+python -m benchmarks.recall.bench_worth --models embedded,smollm2
+"""
+
+import argparse
+import copy
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.recall.arms import inside
+from benchmarks.recall.bench_grid import asked_of
+from benchmarks.recall.bench_look import NAMES, RESULTS, named_model
+from benchmarks.recall.bench_recall import STEP, read
+from benchmarks.recall.scenes import config, frame, planted
+from mlx_tq import compressed, make_prompt_cache
+from mlx_tq.commands.environment import environment
+from mlx_tq.conversation.recall import recall
+from mlx_tq.ranks.group import Ranks
+from mlx_tq.sequence import recall as search
+from mlx_tq.sequence.recall import Question, Scored, rank, singled_out
+
+BUDGET, MOST = "25%", 4
+PARTS = (0.8, 0.7, 0.6, 0.5)
+# Of each model: kinds of questions, tokens, questions a text, texts.
+CELLS = {
+    "embedded": [("trained", tokens, 8, 3) for tokens in (2000, 3500)],
+    "smollm2": [(kind, 1000, 4, 6) for kind in ("plain", "several", "paraphrased", "decoys")] + [("plain", 2000, 4, 6)],
+}
+
+
+def by_head(layers: list[np.ndarray]) -> np.ndarray:
+    """The largest weight under any head [L, N] of weights [H, G, L, N] by layer."""
+    return np.stack([found.max(axis=(0, 1)) for found in layers]).max(axis=0)
+
+
+def by_many(layers: list[np.ndarray]) -> np.ndarray:
+    """Fourth powers of the weights under all heads, added up [L, N]."""
+    return np.stack([(found**4).sum(axis=(0, 1)) for found in layers]).sum(axis=0)
+
+
+RULES: dict[str, Callable[[list[np.ndarray]], np.ndarray]] = {
+    "largest weight": lambda layers: by_head(layers).max(axis=0),
+    "largest weight, singled out": lambda layers: singled_out(by_head(layers) ** 4),
+    "many heads": lambda layers: np.power(by_many(layers), 0.25).max(axis=0),
+    "many heads, singled out": lambda layers: singled_out(by_many(layers)),
+}
+
+
+def judged(worth: np.ndarray, evidence: np.ndarray) -> dict[str, Any]:
+    """Whether evidence is first, and by part of the best worth: whether all would come, and how much else.
+
+    Args:
+        worth: of the blocks [N].
+        evidence: which of them hold each sentence [n, N].
+    """
+    order = np.argsort(-worth, kind="stable")
+    found: dict[str, Any] = {"first": bool(evidence[:, order[0]].any())}
+    for part in PARTS:
+        come = [i for i in order[:MOST] if worth[i] >= part * worth[order[0]]]
+        some = evidence[:, come].any(axis=1) | ~evidence.any(axis=1)  # what never left need not come
+        found[str(part)] = [bool(some.all()), int((~evidence[:, come].any(axis=0)).sum())]
+    return found
+
+
+def asked(name: str, kind: str, tokens: int, needles: int, texts: int) -> Iterator[dict[str, Any]]:
+    """What each rule makes of each question."""
+    model, tokenizer = named_model(name)
+    around = frame(tokenizer, "")
+    for seed in range(texts):
+        made = planted(tokenizer, around.head, kind, tokens, needles, random.Random(seed))
+        places = made.evidence()
+        caches = make_prompt_cache(model, config("q8", "tq4", [span for each in places for span in each], BUDGET))
+        with compressed(model):
+            read(model, caches, made.ids)
+            for needle, spans in zip(made.hidden.needles, places, strict=True):
+                seen: dict[str, Any] = {}
+
+                def ranked(question: Question, ranks: Ranks, seen: dict[str, Any] = seen) -> list[Scored]:
+                    question.archive.settle()
+                    seen.update(extents=question.extents, layers=list(search._weights(question)))
+                    return rank(question, ranks)
+
+                with mock.patch.object(search, "rank", ranked):
+                    recall(model, copy.deepcopy(caches), asked_of(tokenizer, around, needle).ids, STEP)
+                evidence = np.array([[inside(e.positions, span) > 0 for e in seen["extents"]] for span in spans])
+                if evidence.any():
+                    yield {rule: judged(worth(seen["layers"]), evidence) for rule, worth in RULES.items()}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="embedded,smollm2", help="of these two, joined by commas")
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        for kind, tokens, needles, texts in CELLS[name]:
+            found = list(asked(name, kind, tokens, needles, texts))
+            for rule in RULES:
+                parts = {str(part): [sum(each[rule][str(part)][i] for each in found) for i in (0, 1)] for part in PARTS}
+                first = sum(each[rule]["first"] for each in found)
+                row = {"model": NAMES[name], "tokens": tokens, "kind": kind, "asked": len(found), "rule": rule}
+                rows.append(row | {"first": first, "parts": parts})
+                print(rows[-1], flush=True)
+    command = f"python -m benchmarks.recall.bench_worth --models {args.models}"
+    report = {"command": command, "environment": environment(), "rows": rows}
+    (RESULTS / "recall_worth.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
