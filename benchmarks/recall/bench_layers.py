@@ -28,7 +28,7 @@ from mlx_tq.kernels.recall_score import grouped, recall_score
 from mlx_tq.policies import EvictConfig
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence import recall as search
-from mlx_tq.sequence.recall import DECIDED, Asked, Question, Scored, looking, rank
+from mlx_tq.sequence.recall import DECIDED, Asked, Question, Scored, looking, rank, singled_out
 
 MOST = 4  # layers that are chosen
 WAYS = ("keys", "box, rotated", "box", "every other query", "the other queries")
@@ -37,7 +37,7 @@ _FEW = ("every other", "middle half")  # layers, with fewer queries too
 
 @dataclass(frozen=True)
 class Look:
-    """One question: logarithms of scores [layers, blocks] by each of WAYS, and which blocks hold evidence [blocks]."""
+    """One question: logarithms of `powers` [layers, L, blocks] by each of WAYS, and which blocks hold evidence."""
 
     seed: int
     budget: int
@@ -45,19 +45,28 @@ class Look:
     evidence: np.ndarray
 
     def place(self, layers: Sequence[int], way: str = "keys") -> int:
-        """The rank of the best block with evidence, where a block's score is its largest of these layers."""
-        best = self.scores[way][list(layers)].max(axis=0)
-        return int((best > best[self.evidence].max()).sum())
+        """The rank of the best block with evidence, by what these layers make of it."""
+        scores = self.scores[way][list(layers)]
+        worth = singled_out(np.exp(scores - scores.max()).sum(axis=0))
+        return int((worth > worth[self.evidence].max()).sum())
 
     def deciding(self, layers: Sequence[int]) -> list[int]:
-        """Those of these layers that gave the best blocks their scores."""
+        """Those of these layers that made the most of the best blocks."""
         scores = self.scores["keys"][list(layers)]
-        best = np.argsort(-scores.max(axis=0), kind="stable")[:DECIDED]
-        return sorted({layers[i] for i in scores[:, best].argmax(axis=0).tolist()})
+        best = np.argsort(-singled_out(np.exp(scores).sum(axis=0)), kind="stable")[:DECIDED]
+        return sorted({layers[i] for i in scores[:, :, best].max(axis=1).argmax(axis=0).tolist()})
 
 
-def box_scores(asked: mx.array, keys: mx.array, starts: Sequence[int], live: np.ndarray) -> np.ndarray:
-    """Of each block the largest weight that a key inside its box could have beside what is live, a logarithm [n].
+def powers(weights: np.ndarray, count: int) -> np.ndarray:
+    """Of `count` tokens' logarithms of weights [H, G L, n] that of their fourth powers' sum over heads [L, n]."""
+    fourth = 4 * weights.reshape(-1, count, weights.shape[-1])
+    most = fourth.max(axis=0)
+    found: np.ndarray = most + np.log(np.exp(fourth - most).sum(axis=0))
+    return found
+
+
+def box_weights(asked: mx.array, keys: mx.array, starts: Sequence[int], live: np.ndarray) -> np.ndarray:
+    """Of each block the largest weight that a key inside its box could have beside what is live: [H, N, n], logarithms.
 
     Args:
         asked: queries [H, N, D].
@@ -67,11 +76,11 @@ def box_scores(asked: mx.array, keys: mx.array, starts: Sequence[int], live: np.
     """
     low, high = (mx.array(end.reduceat(np.array(keys), starts, axis=1)) for end in (np.minimum, np.maximum))
     bounds = mx.maximum(asked, 0) @ high.swapaxes(-1, -2) + mx.minimum(asked, 0) @ low.swapaxes(-1, -2)
-    return (np.array(bounds) - live[..., None]).max(axis=(0, 1))
+    return np.array(bounds) - live[..., None]
 
 
 def scores_of(asked: Asked, words: np.ndarray, means: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    """One layer's scores of blocks [n] by each of WAYS."""
+    """One layer's `powers` by each of WAYS."""
     layer, queries, live = asked
     _, layout, known = layer.body()
     conditioning = None
@@ -81,14 +90,13 @@ def scores_of(asked: Asked, words: np.ndarray, means: np.ndarray, sizes: list[in
     keys = layout.split_keys(mx.array(words)[None])
     found = recall_score(queries, keys, layout, conditioning, sizes)
     total = np.logaddexp(live, np.array(found.total))
-    weights = np.array(found.each) - total[..., None]
-    exact = weights.max(axis=(0, 1))
-    thin = weights.reshape(weights.shape[0], -1, queries.shape[2], len(sizes))[:, :, ::-1]  # the last one first
-    fewer = [thin[:, :, first::2].max(axis=(0, 1, 2)) for first in (0, 1)]
+    count = queries.shape[2]
+    exact = powers(np.array(found.each) - total[..., None], count)
     starts, heads = np.cumsum([0, *sizes[:-1]]), words.shape[0]
     packed = grouped(queries, heads, layout, conditioning)[0], decode_rotated(layout.key, keys, conditioning)[0]
     plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, conditioning)[0]
-    return [exact, *(box_scores(*pair, starts, live) for pair in (packed, plain)), *fewer]
+    boxes = [powers(box_weights(*pair, starts, live), count) for pair in (packed, plain)]
+    return [exact, *boxes, *(exact[::-1][first::2] for first in (0, 1))]  # the last token's first
 
 
 def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, seed: int, budget: int) -> list[Look]:
