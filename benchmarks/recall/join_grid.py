@@ -71,9 +71,8 @@ def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("model", "asked", "kind", "text", "budget", "needle"))
-        first = found.setdefault(key, row)
-        for name in ("ranks", "back", "arms"):
-            first[name] = {**first[name], **row[name]}
+        before = found.get(key, row)
+        found[key] = row | {name: before[name] | row[name] for name in ("ranks", "back", "arms")}
     return list(found.values())
 
 
