@@ -26,7 +26,8 @@ LONGEST_QUESTION = 256
 # Archived tokens scored at a time, a layer.
 TILE = 4096
 # What is worth less than this part of the best block does not come back: it misleads more often than it helps.
-SURE = 0.6
+# Where the best block is worth less than CERTAIN itself, so much smaller a part is enough.
+SURE, CERTAIN = 0.6, 0.8
 # While an answer is made, the layers look that gave so many of its question's best blocks their scores.
 DECIDED = 8
 
@@ -123,7 +124,7 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
         ranked = rank(question, ranks)
         tokens = np.cumsum([len(piece.extent.positions) for piece in ranked])
         room = int(np.searchsorted(tokens, most)) + 1  # and for no more
-        best = [piece for piece in ranked[:room] if piece.score >= SURE * ranked[0].score]
+        best = [piece for piece in ranked[:room] if piece.score >= enough(ranked[0].score)]
         beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
         return Look(ranked, choose(ranked, beside, question.prefix, most))
 
@@ -173,6 +174,11 @@ def singled_out(powers: np.ndarray) -> np.ndarray:
     worth: np.ndarray = np.divide(weights**3, squares, out=np.zeros_like(weights), where=squares != 0)
     best: np.ndarray = worth.max(axis=0)
     return best
+
+
+def enough(best: float) -> float:
+    """What a block has to be worth to come back, by what the best one is worth."""
+    return SURE * best * min(1.0, best / CERTAIN)
 
 
 def deciding(ranked: List[Scored]) -> set[int]:

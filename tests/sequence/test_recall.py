@@ -24,7 +24,7 @@ from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
 from mlx_tq.sequence.passes import before_pass, sequence_in
 from mlx_tq.sequence.places import Places
-from mlx_tq.sequence.recall import holding, positions_of
+from mlx_tq.sequence.recall import enough, holding, positions_of
 from mlx_tq.sequence.sequence import Sequence
 
 KEYS, VALUES = random_pair(700, dtype=mx.float16, dims=(128, 64))
@@ -455,3 +455,10 @@ def test_what_no_token_of_the_question_singles_out_stays_away_though_there_is_ro
     if most == 512 and wanted:
         assert wanted <= set(blocks) <= {place + side for place in wanted for side in (0, 1)}
     assert sum(len(extent.positions) for extent in found) <= most
+
+
+def test_where_no_block_stands_out_more_come():
+    """Of a best block that is certain six tenths are enough; of one that is half as certain three."""
+    assert [enough(best) for best in (1.0, 0.8)] == [0.6, 0.48]
+    assert np.isclose(enough(0.4) / 0.4, 0.3)
+    assert enough(0.0) == 0.0
