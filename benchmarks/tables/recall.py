@@ -58,18 +58,6 @@ def looks() -> Table:
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
 
 
-def listening() -> Table:
-    """What keeping queries for the next look adds to a step."""
-    about = report("recall_listening.json")
-    rows = [
-        [row["model"], str(row["listening"]), f"{row['step_ms']:.1f} ms", f"{row['added']:+.2f} % ({row['error']:.2f})"]
-        for row in about["rows"]
-    ]
-    columns = ["model", "layers that listen", "a step", "it takes longer by"]
-    model = "the models named, float32"
-    return Table("recall_listening.json", about["command"], machine(about), columns, rows, model=model)
-
-
 def worth() -> Table:
     """By what a block is worth: where the evidence ranks, and what comes back with it."""
     about = report("recall_worth.json")
@@ -129,5 +117,4 @@ TABLES: dict[str, Callable[[], Table]] = {
     "recall_layers": layers,
     "recall_neighbours": neighbours,
     "recall_worth": worth,
-    "recall_listening": listening,
 }
