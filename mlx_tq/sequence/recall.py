@@ -155,7 +155,8 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
         own = found.sum(axis=(0, 1))
         powers = powers + own
         most.append(own.max(axis=0))
-    scores, deciders = singled_out(ranks.mean(powers)), np.array([*question.asked])[np.argmax(most, axis=0)]
+    scores = singled_out(ranks.mean(powers) * ranks.size)  # of all heads: what is certain does not depend on ranks
+    deciders = np.array([*question.asked])[np.argmax(most, axis=0)]
     order = np.lexsort(([extent.positions[0] for extent in there], -scores))
     return [Scored(there[i], float(scores[i]), int(deciders[i])) for i in order]
 
