@@ -13,14 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq import compressed, load, make_prompt_cache
+from benchmarks.recall.models import NAMES, RESULTS, named_model
+from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.looks import RECALL_EVERY
@@ -30,14 +30,7 @@ from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.recall import looking
 
-RESULTS = Path(__file__).parents[1] / "results"
 LIVE, STEP, ROUNDS = 512, 512, 5
-NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}
-
-
-def named_model(name: str) -> tuple[Any, Any]:
-    """One of `NAMES` in dense float32, and its tokenizer."""
-    return load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
 
 
 def filled(model: Any, plan: Plan, archived: int) -> list[Any]:

@@ -6,9 +6,7 @@ of the best blocks come too: on none, on both, on the side of the block's best t
 python -m benchmarks.recall.bench_neighbours --models embedded,smollm2
 """
 
-import argparse
 import copy
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -19,11 +17,10 @@ import numpy as np
 
 from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
-from benchmarks.recall.bench_look import NAMES, RESULTS, named_model
 from benchmarks.recall.bench_recall import STEP, read
+from benchmarks.recall.models import NAMES, named_model, survey_models
 from benchmarks.recall.scenes import config, frame, planted
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.commands.environment import environment
 from mlx_tq.conversation.recall import recall
 from mlx_tq.sequence import recall as search
 from mlx_tq.sequence.archive import Extent
@@ -75,21 +72,13 @@ def cells(name: str) -> Iterator[dict[str, Any]]:
                     for label, rule in RULES.items():
                         found = there(model, caches, ids, rule)
                         whole[label] += all(inside(found, span) == span[1] - span[0] for span in evidence)
-        row = {"model": NAMES[name], "tokens": tokens, "kind": kind, "budget": budget, "asked": asked, "whole": whole}
-        print(row, flush=True)
-        yield row
-
-
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="embedded,smollm2", help="of these two, joined by commas")
-    args = parser.parse_args()
-    rows = [row for name in args.models.split(",") for row in cells(name)]
-    command = f"python -m benchmarks.recall.bench_neighbours --models {args.models}"
-    report = {"command": command, "environment": environment(), "rows": rows}
-    (RESULTS / "recall_neighbours.json").write_text(json.dumps(report, indent=1) + "\n")
+        yield {"model": NAMES[name], "tokens": tokens, "kind": kind, "budget": budget, "asked": asked, "whole": whole}
 
 
 if __name__ == "__main__":
-    main()
+    survey_models(
+        __doc__.partition("\n")[0],
+        "benchmarks.recall.bench_neighbours",
+        "recall_neighbours.json",
+        cells,
+    )

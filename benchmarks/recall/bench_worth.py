@@ -6,9 +6,7 @@ part of the best one's worth would come back, up to four.
 python -m benchmarks.recall.bench_worth --models embedded,smollm2
 """
 
-import argparse
 import copy
-import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +16,10 @@ import numpy as np
 
 from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
-from benchmarks.recall.bench_look import NAMES, RESULTS, named_model
 from benchmarks.recall.bench_recall import STEP, read
+from benchmarks.recall.models import NAMES, named_model, survey_models
 from benchmarks.recall.scenes import config, frame, planted
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.commands.environment import environment
 from mlx_tq.conversation.recall import recall
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence import recall as search
@@ -71,9 +68,8 @@ def judged(worth: np.ndarray, evidence: np.ndarray) -> dict[str, Any]:
     return found
 
 
-def asked(name: str, kind: str, tokens: int, needles: int, texts: int) -> Iterator[dict[str, Any]]:
+def asked(model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int) -> Iterator[dict[str, Any]]:
     """What each rule makes of each question."""
-    model, tokenizer = named_model(name)
     around = frame(tokenizer, "")
     for seed in range(texts):
         made = planted(tokenizer, around.head, kind, tokens, needles, random.Random(seed))
@@ -96,25 +92,16 @@ def asked(name: str, kind: str, tokens: int, needles: int, texts: int) -> Iterat
                     yield {rule: judged(worth(seen["layers"]), evidence) for rule, worth in RULES.items()}
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default="embedded,smollm2", help="of these two, joined by commas")
-    args = parser.parse_args()
-    rows = []
-    for name in args.models.split(","):
-        for kind, tokens, needles, texts in CELLS[name]:
-            found = list(asked(name, kind, tokens, needles, texts))
-            for rule in RULES:
-                parts = {str(part): [sum(each[rule][str(part)][i] for each in found) for i in (0, 1)] for part in PARTS}
-                first = sum(each[rule]["first"] for each in found)
-                row = {"model": NAMES[name], "tokens": tokens, "kind": kind, "asked": len(found), "rule": rule}
-                rows.append(row | {"first": first, "parts": parts})
-                print(rows[-1], flush=True)
-    command = f"python -m benchmarks.recall.bench_worth --models {args.models}"
-    report = {"command": command, "environment": environment(), "rows": rows}
-    (RESULTS / "recall_worth.json").write_text(json.dumps(report, indent=1) + "\n")
+def cells(name: str) -> Iterator[dict[str, Any]]:
+    """By kind, tokens and rule: where the evidence is first, what would come of it, and what else."""
+    model, tokenizer = named_model(name)
+    for kind, tokens, needles, texts in CELLS[name]:
+        found = list(asked(model, tokenizer, kind, tokens, needles, texts))
+        for rule in RULES:
+            parts = {str(part): [sum(each[rule][str(part)][i] for each in found) for i in (0, 1)] for part in PARTS}
+            row = {"model": NAMES[name], "tokens": tokens, "kind": kind, "asked": len(found), "rule": rule}
+            yield row | {"first": sum(each[rule]["first"] for each in found), "parts": parts}
 
 
 if __name__ == "__main__":
-    main()
+    survey_models(__doc__.partition("\n")[0], "benchmarks.recall.bench_worth", "recall_worth.json", cells)

@@ -258,8 +258,7 @@ class StoredPrompt:
         sequence = sequence_in(found)
         if sequence is not None:
             sequence.ranks = self._ranks  # which no file has
-            for number, calibrator in sequence.calibrators.items():
-                calibrator.rope = self._store.plan.layers[number].rope  # nor this
+            sequence.learn(layer.rope for layer in self._store.plan.layers)
         return Restored(found, names)
 
     def wants(self, stop: int) -> bool:

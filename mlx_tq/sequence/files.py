@@ -52,9 +52,7 @@ def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None =
     loaded = read_caches(path, model=model, config=None if config is None else with_formats(model, config))
     sequence = sequence_in(loaded.caches)
     if sequence is not None and sequence.calibrators:
-        ropes = learn_ropes(model_facts(model))  # which no file has
-        for number, calibrator in sequence.calibrators.items():
-            calibrator.rope = ropes[number]
+        sequence.learn(learn_ropes(model_facts(model)))
     if sequence is not None and sequence.plan.config.recalls:
         sequence.take_archive(sequence_layers(loaded.caches), attached(Path(path)))
     return loaded

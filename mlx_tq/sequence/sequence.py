@@ -25,6 +25,7 @@ from mlx_tq.policies.calibrator import Calibrator
 from mlx_tq.policies.config import Budget, EvictConfig
 from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
 from mlx_tq.policies.queries import QueryStats
+from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
@@ -410,6 +411,12 @@ class Sequence:
         made = cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
         made._recalls = {int(place): count for place, count in about.get("recalls", {}).items()}
         return made
+
+    def learn(self, ropes: Iterable[Rope | None]) -> None:
+        """Take the RoPE of each layer, which no file has."""
+        for number, rope in enumerate(ropes):
+            if number in self.calibrators:
+                self.calibrators[number].rope = rope
 
     # Other plans for the same tokens.
 

@@ -1,0 +1,39 @@
+"""The models that recall's benches load by name, and a report with rows of each."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from mlx_tq import load
+from mlx_tq.commands.environment import environment
+
+RESULTS = Path(__file__).parents[1] / "results"
+NAMES = {"embedded": "the embedded model", "smollm2": "SmolLM2-135M-Instruct"}
+
+
+def named_model(name: str) -> tuple[Any, Any]:
+    """One of `NAMES` in dense float32, and its tokenizer."""
+    return load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
+
+
+def survey_models(about: str, module: str, source: str, rows_of: Callable[[str], Iterable[dict[str, Any]]]) -> None:
+    """Measure the models of the command line, print their rows, and write them.
+
+    Args:
+        about: the bench, for people.
+        module: as `python -m` runs it.
+        source: file of benchmarks/results.
+        rows_of: one of `NAMES`.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--models", default=",".join(NAMES), help="of these, joined by commas")
+    args = parser.parse_args()
+    rows = []
+    for name in args.models.split(","):
+        for row in rows_of(name):
+            print(row, flush=True)
+            rows.append(row)
+    report = {"command": f"python -m {module} --models {args.models}", "environment": environment(), "rows": rows}
+    (RESULTS / source).write_text(json.dumps(report, indent=1) + "\n")
