@@ -58,6 +58,24 @@ def looks() -> Table:
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
 
 
+def listening() -> Table:
+    """What a step takes longer of which the queries are kept for the next look."""
+    about = report("recall_listening.json")
+    rows = [
+        [
+            row["model"],
+            str(row["listening"]),
+            f"{row['step_ms']:.1f} ms",
+            f"{row['added']:+.1f} % ({row['error']:.1f})",
+        ]
+        for row in about["rows"]
+    ]
+    columns = ["model", "layers that listen", "a step without", "with it longer by (error)"]
+    turns = f"{about['rows'][0]['turns']} turns of 64 steps"
+    model = f"the models named, float32, {turns}"
+    return Table("recall_listening.json", about["command"], machine(about), columns, rows, model=model)
+
+
 def worth() -> Table:
     """By what a block is worth: where the evidence ranks, and what comes back with it."""
     about = report("recall_worth.json")
@@ -114,6 +132,7 @@ def _answers(rows: list[Record], arm: str) -> str:
 TABLES: dict[str, Callable[[], Table]] = {
     "recall": recall,
     "recall_look": looks,
+    "recall_listening": listening,
     "recall_layers": layers,
     "recall_neighbours": neighbours,
     "recall_worth": worth,

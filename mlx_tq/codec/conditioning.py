@@ -61,8 +61,8 @@ class Conditioning:
         """The mean of each of the first rows, fp32 [B, H, tokens, D]."""
         batch, heads, count, dim = self.means.shape
         which = mx.arange(batch * heads, dtype=mx.int32)[:, None] * count + self.which(tokens)
-        rows = mx.take(self.means.reshape(-1, dim), which, axis=0)  # along axis 2 a CPU takes 20 times as long
-        return rows.reshape(batch, heads, tokens, dim).astype(mx.float32)
+        means = self.means.astype(mx.float32).reshape(-1, dim)  # few, and a CPU widens fp16 one by one
+        return mx.take(means, which, axis=0).reshape(batch, heads, tokens, dim)  # axis 2 takes 20 times as long
 
 
 class Means(NamedTuple):
