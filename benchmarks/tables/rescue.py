@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks.rescue.ramp_cells import lines
-from benchmarks.tables.markdown import Table, machine, report
+from benchmarks.tables.markdown import EMBEDDED, Table, machine, report
 
 NO_MODEL = "text of the collections, no language model"
 RETRIEVAL = {
@@ -110,12 +110,12 @@ def floor() -> Table:
     return Table("rescue_floor.json", command, machine(about), columns, rows, model=NO_MODEL)
 
 
-def ramp(source: str) -> Table:
+def ramp(source: str, model: str = EMBEDDED) -> Table:
     """Answers found in four arms."""
     about = report(source)
     columns = ["tokens, policy, budget", "cases", "needle gone at start, middle, end", "no eviction", "eviction"]
     columns += ["eviction and rescue", "retrieval, no eviction", "void", "evicted", "quoted"]
-    return Table(source, "\n".join(about["commands"]), machine(about), columns, lines(about["cells"]))
+    return Table(source, "\n".join(about["commands"]), machine(about), columns, lines(about["cells"]), model=model)
 
 
 def overhead() -> Table:
@@ -148,6 +148,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "rescue_floor": floor,
     "rescue_ramp": lambda: ramp("rescue_ramp.json"),
     "rescue_ramp_minilm": lambda: ramp("rescue_ramp_minilm.json"),
-    "rescue_ramp_smollm2": lambda: ramp("rescue_ramp_smollm2.json"),
+    "rescue_ramp_smollm2": lambda: ramp("rescue_ramp_smollm2.json", "SmolLM2-135M-Instruct"),
     "rescue_overhead": overhead,
 }

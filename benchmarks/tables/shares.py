@@ -15,7 +15,7 @@ RETENTIONS = (90, 75, 50)
 SMOLLM2 = "evict_shares_smollm2.json"
 LABELS = {
     "triattention:stats=questions.safetensors": "questions alone",
-    "triattention:stats=text25.safetensors": "a quarter of the text (the default)",
+    "triattention:stats=text25.safetensors": "a quarter of the text (the default share)",
     "triattention:stats=text50.safetensors": "half of the text",
     "triattention:stats=both.safetensors": "the larger of both scores",
     "random": "random",

@@ -2,10 +2,13 @@
 
 import argparse
 import re
+from dataclasses import fields
 from importlib import import_module
+from inspect import cleandoc
 from pathlib import Path
 
 from mlx_tq.cli import COMMANDS
+from mlx_tq.policies import parse_policy, policy_names
 
 HEAD = """# Flags
 
@@ -14,6 +17,7 @@ Each command runs as `mlx_tq.COMMAND`, as `mlx_tq COMMAND` and as `python -m mlx
 """
 # Groups of flags that several commands have, told once: heading and anchor.
 SHARED = {"KV cache": ("The KV cache", "the-kv-cache"), "rescue": ("Rescue", "rescue")}
+ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)  # of a docstring's list
 # argparse has no public way to groups, actions and metavars, hence the names with an underscore.
 
 
@@ -30,6 +34,8 @@ def reference() -> str:
     for title, (heading, _) in SHARED.items():
         group = next(group for group in parsers["chat"]._action_groups if group.title == title)  # chat has them all
         parts += [f"## {heading}", sentence(str(group.description)), table(parsers["chat"], group._group_actions)]
+    parts += ["## Options of policies", "Behind the name of a policy, as in `--kv-evict triattention:trigger=32`."]
+    parts += [policy_options()]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -50,6 +56,22 @@ def table(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> st
         what, mark, default = re.fullmatch(r"(.*?)(?: (\(default: )(.*)\))?", told).group(1, 2, 3)
         cells = (spelling(parser, action), default if mark else "required" if action.required else "off", what)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def policy_options() -> str:
+    """A row for each option, as the docstrings of the policies that have it tell it."""
+    rows = ["| option | default | of | what it does |", "|---|---|---|---|"]
+    every = [type(parse_policy(name)) for name in policy_names()]
+    policies = [policy for policy in every if policy.__module__.startswith("mlx_tq.")]  # plug-ins tell their own
+    kinds = dict.fromkeys(kind for policy in policies for kind in policy.__mro__)
+    told = dict(pair for kind in kinds for pair in ATTRIBUTE.findall(cleandoc(str(kind.__doc__))))
+    for name in dict.fromkeys(each.name for policy in policies for each in fields(policy)):
+        own = [policy for policy in policies if hasattr(policy, name)]
+        of = "all" if own == policies else ", ".join(f"`{policy.name}`" for policy in own)
+        default = getattr(own[0], name)
+        default = "off" if default is False else default
+        rows.append(f"| `{name}` | {default} | {of} | {' '.join(told[name].split())} |")
     return "\n".join(rows)
 
 

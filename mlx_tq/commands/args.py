@@ -116,8 +116,8 @@ RECALL = Option(
     "tokens|auto|off",
     str,
     "with --kv-evict: archive what leaves, in a file without a name, and bring back what the question asks for, up to "
-    "so many tokens; auto is a tenth of the budget, at least 128, and off beside --draft-model, --image and "
-    "--kv-shadow (default: auto)",
+    "so many tokens; auto is a tenth of the budget, at least 128, and off beside --draft-model, --image, --kv-shadow "
+    "and keys of two formats (default: auto)",
 )
 ARCHIVE_LIMIT = Option(
     "--kv-archive-limit",
@@ -156,7 +156,12 @@ RESCUE_OPTIONS = (
         "brings evicted text back: off, auto (a service on this machine), or a URL "
         "(default: off; in chat with eviction auto)",
     ),
-    Option("--rescue-tokens", "max_tokens", int, "brought back in a turn at most (default: an eighth of the context)"),
+    Option(
+        "--rescue-tokens",
+        "max_tokens",
+        int,
+        "brought back in a turn at most (default: an eighth of the context, 2,048 at most)",
+    ),
     Option("--rescue-timeout", "timeout", float, "seconds that a turn waits for the service at most (default: 1)"),
 )
 _BLOCKS = 64  # tokens that leave together where their text is to be found again

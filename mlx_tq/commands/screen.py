@@ -102,7 +102,8 @@ def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
             soft_wrap=True,
         )
     if any(layer.spec.cold for layer in plan.layers):
-        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
+        gone = "" if plan.eviction is None else "; what leaves is gone"
+        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first{gone}", style="dim")
     if plan.eviction is not None:
         console.print(describe_eviction(plan.eviction, beside), style="dim", markup=False, soft_wrap=True)
         console.print(describe_tiers(planned_tiers(plan, tokens)), style="dim", markup=False, soft_wrap=True)
@@ -147,7 +148,7 @@ def warn(message: str) -> None:
 def show_recalled(positions: list[int], by_meaning: Sequence[int], archived: int, seconds: float) -> None:
     """Print what came back from the archive, and which of it the rescue service's search named."""
     came = f"tokens {_ranges(positions)}" if positions else "nothing"
-    named = f", by meaning {_ranges(by_meaning)}," if by_meaning else ""
+    named = f", by search {_ranges(by_meaning)}," if by_meaning else ""
     said = f"recalled: {came}{named} of {archived:,} archived ({1000 * seconds:.0f} ms)"
     console.print(said, style="cyan", soft_wrap=True)
 

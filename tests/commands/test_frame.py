@@ -136,7 +136,7 @@ def test_no_color(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("positions", "said"),
-    [([], "nothing of 9"), ([4], "tokens 4-5, by meaning 4-5, of 9"), ([1, 2, 7], "tokens 1-3, 7-8, by meaning 1-2,")],
+    [([], "nothing of 9"), ([4], "tokens 4-5, by search 4-5, of 9"), ([1, 2, 7], "tokens 1-3, 7-8, by search 1-2,")],
 )
 def test_what_came_back_is_told_in_ranges(positions, said, capsys):
     screen.show_recalled(positions, positions[:1], 9, 0.0)

@@ -60,7 +60,7 @@ def test_a_conversation_is_a_session_and_shows_what_became_of_it(server, service
     live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))
     assert live > 10 < archived
     facts = answer.locator(".facts").inner_text()
-    assert re.search(r"[1-9]\d* tokens recalled, [1-9]\d* of them by meaning", facts)
+    assert re.search(r"[1-9]\d* tokens recalled, [1-9]\d* of them by search", facts)
     assert int(facts.split()[0]) < 200, f"what the session had was read again: {facts}"
     page.reload()
     expect(page.locator("#talk > li")).to_have_count(4)

@@ -207,7 +207,7 @@ function facts({ usage, session, finish, stopped }) {
   if (stopped) lines.push("stopped");
   if (session?.recalled) {
     const named = session.recalled_by_meaning;
-    lines.push(`${tokens(session.recalled)} recalled${named ? `, ${number(named)} of them by meaning` : ""}`);
+    lines.push(`${tokens(session.recalled)} recalled${named ? `, ${number(named)} of them by search` : ""}`);
   }
   const made = lines.length ? [element("p", lines.join(", "), "facts")] : [];
   if (!session?.rescued) return made;
