@@ -350,10 +350,10 @@ class Engine:
         if not ready_to_recall(caches, len(running.question)):
             running.question = []
             return
+        question, found = running.question, self._recalled(running, caches)
         self._batch.remove([uid])
         del self._running[uid]
-        question = running.question
-        self._insert(running, [question], self._recalled(running, caches), tokens)
+        self._insert(running, [question], found, tokens)
 
     def _source(self, job: Job, unstored: int, *, alone: bool = False) -> Source:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.

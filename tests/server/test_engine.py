@@ -259,3 +259,28 @@ def test_rows_come_back_for_the_question_of_a_request(loaded, step):
     assert all(sequence.archived and not len(sequence.recalled) for sequence in kept)
     texts, _, recalled = answers(config)
     assert (["417295" in texts[0], "860312" in texts[1]], recalled) == ([False, False], 0)
+
+
+def test_a_look_that_fails_ends_its_request_and_the_next_one_is_answered(loaded, monkeypatch):
+    """It fails between two steps, with the document read and the question not."""
+    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
+    engine = make_engine(loaded, config)
+
+    def fail(*_, **__):
+        monkeypatch.undo()
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr("mlx_tq.server.engine.recall", fail)
+    text, question = facts(40)
+    ids = loaded[1].encode(f"{text}\n{question}")
+    first, second = (Job(Prompt(ids, [ids], ["user"]), 8, GREEDY, []) for _ in range(2))
+
+    async def again():
+        engine.submit(second)
+        return await outcome(second)
+
+    (failed,), answered = serve(engine, [first], again)
+    assert isinstance(failed[-1].error, ModelFailedError)
+    assert "no room for a copy" in str(failed[-1].error)
+    assert any(isinstance(event, Piece) for event in answered)
+    assert engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total") > 0
