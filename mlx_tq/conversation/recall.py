@@ -120,8 +120,9 @@ def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
 def named_blocks(caches: list[Any], named: Named) -> list[Extent]:
     """The archived blocks in which lies what a search named, and what the caches do not hold."""
     sequence = sequence_in(caches)
-    if sequence is None:
+    if sequence is None or not named.ranges:
         return []
+    sequence.agree()
     return holding(sequence.archived, named.ranges, live_positions(caches, 0), named.limit)
 
 

@@ -90,7 +90,8 @@ class ArchiveFile:
         self._count = self._waiting = 0
         self._queue: queue.SimpleQueue[tuple[Extent, bytes] | threading.Event | None] = queue.SimpleQueue()
         threading.Thread(target=_write_all, args=(self._queue, weakref.ref(self)), daemon=True).start()
-        weakref.finalize(self, _close, self._file, self._queue)
+        closing = weakref.finalize(self, _close, self._file, self._queue)
+        closing.atexit = False  # a thread that still computes may wait for the writer then
 
     @property
     def nbytes(self) -> int:
@@ -189,10 +190,11 @@ class ArchiveFile:
         self.say_damaged(len(damaged))
 
     def raw(self, extent: Extent) -> bytes:
-        """A block as it is in the file, not checked; shorter where the disk gives no more."""
+        """A block as it is in the file, not checked; zeros where the disk gives no more."""
+        found = b""
         with contextlib.suppress(OSError):
-            return os.pread(self._file, extent.size, extent.start)
-        return b""
+            found = os.pread(self._file, extent.size, extent.start)
+        return found.ljust(extent.size, b"\0")
 
     def make_room(self) -> None:
         """Wait until there is room for more to be written."""

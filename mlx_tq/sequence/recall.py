@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.links import Hear
 from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.config import BLOCK
 from mlx_tq.kernels.recall_score import log_sum_exp, recall_score
@@ -46,13 +47,22 @@ class Listener:
         scale: of scores.
     """
 
-    heard: deque[mx.array] = field(default_factory=lambda: deque(maxlen=LONGEST_QUESTION))
+    heard: deque[mx.array] = field(default_factory=deque)
     scale: float = 1.0
+    _tokens: int = 0
+
+    def in_pass(self) -> Hear:
+        """What hears one pass: its first queries, which are the layer's own; later layers may share its keys."""
+        left = [self.hear]
+        return lambda queries, scale: left.pop()(queries, scale) if left else None
 
     def hear(self, queries: mx.array, scale: float) -> None:
-        """Attention is asked with queries [1, Hq, L, Dk]."""
+        """Attention is asked with queries [1, Hq, L, Dk]; earlier passes go that no question needs any more."""
         self.heard.append(queries)
         self.scale = scale
+        self._tokens += queries.shape[2]
+        while self._tokens - self.heard[0].shape[2] >= LONGEST_QUESTION:
+            self._tokens -= self.heard.popleft().shape[2]
 
     def asked(self, layer: CompressedKVCache, count: int) -> "Asked":
         """The last `count` queries, of a layer whose last tokens they are."""

@@ -185,10 +185,17 @@ class Sequence:
         for i, (start, rows) in enumerate(parts[0]):
             at = positions[start : start + rows.keys.shape[1]]
             found.append(archive.put(Block(at, [part[i][1] for part in parts])))
-        together = (*self.archived, *found)
-        lost = self.ranks.any([extent is None or extent.lost for extent in together])
-        kept = [extent for extent, gone in zip(together, lost, strict=True) if extent is not None and not gone]
-        self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
+        self.archived = tuple(sorted(self._kept((*self.archived, *found)), key=lambda each: int(each.positions[0])))
+
+    def _kept(self, extents: Iterable[Extent | None]) -> list[Extent]:
+        """Of these, the blocks that no rank lost."""
+        asked = list(extents)
+        lost = self.ranks.any([extent is None or extent.lost for extent in asked])
+        return [extent for extent, gone in zip(asked, lost, strict=True) if extent is not None and not gone]
+
+    def agree(self) -> None:
+        """Let go of the blocks that a rank lost since this was last asked; all ranks call it at the same time."""
+        self.archived = tuple(self._kept(self.archived))
 
     def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
         """The archive, made where there is none yet."""
@@ -208,9 +215,9 @@ class Sequence:
         self._asking = not rounds
 
     def listener(self, number: int) -> Hear | None:
-        """What hears the queries of layer `number`, or None."""
+        """What hears the queries of layer `number` in its next pass, or None."""
         found = self._listeners.get(number)
-        return None if found is None else found.hear
+        return None if found is None else found.in_pass()
 
     def look(self, layers: list[CompressedKVCache], count: int, most: int, *, back: bool = False) -> Look:
         """The archived blocks by what the last `count` tokens would make of them, and the best of them.
@@ -281,7 +288,8 @@ class Sequence:
         """Recalled positions leave again; blocks that made room for others meanwhile are archived once more."""
         if not len(leaving):
             return
-        positions, there = layers[0].body_positions, positions_of(e for e in self.archived if not e.lost)
+        self.agree()
+        positions, there = layers[0].body_positions, positions_of(self.archived)
         missing = np.setdiff1d(leaving, there)
         if len(missing):
             self._keep(layers, np.flatnonzero(np.isin(positions, missing)))
@@ -306,9 +314,7 @@ class Sequence:
         since = prefix + max(0, length - window - prefix) // BLOCK * BLOCK  # blocks come back whole
         needed = np.setdiff1d(np.arange(since, length), layers[0].positions)
         if len(needed):
-            behind = [extent for extent in self.archived if extent.positions[0] in needed]
-            lost = self.ranks.any([extent.lost for extent in behind])
-            behind = [extent for extent, is_lost in zip(behind, lost, strict=True) if not is_lost]
+            behind = self._kept(extent for extent in self.archived if extent.positions[0] in needed)
             held = np.concatenate([_NONE, *(extent.positions for extent in behind)])
             if len(np.setdiff1d(needed, held)) or self.recall(layers, behind) < len(held):
                 raise CacheFormatError(
@@ -394,6 +400,7 @@ class Sequence:
         kept = [extent.recalls for extent in self.archived if not extent.lost]
         recalls = {place: count for place, count in enumerate(kept) if count}
         about = {"plan": plan, "stats": asdict(self.stats), "calibrates": own is not None, "recalls": recalls}
+        about |= {"recalled": self.recalled.tolist()}
         return json.dumps(about), own.state if own else ()
 
     @classmethod
@@ -410,6 +417,7 @@ class Sequence:
             calibrators[number].restore(calibration[0])
         made = cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
         made._recalls = {int(place): count for place, count in about.get("recalls", {}).items()}
+        made.recalled = np.array(about.get("recalled", []), np.int64)
         return made
 
     def learn(self, ropes: Iterable[Rope | None]) -> None:

@@ -4,14 +4,19 @@ import copy
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from commands.tools import facts
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
+from zoo import build
 
 from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
+from mlx_tq.config import BLOCK
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.recall import Recalled, release
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import looking
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Listener, looking
 
 MOST, EVERY = 96, 8
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
@@ -57,11 +62,11 @@ def test_the_latest_queries_decide_what_is_back(exact):
     assert sequence.listener(0) is None
 
 
-def asked(exact):
-    """Caches that lost most of a text and have read a question, and the question's tokens."""
+def asked(exact, times=1):
+    """Caches that lost most of a text and have read a question some times over, and the tokens of that."""
     model, tokenizer = exact
     text, question = facts(40)
-    caches, ids = make_prompt_cache(model, CONFIG), tokenizer.encode(question)
+    caches, ids = make_prompt_cache(model, CONFIG), tokenizer.encode(question) * times
     with compressed(model):
         for piece in np.array_split(tokenizer.encode(text), 8):
             mx.eval(model(mx.array(piece)[None], cache=caches))
@@ -87,9 +92,14 @@ def weights_of(caches, count):
     return found
 
 
-def test_a_block_is_worth_what_a_token_makes_of_it_and_of_no_other(exact):
-    """The scores of a look against float64 over the keys themselves, and the layer that made the most of each block."""
-    caches, ids = asked(exact)
+@pytest.mark.parametrize("times", [1, 20])
+def test_a_block_is_worth_what_a_token_makes_of_it_and_of_no_other(exact, times):
+    """The scores of a look against float64 over the keys themselves, and the layer that made the most of each block.
+
+    Also of a question whose first tokens are packed before its last ones are read.
+    """
+    caches, ids = asked(exact, times)
+    assert (len(ids) > 2 * CONFIG.window + BLOCK) == (times > 1)
     sequence, weights = sequence_in(caches), weights_of(caches, len(ids))
     ranked = sequence.look(sequence_layers(caches), len(ids), MOST).ranked
     powers = {
@@ -104,6 +114,33 @@ def test_a_block_is_worth_what_a_token_makes_of_it_and_of_no_other(exact):
     assert [piece.score for piece in ranked] == sorted((piece.score for piece in ranked), reverse=True)
     for place, piece in enumerate(ranked[:8]):
         assert piece.layer == max(powers, key=lambda number: powers[number][:, place].max())
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(passes=st.lists(st.sampled_from([1, 7, 64, 255, 256, 512]), min_size=1, max_size=300))
+def test_what_was_heard_is_kept_while_a_question_may_need_it(passes):
+    """The latest 256 tokens, and no pass that these do not need."""
+    listener, ends = Listener(), np.cumsum(passes)
+    for count, end in zip(passes, ends, strict=True):
+        listener.hear(mx.arange(int(end) - count, int(end))[None, None, :, None], 1.0)
+    kept = np.concatenate([np.array(each).ravel() for each in listener.heard])
+    assert kept.tolist() == list(range(int(ends[-1]) - len(kept), int(ends[-1])))
+    assert len(kept) >= min(LONGEST_QUESTION, ends[-1])
+    assert len(kept) - listener.heard[0].shape[2] < LONGEST_QUESTION
+
+
+def test_layers_that_share_keys_are_heard_once():
+    """A token asks with the queries of the layer whose keys they are."""
+    model = build("gemma4_text")
+    caches = make_prompt_cache(model, CONFIG)
+    sequence = sequence_in(caches)
+    sequence.listen(range(len(sequence_layers(caches))), rounds=True)
+    with compressed(model):
+        for count in (9, 1):
+            mx.eval(model(mx.arange(count)[None], cache=caches))
+    heard = [listener.heard for listener in sequence._listeners.values()]
+    assert model.args.num_kv_shared_layers == 2
+    assert [[each.shape[2] for each in queries] for queries in heard] == [[9, 1]] * len(heard)
 
 
 def test_the_layers_that_decided_the_question_look_while_it_is_answered(exact):

@@ -8,6 +8,7 @@ import pytest
 from commands.tools import facts
 
 from mlx_tq.config import KVConfig
+from mlx_tq.conversation.recall import Named, named_blocks
 from mlx_tq.errors import ConfigError, RankError
 from mlx_tq.models import load
 from mlx_tq.models.sharding import divide
@@ -171,6 +172,43 @@ def test_ranks_lose_the_same_and_one_that_differs_is_found_in_that_round(tmp_pat
     assert len(caught) == len(differing)
     assert all(began == rounds >= number for number, (began, rounds, _) in zip(differing, caught, strict=True))
     assert all("disagree on which tokens leave: rank 1 " in message for *_, message in caught)
+
+
+def losing():
+    """What came back, and what is archived in the end, where the second rank alone loses a block to its disk."""
+    ranks, rng, found = join(), np.random.default_rng(0), []
+    model = random_model(rng, ranks.size)
+    divide(model, ranks)
+    evict = EvictConfig("recency:trigger=8", 120, recall=64)
+    config = KVConfig(key="q8", value="tq4", prefix=4, window=WINDOW, evict=evict)
+    caches = build_caches(plan_caches(model, config))
+    with compressed(model):
+        for _ in range(30):
+            mx.eval(model(mx.array(rng.integers(0, 160, 20))[None], cache=caches))
+        sequence, layers = sequence_in(caches), sequence_layers(caches)
+
+        def lose(number):
+            if ranks.rank == 1:
+                sequence.archived[number].leave()
+
+        first, other = (extent.positions for extent in sequence.archived[:2])
+        lose(0)
+        blocks = named_blocks(caches, Named(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64))
+        sequence.recall(layers, blocks)
+        found.append(sequence.recalled.tolist())
+        lose(0)
+        sequence.release(layers)
+    found.append([extent.positions.tolist() for extent in sequence.archived])
+    assert found[0] == other.tolist()
+    assert first.tolist() not in found[1]
+    assert other.tolist() in found[1], "it was in the cache, so it is archived again"
+    return found
+
+
+def test_what_one_rank_lost_is_lost_to_all(tmp_path):
+    done = run(tmp_path, 2, losing)
+    assert done[0].value
+    assert done[1].value == done[0].value, [each.err for each in done]
 
 
 def logits(dtype):

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -224,3 +225,26 @@ def test_two_at_once_have_archives_of_their_own_and_one_that_is_killed_leaves_no
     assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
     assert chat.wait() == -signal.SIGKILL
     assert list(folder.iterdir()) == []
+
+
+ENDS = """
+import sys, threading, weakref
+from pathlib import Path
+from mlx_tq.conversation.worker import Worker
+from mlx_tq.sequence.archive import ArchiveFile
+
+class Owner: pass
+
+owner, worker, leaving = Owner(), Worker(), threading.Event()
+weakref.finalize(owner, worker.end)  # as a session ends its thread
+archive = ArchiveFile([], Path(sys.argv[1]))
+weakref.finalize(owner, leaving.set)  # the first to be called, as the newest
+look = lambda: (leaving.wait(), archive._queue.put(threading.Event()), archive.settle(), print("settled"))
+threading.Thread(target=lambda: worker.do(look), daemon=True).start()
+"""
+
+
+def test_a_program_ends_while_a_thread_waits_for_the_archive(tmp_path):
+    done = subprocess.run([sys.executable, "-c", ENDS, tmp_path], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "settled\n"), done.stderr
+    assert list(tmp_path.iterdir()) == []

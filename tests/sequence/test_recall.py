@@ -241,6 +241,33 @@ def test_of_a_damaged_file_the_other_blocks_come_back():
     )
 
 
+def test_a_block_that_cannot_be_read_is_all_that_a_saved_conversation_lacks():
+    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    append(caches, 0, 300, 20)
+    sequence = sequence_in(caches)
+    last = max(sequence.archived, key=lambda extent: extent.start)
+    sequence.archive.settle()
+    os.ftruncate(sequence.archive._file, last.start + last.size // 2)
+    loaded = sequence_in(through_file(caches))
+    assert positions_of(loaded.archived).tolist() == positions_of({*sequence.archived} - {last}).tolist()
+    assert "1 block is damaged" in loaded.archive.take_warning()
+
+
+def test_rows_that_are_back_when_a_conversation_is_saved_come_no_second_time():
+    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    append(caches, 0, 300, 20)
+    sequence = sequence_in(caches)
+    live = caches[0].positions.tolist()
+    sequence.recall(caches, sequence.archived[1:3])
+    loaded = through_file(caches)
+    again = sequence_in(loaded)
+    assert again.recalled.tolist() == sequence.recalled.tolist()
+    again.exchange(loaded, again.archived[2:4])
+    assert loaded[0].positions.tolist() == sorted([*live, *positions_of(again.archived[2:4])])
+    again.release(loaded)
+    assert loaded[0].positions.tolist() == live
+
+
 def test_what_does_not_fit_is_lost_and_said_once(tmp_path):
     stored, shapes = block()
     archive = ArchiveFile(shapes, tmp_path, limit=len(to_bytes(stored)) - 1)
