@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from statistics import mean
 
-from benchmarks.tables.markdown import Record, Table, machine, report
+from benchmarks.tables.markdown import Record, Table, machine, machines, report
 
 
 def recall() -> Table:
@@ -76,6 +76,22 @@ def listening() -> Table:
     return Table("recall_listening.json", about["command"], machine(about), columns, rows, model=model)
 
 
+def text() -> Table:
+    """What eviction alone costs the text, by budget."""
+    files = {"recall_text_embedded.json": "the embedded model", "recall_text_smollm2.json": "SmolLM2-135M-Instruct"}
+    rows = []
+    for name, model in files.items():
+        about = report(name)
+        found = {arm.partition("@")[2]: cell for arm, cell in about["results"].items() if "@" in arm}
+        changes = [f"{cell['delta']:+.1f} % ({cell['delta_error']:.1f})" for cell in found.values()]
+        rows.append([model, f"{about['settings']['length']:,}", *changes])
+    command = """python -m mlx_tq evaluate perplexity --profiles off,off@50%,off@25%,off@10% --kv-evict triattention \\
+    --length L --chunks 3 --step 256 --dtype float32 [--model smollm2 --dequantize]"""
+    columns = ["model", "tokens", *found]
+    model, (first, *also) = "the models named, float32, prefix and window 128", files
+    return Table(first, command, machines(files), columns, rows, model=model, also=tuple(also))
+
+
 def worth() -> Table:
     """By what a block is worth: where the evidence ranks, and what comes back with it."""
     about = report("recall_worth.json")
@@ -135,5 +151,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "recall_listening": listening,
     "recall_layers": layers,
     "recall_neighbours": neighbours,
+    "recall_text": text,
     "recall_worth": worth,
 }
