@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from statistics import mean
 
+from benchmarks.recall.models import NAMES
 from benchmarks.tables.markdown import Record, Table, machine, machines, report
 
 
@@ -78,7 +79,7 @@ def listening() -> Table:
 
 def text() -> Table:
     """What eviction alone costs the text, by budget."""
-    files = {"recall_text_embedded.json": "the embedded model", "recall_text_smollm2.json": "SmolLM2-135M-Instruct"}
+    files = {f"recall_text_{name}.json": model for name, model in NAMES.items()}
     rows = []
     for name, model in files.items():
         about = report(name)

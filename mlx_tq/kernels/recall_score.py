@@ -18,7 +18,7 @@ from mlx_tq.codec.rotation import rotated
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table, with_levels
-from mlx_tq.kernels.masks import apply_mask, causal_columns, take_columns
+from mlx_tq.kernels.masks import apply_mask
 from mlx_tq.kernels.regions import Regions
 
 KERNEL = build.Kernel(
@@ -148,10 +148,16 @@ def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
         regions: of batch size 1.
     """
     heads, length, prefix, body = regions.full_keys.shape[1], queries.shape[2], regions.prefix, regions.body
-    seen = causal_columns(length, regions.tokens)
+    asking = mx.arange(regions.tokens - length, regions.tokens)[:, None]
+
+    def seen(start: int, stop: int) -> mx.array:
+        """Bool [L, n]: which of these columns each query sees."""
+        return mx.arange(start, stop)[None] <= asking
+
     plain = queries.reshape(1, heads, -1, queries.shape[-1])
     scores = plain @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
-    scores = apply_mask(scores, take_columns(seen, (0, prefix), (prefix + body, regions.tokens)), length)
+    beside = mx.concatenate([seen(0, prefix), seen(prefix + body, regions.tokens)], axis=1)
+    scores = apply_mask(scores, beside, length)
     parts = [_log_sum_exp(np.array(scores[0]), axis=-1)]
     if body:
         rows, layout, known = regions.packed(), regions.layout, regions.conditioning
@@ -161,6 +167,6 @@ def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
             if known is not None:
                 found = found + mean_scores(asked, known.after(start), stop - start)
             if length > regions.beside - prefix:  # the first of them are packed already
-                found = apply_mask(found, take_columns(seen, (prefix + start, prefix + stop)), length)
+                found = apply_mask(found, seen(prefix + start, prefix + stop), length)
             parts.append(_log_sum_exp(np.array(found[0]), axis=-1))
     return mx.array(np.logaddexp.reduce(parts))

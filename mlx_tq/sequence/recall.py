@@ -53,8 +53,15 @@ class Listener:
 
     def in_pass(self) -> Hear:
         """What hears one pass: its first queries, which are the layer's own; later layers may share its keys."""
-        left = [self.hear]
-        return lambda queries, scale: left.pop()(queries, scale) if left else None
+        first = True
+
+        def hear(queries: mx.array, scale: float) -> None:
+            nonlocal first
+            if first:
+                self.hear(queries, scale)
+            first = False
+
+        return hear
 
     def hear(self, queries: mx.array, scale: float) -> None:
         """Attention is asked with queries [1, Hq, L, Dk]; earlier passes go that no question needs any more."""
@@ -155,8 +162,7 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
     """
     extents = question.extents
     question.archive.settle()
-    gone = ranks.any([extent.lost for extent in extents])
-    there = [extent for extent, lost in zip(extents, gone, strict=True) if not lost]
+    there = kept_by_all(extents, ranks)
     if not there:
         return []
     there.sort(key=lambda extent: len(extent.positions))  # of one size side by side
@@ -169,6 +175,13 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
     deciders = np.array([*question.asked])[np.argmax(most, axis=0)]
     order = np.lexsort(([extent.positions[0] for extent in there], -scores))
     return [Scored(there[i], float(scores[i]), int(deciders[i])) for i in order]
+
+
+def kept_by_all(extents: Iterable[Extent | None], ranks: Ranks) -> list[Extent]:
+    """Of these, the blocks that no rank lost; all ranks ask at the same time, of as many."""
+    asked = list(extents)
+    lost = ranks.any([extent is None or extent.lost for extent in asked])
+    return [extent for extent, gone in zip(asked, lost, strict=True) if extent is not None and not gone]
 
 
 def singled_out(powers: np.ndarray) -> np.ndarray:

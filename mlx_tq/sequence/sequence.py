@@ -30,7 +30,7 @@ from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.ranks.group import ALONE, Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 from mlx_tq.sequence.eviction import EvictionPlan, EvictionStats
-from mlx_tq.sequence.recall import Listener, Look, Question, look, positions_of
+from mlx_tq.sequence.recall import Listener, Look, Question, kept_by_all, look, positions_of
 from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
@@ -185,17 +185,12 @@ class Sequence:
         for i, (start, rows) in enumerate(parts[0]):
             at = positions[start : start + rows.keys.shape[1]]
             found.append(archive.put(Block(at, [part[i][1] for part in parts])))
-        self.archived = tuple(sorted(self._kept((*self.archived, *found)), key=lambda each: int(each.positions[0])))
-
-    def _kept(self, extents: Iterable[Extent | None]) -> list[Extent]:
-        """Of these, the blocks that no rank lost."""
-        asked = list(extents)
-        lost = self.ranks.any([extent is None or extent.lost for extent in asked])
-        return [extent for extent, gone in zip(asked, lost, strict=True) if extent is not None and not gone]
+        kept = kept_by_all((*self.archived, *found), self.ranks)
+        self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
 
     def agree(self) -> None:
         """Let go of the blocks that a rank lost since this was last asked; all ranks call it at the same time."""
-        self.archived = tuple(self._kept(self.archived))
+        self.archived = tuple(kept_by_all(self.archived, self.ranks))
 
     def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
         """The archive, made where there is none yet."""
@@ -314,7 +309,8 @@ class Sequence:
         since = prefix + max(0, length - window - prefix) // BLOCK * BLOCK  # blocks come back whole
         needed = np.setdiff1d(np.arange(since, length), layers[0].positions)
         if len(needed):
-            behind = self._kept(extent for extent in self.archived if extent.positions[0] in needed)
+            near = (extent for extent in self.archived if extent.positions[0] in needed)
+            behind = kept_by_all(near, self.ranks)
             held = np.concatenate([_NONE, *(extent.positions for extent in behind)])
             if len(np.setdiff1d(needed, held)) or self.recall(layers, behind) < len(held):
                 raise CacheFormatError(
