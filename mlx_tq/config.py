@@ -104,6 +104,11 @@ class KVConfig:
                 f"key is {self.key!r} and recall {evict.recall}; tokens with keys of two formats leave for good. Use "
                 'one format, or recall="off" (--kv-recall off).'
             )
+        if isinstance(evict.recall, int) and evict.recall < BLOCK:
+            raise ConfigError(
+                f"recall is {evict.recall} tokens, fewer than a block of {BLOCK}, which comes back whole or not "
+                f"at all. Write at least {BLOCK}, or auto, or off (--kv-recall off)."
+            )
         tokens = parse_budget(evict.budget).tokens
         if tokens is not None and tokens <= self.prefix + self.window:
             raise ConfigError(

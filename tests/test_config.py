@@ -145,6 +145,9 @@ def test_what_stays_by_rule_must_fit_the_budget():
     with pytest.raises(ConfigError, match=r"256 tokens is not above prefix 128 plus window 128.* Raise the budget"):
         KVConfig(evict=EvictConfig(budget=256))
     assert KVConfig(evict=EvictConfig(budget=257)).evict.budget == 257
+    with pytest.raises(ConfigError, match=r"recall is 31 tokens, fewer than a block of 32, .* Write at least 32"):
+        KVConfig(evict=EvictConfig(recall=31))
+    assert KVConfig(evict=EvictConfig(recall=32)).evict.recall == 32
     with pytest.raises(ConfigError, match=r"mode v1 may evict the first tokens; prefix is 128\. Set prefix to 0\."):
         KVConfig(evict=EvictConfig("knorm:mode=v1"))
     assert KVConfig(prefix=0, evict=EvictConfig("knorm:mode=v2")).evict.policy.mode == "v2"

@@ -134,8 +134,8 @@ def test_rows_come_back_for_a_question_and_leave_again(chat):
 
 @pytest.mark.parametrize("limit", [None, 60_000], ids=["all is archived", "a part is"])
 def test_what_the_service_names_comes_back_as_rows_and_else_as_text(chat, service, limit):
-    """Its words are quoted only where the archive has not all of its rows; the queries may bring back but a token."""
-    evict = replace(EVICTS.evict, recall=1, archive_limit=limit)
+    """Its words are quoted only where the archive has not all of its rows; the queries may bring back one block."""
+    evict = replace(EVICTS.evict, recall=32, archive_limit=limit)
     session = chat(replace(EVICTS, evict=evict), rescue=at(service))
     say(session, page())
     fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
