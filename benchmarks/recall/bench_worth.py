@@ -44,11 +44,18 @@ def by_many(layers: list[np.ndarray]) -> np.ndarray:
     return np.stack([(found**4).sum(axis=(0, 1)) for found in layers]).sum(axis=0)
 
 
+def of_one_block(powers: np.ndarray) -> np.ndarray:
+    """A block's share of the squares of all blocks' weights counts too, which "the access code" gives none [N]."""
+    weights = np.power(powers, 0.25)
+    best: np.ndarray = (weights**3 / np.sum(weights**2, axis=1, keepdims=True)).max(axis=0)
+    return best
+
+
 RULES: dict[str, Callable[[list[np.ndarray]], np.ndarray]] = {
     "largest weight": lambda layers: by_head(layers).max(axis=0),
-    "largest weight, singled out": lambda layers: singled_out(by_head(layers) ** 4),
     "many heads": lambda layers: np.power(by_many(layers), 0.25).max(axis=0),
-    "many heads, singled out": lambda layers: singled_out(by_many(layers)),
+    "many heads, of one block": lambda layers: of_one_block(by_many(layers)),
+    "many heads, of one block and token": lambda layers: singled_out(by_many(layers)),
 }
 
 

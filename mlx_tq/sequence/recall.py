@@ -1,7 +1,7 @@
 """A look into the archive: the blocks that the model's own queries would attend to, had they stayed.
 
 A question is read over a copy of the cache, and its queries are kept. Each archived block is scored by the largest
-attention weight that many heads would give one of its tokens for a token of the question, and no other block.
+attention weight that many heads would give one of its tokens for one token of the question, and for it no other block.
 """
 
 import math
@@ -93,7 +93,7 @@ class Asked(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A block, and how much a question's token makes of it and of no other.
+    """A block, and how much one token of a question makes of it and of no other.
 
     layer: whose heads made the most of it, by number; with several ranks, of this one's.
     """
@@ -187,16 +187,18 @@ def kept_by_all(extents: Iterable[Extent | None], ranks: Ranks) -> list[Extent]:
 def singled_out(powers: np.ndarray) -> np.ndarray:
     """What each block is worth to the token of a question that has the most use for it: float64 [N].
 
-    Of a token a block is worth its weight under many heads, as the fourth power counts them, times its share of the
-    squares of all blocks' weights: "the access code" means every block with a code, "of the ivory gate" one.
+    To a token a block is worth what its weight under many heads, as the fourth power counts them, exceeds the other
+    tokens' by, times its share of the squares of all blocks' weights. "The access code" means every block with a code,
+    "of the ivory gate" one; and what nearly every token looks at, as at a document's first lines, answers none.
 
     Args:
         powers: fourth powers of the largest weights, summed over layers and heads [L, N].
     """
     weights = np.sqrt(np.sqrt(powers))
+    others = (weights.sum(axis=0) - weights) / max(1, len(weights) - 1)
     squares = np.sum(weights**2, axis=1, keepdims=True)
-    worth: np.ndarray = np.divide(weights**3, squares, out=np.zeros_like(weights), where=squares != 0)
-    best: np.ndarray = worth.max(axis=0)
+    shares = np.divide(weights**2, squares, out=np.zeros_like(weights), where=squares != 0)
+    best: np.ndarray = (shares * np.maximum(0, weights - others)).max(axis=0)
     return best
 
 

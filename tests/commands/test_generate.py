@@ -258,7 +258,7 @@ def test_the_rescue_service_is_asked_when_a_prompt_is_read(quick, service):
     words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency")
     words = (*words, "--kv-budget", 300, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
     words = (*words, "--rescue", service.url, "--rescue-timeout", 60)
-    rows = quick(*words, "--kv-recall", 1, "--json").json
+    rows = quick(*words, "--kv-recall", 32, "--json").json
     assert "417295" in rows["text"]
     assert (len(rows["recalled"]["by"]["meaning"]) > 16, rows["rescued"]["tokens"]) == (True, 0)
     quoted = quick(*words, "--kv-recall", "off", "--json").json

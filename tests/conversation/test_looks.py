@@ -106,10 +106,12 @@ def test_a_block_is_worth_what_a_token_makes_of_it_and_of_no_other(exact, times)
         number: np.stack([(each[..., piece.extent.positions].max(axis=-1) ** 4).sum(axis=0) for piece in ranked], 1)
         for number, each in weights.items()
     }
+    by_many = [[power**0.25 for power in token] for token in sum(powers.values())]
     worth = []
-    for token in sum(powers.values()):
-        by_many = [power**0.25 for power in token]
-        worth.append([each**3 / sum(other**2 for other in by_many) for each in by_many])
+    for number, token in enumerate(by_many):
+        squares = sum(each**2 for each in token)
+        others = np.mean([other for at, other in enumerate(by_many) if at != number], axis=0)
+        worth.append([max(0, each - mean) * each**2 / squares for each, mean in zip(token, others, strict=True)])
     assert np.allclose([piece.score for piece in ranked], np.max(worth, axis=0), rtol=1e-3)
     assert [piece.score for piece in ranked] == sorted((piece.score for piece in ranked), reverse=True)
     for place, piece in enumerate(ranked[:8]):
