@@ -202,8 +202,8 @@ class ArchiveFile:
             self.settle()
 
     def warn(self, message: str) -> None:
-        """Have something said to the user, if nothing is yet."""
-        self.warning = self.warning or message
+        """Have something said to the user, behind what is still to be said."""
+        self.warning = message if self.warning is None else f"{self.warning} {message}"
 
     def say_damaged(self, blocks: int) -> None:
         """Have it said that so many blocks cannot be read, if any."""
