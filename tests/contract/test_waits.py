@@ -5,7 +5,9 @@ mlx-lm call them, memoryview and its like.
 """
 
 import builtins
+import os
 import sys
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,8 @@ from mlx_tq import EvictConfig, KVConfig, Session, make_prompt_cache
 from mlx_tq.codec import codebook
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
+from mlx_tq.conversation.looks import Looks
+from mlx_tq.conversation.recall import Recalled
 from mlx_tq.conversation.statistics import SessionStats
 from mlx_tq.policies import parse_policy
 from mlx_tq.sequence.compressed import compressed
@@ -186,6 +190,35 @@ def test_to_listen_for_looks_waits_for_nothing(exact):
     config = evicting(10_000)
     found = conversed(exact, replace(config, evict=replace(config.evict, recall="auto")))
     assert found.waits == plain + of_checks(exact, found.checks)
+
+
+def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
+    """The disk takes nothing until the last token is there; then it takes all that left."""
+    model, tokenizer = exact
+    config = evicting(96, "recency")
+    cache = make_prompt_cache(model, replace(config, evict=replace(config.evict, recall="auto")))
+    sequence, write = sequence_in(cache), os.pwrite
+    done, in_time = threading.Event(), []
+
+    def late(*arguments):
+        in_time.append(done.wait(20))
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", late)
+    ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
+    with compressed(model):
+        looks = Looks(cache, Recalled())
+        looks.begin()
+        for _ in generate_step(ids, model, prompt_cache=cache, max_tokens=COUNTED):
+            looks.token()
+    left = sequence.archived
+    assert sequence.stats.rounds
+    assert left
+    assert not any(map(sequence.archive.undamaged, left)), "nothing is written yet"
+    done.set()
+    sequence.archive.settle()
+    assert in_time == [True] * len(left)
+    assert all(map(sequence.archive.undamaged, left))
 
 
 def test_a_session_with_rescue_waits_only_in_rounds(exact, service):
