@@ -66,7 +66,7 @@ def named(
 
 def by_rank(order: Sequence[Extent], prefix: int, most: int) -> list[Extent]:
     """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
-    return choose([Scored(extent, 0.0, 0) for extent in order], [(-1, 1)] * len(order), prefix, most)
+    return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), prefix, most)
 
 
 def _words(text: str) -> list[str]:

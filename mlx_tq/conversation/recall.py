@@ -118,11 +118,10 @@ def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
 
 
 def named_blocks(caches: list[Any], named: Named) -> list[Extent]:
-    """The archived blocks in which lies what a search named, and what the caches do not hold."""
+    """The archived blocks in which lies what a search named, and what the caches do not hold; as this rank knows."""
     sequence = sequence_in(caches)
     if sequence is None or not named.ranges:
         return []
-    sequence.agree()
     return holding(sequence.archived, named.ranges, live_positions(caches, 0), named.limit)
 
 
@@ -155,6 +154,8 @@ def recall(
     with compressed(model):
         read(model, fork, question, step)
     ranked, found = asking.look(layers, len(question), most)
+    if named.ranges:
+        sequence.agree()
     beside = named_blocks(caches, named)
     if found or beside:
         sequence.recall(sequence_layers(caches), dict.fromkeys([*found, *beside]))

@@ -1,7 +1,8 @@
 """The archive: every packed row that left a sequence, in a file that nobody else can open.
 
 The file has no name, or on systems that cannot do that loses it as soon as it is open: nothing stays behind, however
-the process ends. A thread of its own writes; whoever hands rows over never waits for it. What it cannot take (a full
+the process ends. A thread of its own writes; whoever hands rows over never waits for it, nor who reads them: what is
+still to be written is read from memory. What it cannot take (a full
 disk, a queue that is longer than the disk is fast) is lost to recall, counted, and said once; the conversation goes on.
 At its limit the blocks that were recalled least leave it, the oldest first.
 """
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -47,11 +48,13 @@ class Extent:
         start: where it begins in the file.
         recalls: how often it was.
         lost: it could not be written, or left: it is not in the file.
+        waiting: its bytes, until they are in the file; where that fails, for whoever is reading it.
     """
 
     def __init__(self, positions: np.ndarray, size: int, start: int, places: Places) -> None:
         self.positions, self.size, self.start = positions, size, start
         self.recalls, self.lost = 0, False
+        self.waiting: bytes | None = None
         self._give_back = weakref.finalize(self, places.give_back, start, size)  # once, whatever comes first
         self._give_back.atexit = False
 
@@ -109,6 +112,7 @@ class ArchiveFile:
                 self.lost += 1
                 return None
             extent = Extent(block.positions, len(data), place, self._places)
+            extent.waiting = data
             heapq.heappush(self._leaving, (0, self._count, weakref.ref(extent)))
             self._count += 1
             self._waiting += len(data)
@@ -153,17 +157,29 @@ class ArchiveFile:
         """Keys of one layer as uint16 [H, tokens, words] and the mean of each extent [extents, H, D]; not checked."""
         shape, (heads, width, _, mean) = self.shapes[layer], self.shapes[layer]
         keys, means = [], []
-        with self._mapped() as mapped:
-            words = np.frombuffer(mapped, "<u2", len(mapped) // 2)
-            for count, run in groupby(extents, key=lambda extent: len(extent.positions)):
-                before = keys_start(count) // 2 + sum(other.key_count(count) for other in self.shapes[:layer])
-                starts = np.array([extent.start // 2 for extent in run]) + before
-                found = sliding_window_view(words, shape.key_count(count))[starts]  # a copy
-                size = heads * count * width
-                keys.append(found[:, :size].reshape(-1, heads, count, width).swapaxes(0, 1).reshape(heads, -1, width))
-                means.append(found[:, size:].view(np.float16).reshape(len(starts), heads, mean))
-            del words  # the map can be closed only when nobody looks at it
+        for count, run in groupby(extents, key=lambda extent: len(extent.positions)):
+            before = keys_start(count) // 2 + sum(other.key_count(count) for other in self.shapes[:layer])
+            found = self._words(list(run), before, shape.key_count(count))
+            size = heads * count * width
+            keys.append(found[:, :size].reshape(-1, heads, count, width).swapaxes(0, 1).reshape(heads, -1, width))
+            means.append(found[:, size:].view(np.float16).reshape(len(found), heads, mean))
         return np.concatenate(keys, axis=1), np.concatenate(means)
+
+    def _words(self, extents: list[Extent], before: int, count: int) -> np.ndarray:
+        """Of each block so many words, behind as many others, uint16 [extents, count]."""
+        waiting = [extent.waiting for extent in extents]  # asked before the file, in which all others are
+        found = np.empty((len(extents), count), "<u2")
+        for row, data in zip(found, waiting, strict=True):
+            if data is not None:
+                row[:] = np.frombuffer(data, "<u2", count, 2 * before)
+        rows = [row for row, data in enumerate(waiting) if data is None]
+        if rows:
+            with mmap.mmap(self._file, 0, prot=mmap.PROT_READ) as mapped:
+                words = np.frombuffer(mapped, "<u2", len(mapped) // 2)
+                starts = np.array([extents[row].start // 2 for row in rows]) + before
+                found[rows] = sliding_window_view(words, count)[starts]
+                del words  # the map can be closed only when nobody looks at it
+        return found
 
     def read(self, extent: Extent) -> Block:
         """A block, checked.
@@ -172,7 +188,7 @@ class ArchiveFile:
             CacheFormatError: it is damaged, or the disk gives it no more.
         """
         try:
-            return from_bytes(os.pread(self._file, extent.size, extent.start), self.shapes)
+            return from_bytes(self._bytes(extent), self.shapes)
         except OSError as error:
             raise CacheFormatError(f"a block of packed rows cannot be read: {error.strerror}. It is lost.") from error
 
@@ -193,7 +209,7 @@ class ArchiveFile:
         """A block as it is in the file, not checked; zeros where the disk gives no more."""
         found = b""
         with contextlib.suppress(OSError):
-            found = os.pread(self._file, extent.size, extent.start)
+            found = self._bytes(extent)
         return found.ljust(extent.size, b"\0")
 
     def make_room(self) -> None:
@@ -216,16 +232,16 @@ class ArchiveFile:
         warning, self.warning = self.warning, None
         return warning
 
-    @contextlib.contextmanager
-    def _mapped(self) -> Iterator[mmap.mmap]:
-        with mmap.mmap(self._file, 0, prot=mmap.PROT_READ) as mapped:
-            yield mapped
+    def _bytes(self, extent: Extent) -> bytes:
+        data = extent.waiting
+        return os.pread(self._file, extent.size, extent.start) if data is None else data
 
     def _write(self, extent: Extent, data: bytes) -> None:
         """In the thread: fill a block's place, unless it left meanwhile."""
         try:
             if not extent.lost and os.pwrite(self._file, data, extent.start) != len(data):
                 raise OSError(None, "only a part of it was written")
+            extent.waiting = None
         except OSError as error:
             with self._lock:
                 extent.leave()

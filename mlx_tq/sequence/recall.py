@@ -95,12 +95,14 @@ class Asked(NamedTuple):
 class Scored(NamedTuple):
     """A block, and how much one token of a question makes of it and of no other.
 
-    layer: whose heads made the most of it, by number; with several ranks, of this one's.
+    layer: whose heads made the most of it, by number; with several ranks, of this one's. leads: a token of the question
+    makes more of it than of any other, whatever it is worth.
     """
 
     extent: Extent
     score: float
     layer: int
+    leads: bool
 
 
 class Question(NamedTuple):
@@ -132,8 +134,8 @@ class Look(NamedTuple):
 def look(question: Question, ranks: Ranks, most: int) -> Look:
     """The blocks by `rank`, and those of up to `most` tokens that should be back.
 
-    Keys are scored unchecked. If one of the chosen blocks is damaged, or what it holds gave no number, all blocks are
-    checked and scored once more: in the sums of all weights it took part.
+    Keys are scored unchecked. If one of the chosen blocks is damaged, or one that outweighs all others for a token, or
+    what it holds gave no number, all blocks are checked and scored once more: in the sums of all weights it took part.
     """
     archive = question.archive
 
@@ -141,13 +143,14 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
         ranked = rank(question, ranks)
         tokens = np.cumsum([len(piece.extent.positions) for piece in ranked])
         room = int(np.searchsorted(tokens, most)) + 1  # and for no more
-        best = [piece for piece in ranked[:room] if piece.score >= enough(ranked[0].score)]
+        best = [piece for piece in ranked[:room] if piece.score and piece.score >= enough(ranked[0].score)]
         beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
         return Look(ranked, choose(ranked, beside, question.prefix, most))
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
-    if not any(ranks.any([not numbers, *(archive.undamaged(extent) is None for extent in first.chosen)])):
+    decided = dict.fromkeys([*first.chosen, *(piece.extent for piece in first.ranked if piece.leads)])
+    if not any(ranks.any([not numbers, *(archive.undamaged(extent) is None for extent in decided)])):
         return first
     archive.drop(extent for extent in question.extents if archive.undamaged(extent) is None)
     return found()
@@ -160,9 +163,7 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
         question: that was read.
         ranks: whose heads have a say.
     """
-    extents = question.extents
-    question.archive.settle()
-    there = kept_by_all(extents, ranks)
+    there = kept_by_all(question.extents, ranks)
     if not there:
         return []
     there.sort(key=lambda extent: len(extent.positions))  # of one size side by side
@@ -171,10 +172,11 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
         own = found.sum(axis=(0, 1))
         powers = powers + own
         most.append(own.max(axis=0))
-    scores = singled_out(ranks.mean(powers) * ranks.size)  # of all heads: what is certain does not depend on ranks
+    powers = ranks.mean(powers) * ranks.size  # of all heads: what is certain does not depend on ranks
+    scores, leading = singled_out(powers), {*powers.argmax(axis=1).tolist()}
     deciders = np.array([*question.asked])[np.argmax(most, axis=0)]
     order = np.lexsort(([extent.positions[0] for extent in there], -scores))
-    return [Scored(there[i], float(scores[i]), int(deciders[i])) for i in order]
+    return [Scored(there[i], float(scores[i]), int(deciders[i]), i in leading) for i in order]
 
 
 def kept_by_all(extents: Iterable[Extent | None], ranks: Ranks) -> list[Extent]:

@@ -254,7 +254,6 @@ class Sequence:
             extents: blocks of the archive that are not back.
         """
         assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
-        self.archive.settle()
         wanted = list(extents)
         found = [self.archive.undamaged(extent) for extent in wanted]
         self.archive.drop(extent for extent, block in zip(wanted, found, strict=True) if block is None)

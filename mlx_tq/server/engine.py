@@ -355,19 +355,19 @@ class Engine:
         del self._running[uid]
         self._insert(running, [question], found, tokens)
 
-    def _source(self, job: Job, unstored: int, *, alone: bool = False) -> Source:
+    def _source(self, job: Job, unread: int, *, alone: bool = False) -> Source:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
 
-        Or the prompt in the store, but for its last `unstored` tokens; unless `alone`, all ranks ask at once.
+        Or the prompt in the store; in both but for its last `unread` tokens. Unless `alone`, all ranks ask at once.
         """
         if job.start is not None and job.start.caches is not None:
             hold(job.start.caches, job.start.held)
             return job.start.caches, job.start.cached, None
-        caches, cached = self._kept_prompts.find(job.prompt.ids)
+        caches, cached = self._kept_prompts.find(job.prompt.ids, unread)
         if self._store is None:
             return caches, cached, None
         step = self._limits.prefill_step_size
-        stored = stored_prompt(self._store, job.prompt, unstored, step, cached, alone=alone)
+        stored = stored_prompt(self._store, job.prompt, unread, step, cached, alone=alone)
         return (caches, cached, None) if stored is None else (None, stored.found, stored)
 
     def _keep_answered(self, running: Running, tokens: list[int], caches: list[Any]) -> None:

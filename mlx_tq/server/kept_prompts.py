@@ -46,15 +46,18 @@ class KeptPrompts:
             log.warning(warning)
         self._kept.insert_cache(_ONE_MODEL, list(tokens), caches, cache_type=kind)
 
-    def find(self, ids: list[int]) -> tuple[list[Any] | None, int]:
-        """A cache that holds the beginning of a prompt, and how much of it; one token at least is left to read."""
+    def find(self, ids: list[int], least: int) -> tuple[list[Any] | None, int]:
+        """A cache that holds the beginning of a prompt, but for its last `least` tokens, and how much of it."""
+        asked = ids[: len(ids) - least + 1]  # all but one of them may be held
+        if len(asked) <= 1:
+            return None, 0
         try:
-            caches, rest = self._kept.fetch_nearest_cache(_ONE_MODEL, ids)
+            caches, rest = self._kept.fetch_nearest_cache(_ONE_MODEL, asked)
         except CacheFormatError:  # the beginning that is shared has lost tokens to eviction
             return None, 0
         if caches is None or rest:
-            return caches, len(ids) - len(rest)
-        if len(ids) == 1 or not can_trim_prompt_cache(caches):
+            return caches, len(asked) - len(rest)
+        if not can_trim_prompt_cache(caches):
             return None, 0
         trim_prompt_cache(caches, 1)
-        return caches, len(ids) - 1
+        return caches, len(asked) - 1

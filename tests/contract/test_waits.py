@@ -193,7 +193,7 @@ def test_to_listen_for_looks_waits_for_nothing(exact):
 
 
 def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
-    """The disk takes nothing until the last token is there; then it takes all that left."""
+    """The disk takes nothing until the last token is there; looks meanwhile bring back what waits for it."""
     model, tokenizer = exact
     config = evicting(96, "recency")
     cache = make_prompt_cache(model, replace(config, evict=replace(config.evict, recall="auto")))
@@ -207,17 +207,18 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
     monkeypatch.setattr(os, "pwrite", late)
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
     with compressed(model):
-        looks = Looks(cache, Recalled())
+        looks = Looks(cache, Recalled(), every=BLOCK)
         looks.begin()
         for _ in generate_step(ids, model, prompt_cache=cache, max_tokens=COUNTED):
             looks.token()
     left = sequence.archived
     assert sequence.stats.rounds
-    assert left
-    assert not any(map(sequence.archive.undamaged, left)), "nothing is written yet"
+    assert looks.positions
+    assert all(extent.waiting for extent in left), "nothing is written yet"
     done.set()
     sequence.archive.settle()
     assert in_time == [True] * len(left)
+    assert not any(extent.waiting for extent in left)
     assert all(map(sequence.archive.undamaged, left))
 
 

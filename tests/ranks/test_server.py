@@ -53,9 +53,12 @@ def ranks_running(popen, folder, *flags):
 
 
 @pytest.mark.full
-def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen):
+@pytest.mark.parametrize("recall", ["off", "64"])
+def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen, recall):
+    """What the rescue service names comes back as text, or as rows of all ranks."""
     service = RescueService(tmp_path / "data", embedder="none")
-    flags = ("--dtype", "float32", *EVICTS, "--rescue", service.url, "--rescue-timeout", "60")
+    flags = ("--dtype", "float32", *EVICTS, "--kv-recall", recall)
+    flags = (*flags, "--rescue", service.url, "--rescue-timeout", "60")
     with running(EMBEDDED, tmp_path / "alone.log", *flags) as alone:
         expected = answers(alone)
     assert "417295" in expected[-4]["content"]

@@ -19,6 +19,7 @@ from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.cache.blocks import keys_start
 from mlx_tq.cli import main
 from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.recall import looking
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
 CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
@@ -137,8 +138,17 @@ def without(exact, found):
     return ids, turn.recalled
 
 
+def keys_of(archive, block):
+    """Where a block's keys begin of the first layer that looks, and their bytes."""
+    layers, count = archive.shapes, len(block.positions)
+    first = looking(len(layers))[0]
+    before = sum(shape.key_count(count) for shape in layers[:first])
+    return block.start + keys_start(count) + 2 * before, 2 * layers[first].key_count(count)
+
+
 # What is written where: into a block's last value, or the scale of its first q8 key (head size 128).
 DAMAGES = {"value": (-2, b"??"), "no number": (128, b"\0\x7e"), "largest number": (128, b"\xff\x7b")}
+DAMAGED = ["of the archive 1 block is damaged: what it held cannot be recalled. The conversation goes on."]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -148,13 +158,31 @@ def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exac
 
     def damage_one(session):
         archive, block = block_of(session, found)
-        begin = block.size if at < 0 else keys_start(len(block.positions))
-        os.pwrite(archive._file, data, block.start + begin + at)
+        begin = block.start + block.size if at < 0 else keys_of(archive, block)[0]
+        os.pwrite(archive._file, data, begin + at)
 
     ids, turn, warned = converse(exact, CONFIG, damage_one)
     assert (ids, turn.recalled) == without
     assert turn.recalled
-    assert warned == ["of the archive 1 block is damaged: what it held cannot be recalled. The conversation goes on."]
+    assert warned == DAMAGED
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_block_whose_keys_outweigh_all_others_is_seen_to_be_damaged(exact, folder, found, place):
+    """One that nobody asks for: all tokens of the question look at it alike, so it singles nothing out."""
+
+    def other(session):
+        archive, blocks = written(session)
+        return archive, [extent for extent in blocks if extent.positions[0] != found.first][place]
+
+    def damage_one(session):
+        begin, size = keys_of(*other(session))
+        os.pwrite(other(session)[0]._file, b"\xff\x7b" * (size // 2), begin)
+
+    wanted, turn, _ = converse(exact, CONFIG, lambda session: other(session)[1].leave())
+    ids, damaged, warned = converse(exact, CONFIG, damage_one)
+    assert (ids, damaged.recalled, warned) == (wanted, turn.recalled, DAMAGED)
+    assert turn.recalled
 
 
 def test_where_every_block_is_damaged_only_what_leaves_later_comes_back(exact, folder):

@@ -12,13 +12,12 @@ from cache.tools import MODEL, make_spec, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tq.cache.blocks import Block, LayerRows, LayerShape, from_bytes, to_bytes
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.config import Budget
-from mlx_tq.sequence.archive import ArchiveFile, Extent
+from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.build import make_cache
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
@@ -155,68 +154,6 @@ def test_named_ranges_come_whole_or_not_at_all(archived, live, spans, most):
     assert first <= back or sum(len(each) for each in blocks if first & set(each)) > most
 
 
-def block(count=5):
-    rng = np.random.default_rng(0)
-    shapes = [LayerShape(2, 9, 4, 16), LayerShape(1, 3, 8, 0)]
-    rows = [
-        LayerRows(
-            *(rng.integers(0, 2**16, (s.heads, count, words), np.uint16) for words in (s.key_words, s.value_words)),
-            rng.standard_normal((s.heads, s.mean)).astype(np.float16) if s.mean else None,
-        )
-        for s in shapes
-    ]
-    return Block(np.arange(count) * 3, rows), shapes
-
-
-def same(a, b):
-    assert a.positions.tolist() == b.positions.tolist()
-    for one, other in zip(a.layers, b.layers, strict=True):
-        assert np.array_equal(one.keys, other.keys)
-        assert np.array_equal(one.values, other.values)
-        assert (one.mean is None) == (other.mean is None)
-        assert one.mean is None or np.array_equal(one.mean, other.mean)
-
-
-def test_every_bit_of_a_block_is_checked():
-    """A flipped bit anywhere, or a missing end, is damage."""
-    stored, shapes = block()
-    data = to_bytes(stored)
-    same(from_bytes(data, shapes), stored)
-    for at in range(0, len(data), 7):
-        with pytest.raises(CacheFormatError):
-            from_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :], shapes)
-        with pytest.raises(CacheFormatError):
-            from_bytes(data[:at], shapes)
-    with pytest.raises(CacheFormatError, match="other layers"):
-        from_bytes(data, shapes[:1])
-
-
-def test_an_archive_has_no_name_and_places_are_used_again(tmp_path):
-    stored, shapes = block()
-    archive = ArchiveFile(shapes, tmp_path / "new" / "folder")
-    assert not list((tmp_path / "new" / "folder").iterdir())
-    extents = [archive.put(stored) for _ in range(3)]
-    archive.settle()
-    size = archive.nbytes
-    same(archive.read(extents[1]), stored)
-    keys, means = archive.keys(extents[:2], 0)
-    assert np.array_equal(keys, np.concatenate([stored.layers[0].keys] * 2, axis=1))
-    assert np.array_equal(means, np.stack([stored.layers[0].mean] * 2))
-    shorter, _ = block(3)
-    mixed = [extents[0], archive.put(shorter), extents[1]]
-    archive.settle()
-    for number in (0, 1):
-        keys, means = archive.keys(mixed, number)
-        rows = [each.layers[number] for each in (stored, shorter, stored)]
-        assert np.array_equal(keys, np.concatenate([each.keys for each in rows], axis=1))
-        assert means.size == 0 or np.array_equal(means, np.stack([each.mean for each in rows]))
-    del extents[0], mixed
-    assert archive.nbytes == size * 2 // 3
-    again = archive.put(stored)
-    archive.settle()
-    assert (archive.nbytes, again.start) == (size, 0)
-
-
 def test_a_damaged_block_is_left_out(tmp_path):
     caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
     append(caches, 0, 300, 20)
@@ -266,34 +203,6 @@ def test_rows_that_are_back_when_a_conversation_is_saved_come_no_second_time():
     assert loaded[0].positions.tolist() == sorted([*live, *positions_of(again.archived[2:4])])
     again.release(loaded)
     assert loaded[0].positions.tolist() == live
-
-
-def test_what_does_not_fit_is_lost_and_said_once(tmp_path):
-    stored, shapes = block()
-    archive = ArchiveFile(shapes, tmp_path, limit=len(to_bytes(stored)) - 1)
-    assert [archive.put(stored), archive.put(stored)] == [None, None]
-    assert "bytes are above its limit of" in archive.take_warning()
-    assert (archive.lost, archive.left, archive.nbytes, archive.take_warning()) == (2, 0, 0, None)
-
-
-def test_at_the_limit_what_was_recalled_least_leaves_the_oldest_first(tmp_path):
-    stored, shapes = block()
-    archive = ArchiveFile(shapes, tmp_path, limit=3 * len(to_bytes(stored)))
-    numbered = [replace(stored, positions=stored.positions + 100 * number) for number in range(7)]
-    extents = [archive.put(each) for each in numbered[:3]]
-    assert (archive.left, archive.take_warning()) == (0, None)
-    extents[1].recalls, extents[2].recalls = 2, 1
-    extents += [archive.put(each) for each in numbered[3:]]
-    archive.settle()
-    assert [extent.lost for extent in extents] == [True, False, False, True, True, True, False]
-    for extent, each in zip(extents, numbered, strict=True):
-        if not extent.lost:
-            same(archive.read(extent), each)
-    assert (archive.left, os.fstat(archive._file).st_size, archive.nbytes) == (4, archive.limit, archive.limit)
-    archive.drop(extents)
-    said = archive.take_warning()
-    assert said.index("blocks that were recalled least leave it, the oldest first") < said.index("3 blocks are damaged")
-    assert archive.take_warning() is None
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)

@@ -11,6 +11,7 @@ from contract.spies import watch
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.conversation.recall import recall
 from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig
 from mlx_tq.sequence.compressed import plan_caches
@@ -217,8 +218,8 @@ def test_with_eviction(loaded, monkeypatch):
 def test_an_archive_that_fails_is_logged_once_and_the_tokens_are_those_without_recall(loaded, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # in which root can make nothing either
     texts = []
-    for recall in ("off", 96):
-        evict = EvictConfig("recency:granularity=16:trigger=32", 100, recall)
+    for rows in ("off", 96):
+        evict = EvictConfig("recency:granularity=16:trigger=32", 100, rows)
         engine = make_engine(loaded, KVConfig("q8", "tq4", prefix=16, window=32, evict=evict))
         (events,) = serve(engine, [make_job(300)])
         texts.append([event.text for event in events if isinstance(event, Piece)])
@@ -284,3 +285,31 @@ def test_a_look_that_fails_ends_its_request_and_the_next_one_is_answered(loaded,
     assert "no room for a copy" in str(failed[-1].error)
     assert any(isinstance(event, Piece) for event in answered)
     assert engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total") > 0
+
+
+def test_a_request_that_is_repeated_asks_with_its_whole_question(loaded, monkeypatch):
+    """What is kept of the first time ends before it: its last token alone would bring back something else."""
+    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
+    engine, asked = make_engine(loaded, config), []
+
+    def spied(model, caches, ids, *arguments, **options):
+        found = recall(model, caches, ids, *arguments, **options)
+        asked.append((ids, found.positions))
+        return found
+
+    monkeypatch.setattr("mlx_tq.server.engine.recall", spied)
+    text, question = facts(40)
+    ids = loaded[1].encode(f"{text}\n{question}")
+    first, second = (Job(Prompt(ids, [ids], ["user"]), 8, GREEDY, []) for _ in range(2))
+
+    async def again():
+        engine.submit(second)
+        return await outcome(second)
+
+    (once,), twice = serve(engine, [first], again)
+    assert [event.text for event in once if isinstance(event, Piece)] == [
+        event.text for event in twice if isinstance(event, Piece)
+    ]
+    assert (once[0].cached, twice[0].cached) == (0, len(ids) - len(asked[0][0]))
+    assert asked[0] == asked[1]
+    assert asked[0][1]
