@@ -1,12 +1,13 @@
 """What a question needs of that which left: rows where the archive has them, and text where it has not."""
 
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 
-from mlx_tq.conversation.recall import Named, Recalled, live_positions, ready_to_recall, recall
+from mlx_tq.conversation.recall import Named, Recalled, live_positions, read, ready_to_recall, recall
 from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript
 from mlx_tq.models import ranks_of
 from mlx_tq.policies.selection import PositionRange
@@ -27,6 +28,35 @@ class Brought:
     recalled: Recalled
     rehydration: Rehydration
     rescue_seconds: float
+
+
+def read_document(
+    model: Any,
+    caches: list[Any],
+    transcript: Transcript,
+    document: list[int],
+    known: int,
+    step: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Read what comes before a question, of which the caches hold the first `known` tokens; the service is told.
+
+    Args:
+        model: of the caches.
+        caches: of all tokens of the transcript, and of those that are known.
+        transcript: of the conversation, which goes on with the document.
+        document: its tokens.
+        known: of them.
+        step: tokens read at a time.
+        progress: told of the others, those read so far and all.
+    """
+    transcript.read(document)
+
+    def told(done: int, total: int) -> None:
+        tell_departed(transcript, caches)
+        progress(done, total)
+
+    read(model, caches, document[known:], step, told)
 
 
 def bring_back(

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from mlx_tq.config import RescueConfig
-from mlx_tq.conversation.bring_back import Brought, bring_back, hold, tell_departed
+from mlx_tq.conversation.bring_back import Brought, bring_back, hold, read_document
 from mlx_tq.conversation.plain_text import PlainText
-from mlx_tq.conversation.recall import archive_warning, read
+from mlx_tq.conversation.recall import archive_warning
 from mlx_tq.conversation.transcript import Transcript, quotation_limit
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 
@@ -40,13 +40,7 @@ class OnePrompt:
 
     def read(self, document: list[int], known: int, progress: Callable[[int, int], None]) -> None:
         """Read the document, the first `known` tokens of which the caches hold."""
-        self._transcript.read(document)
-
-        def told(done: int, total: int) -> None:
-            tell_departed(self._transcript, self._caches)
-            progress(done, total)
-
-        read(self._model, self._caches, document[known:], self._step, told)
+        read_document(self._model, self._caches, self._transcript, document, known, self._step, progress)
 
     def ask(self, text: str, ids: list[int], room: int) -> Brought:
         """Bring back what the question needs; what is quoted is held.

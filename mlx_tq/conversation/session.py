@@ -6,7 +6,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,13 +17,13 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
-from mlx_tq.conversation.bring_back import bring_back, find, hold, tell_departed
+from mlx_tq.conversation.bring_back import Brought, bring_back, find, hold, read_document, tell_departed
 from mlx_tq.conversation.files import SavedSession, load_session, save_session
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.plain_text import PlainText, check_answer, check_text
-from mlx_tq.conversation.recall import archive_warning, live_positions, release
+from mlx_tq.conversation.recall import Recalled, archive_warning, live_positions, question_of, release
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files, shadowed
-from mlx_tq.conversation.statistics import SessionStats, TurnStats
+from mlx_tq.conversation.statistics import SessionStats, TurnStats, turn_of
 from mlx_tq.conversation.template import ChatFrame
 from mlx_tq.conversation.transcript import Rehydration, Transcript, quotation_limit
 from mlx_tq.conversation.worker import Worker, compute_weights
@@ -38,6 +38,7 @@ from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.passes import cache_parts, compressed_caches, sequence_in, sequence_layers
 from mlx_tq.sequence.plan import Plan
+from mlx_tq.sequence.recall import LONGEST_QUESTION
 from mlx_tq.sequence.statistics import cache_stats
 
 Progress = Callable[[int, int], None]
@@ -169,42 +170,37 @@ class Session:
 
     def _answer(self, text: str, max_tokens: int, progress: Progress | None) -> Generator[str]:
         began = time.perf_counter()
-        transcript = self._transcript
-        before = self._around.between(transcript.ids[-1]) if transcript.ids else self._around.opening()
-        after = [*self._plain.encode(text), *self._around.closing()]
-        room = self._room(len(before) + len(after))
-        step = self.prefill_step_size
-        brought = bring_back(self.model, self.cache, transcript, text, [*before, *after], step, room)
-        recalled, rehydration = brought.recalled, brought.rehydration
-        ids = [*before, *rehydration.ids, *after]
-        self._ranks.check("the tokens of the turn", np.array(ids))
-        start = len(transcript.ids)
-        transcript.read(ids, rehydration, len(before))
-        room -= len(rehydration.ids)
-        most = room if max_tokens < 0 else min(max_tokens, room)
-        hold(self.cache, rehydration.at(start + len(before)))
-        turn = TurnStats(
-            len(ids),
-            archived=recalled.archived,
-            by_meaning=recalled.meaning,
-            recall_seconds=recalled.seconds,
-            rehydration=rehydration,
-            rescue_seconds=brought.rescue_seconds,
-        )
-        looks = Looks(self.cache, recalled)
-        if self.shadow is not None:
-            self.shadow.begin(ids[-1], start + len(ids) - 1)
+        transcript, start, step = self._transcript, len(self._transcript.ids), self.prefill_step_size
+        before = self._around.between(transcript.ids[-1]) if start else self._around.opening()
+        message = [*before, *self._plain.encode(text), *self._around.closing()]
+        room = self._room(len(message))
+        self._ranks.check("the tokens of the turn", np.array(message))
+        document = self._document(message)
+        turn, looks, recalled = TurnStats(len(message)), Looks(self.cache, Recalled()), Recalled()
         try:
-            with closing(self._generate(ids, most, progress, looks)) as replies:
-                for reply in replies:
+            with ExitStack() as stack:
+                stack.enter_context(compressed(self.model))
+                stored = stack.enter_context(self._reading(message[: document or -1]))
+                known, document = stored.restored, max(document, stored.restored)
+                told = self._told(stored, known, len(message), progress)
+                read_document(self.model, self.cache, transcript, message[:document], known, step, told)
+                question, at = message[document:], 0 if document else len(before)
+                brought = self._bring_back(text, question, at, room)
+                recalled, quotation = brought.recalled, brought.rehydration.ids
+                question[at:at] = quotation
+                looks = Looks(self.cache, recalled)
+                looks.begin()  # on the caches that the store may have given
+                turn = turn_of(brought, document + len(question), known)
+                told = self._told(stored, document, turn.prompt_tokens, progress)
+                most = min(room - len(quotation), max_tokens if max_tokens >= 0 else room)
+                for reply in stack.enter_context(closing(self._replies(question, most, told))):
                     if not turn.generation_tokens:
                         ttft = time.perf_counter() - began
-                        turn = replace(turn, ttft=ttft, prompt_tps=reply.prompt_tps, cached_tokens=self._restored)
+                        rate = (turn.prompt_tokens - known) / ttft if document > known else reply.prompt_tps
+                        turn = replace(turn, ttft=ttft, prompt_tps=rate)
                     transcript.read([reply.token])
                     tell_departed(transcript, self.cache)
                     looks.token()
-                    if self.shadow is not None:
-                        self.shadow.token(reply.token, reply.text, reply.logprobs)
                     turn = replace(
                         turn,
                         generation_tokens=reply.generation_tokens,
@@ -226,8 +222,7 @@ class Session:
             tell_departed(transcript, self.cache)  # of what was undone nothing is told to the service
             release(self.cache)
             if settled:
-                stop = start + len(ids) - len(self._around.closing())
-                self._asked = (start + len(before) + len(rehydration.ids), stop)
+                self._asked = (start + len(before), start + turn.prompt_tokens - len(self._around.closing()))
                 turn = replace(
                     turn,
                     recalled=tuple(recalled.and_queries(looks.positions).positions),
@@ -236,6 +231,21 @@ class Session:
                     seconds=time.perf_counter() - began,
                 )
                 self.turns.append(turn)
+
+    def _document(self, message: list[int]) -> int:
+        """Tokens of a long message that are read before its question, so that it can ask for what they push out."""
+        returns = self.config.evict is not None and (self.config.evict.recalls or self._client is not None)
+        whole = not returns or self.shadow is not None or len(message) <= LONGEST_QUESTION
+        return 0 if whole else len(question_of(self.tokenizer, message)[0])
+
+    def _bring_back(self, text: str, question: list[int], at: int, room: int) -> Brought:
+        """Bring back what a question needs; a quotation is held, and is part of it from index `at` on."""
+        transcript = self._transcript
+        brought = bring_back(self.model, self.cache, transcript, text, question, self.prefill_step_size, room)
+        quotation = brought.rehydration
+        hold(self.cache, quotation.at(len(transcript.ids) + at))
+        transcript.read([*question[:at], *quotation.ids, *question[at:]], quotation, at)
+        return brought
 
     def rehydrate(self, query: str) -> Rehydration:
         """What of the evicted text a question needs, quoted. `respond` does this by itself."""
@@ -249,36 +259,45 @@ class Session:
         """Positions that the cache still holds; where no layer is compressed, all."""
         return live_positions(self.cache, len(self._transcript.ids))
 
-    def _generate(self, ids: list[int], most: int, progress: Progress | None, looks: Looks) -> Generator[Any]:
-        def read(processed: int, total: int) -> None:
-            stored.note(stored.restored + processed)
-            if self._stopping and processed < total:
+    def _told(self, stored: Reading, known: int, whole: int, progress: Progress | None) -> Progress:
+        """Is told of the tokens that were read behind those `known`, of a prompt of so many."""
+
+        def told(done: int, _: int) -> None:
+            stored.note(known + done)
+            if self._stopping and known + done < whole:
                 raise _Stopped
             if progress is not None:
-                progress(stored.restored + processed, stored.restored + total)
+                progress(known + done, whole)
 
-        with compressed(self.model), self._reading(ids) as stored:
-            self._restored = stored.restored
-            looks.begin()  # on the caches that the store may have given
-            yield from stream_generate(
-                self.model,
-                self.tokenizer,
-                ids[stored.restored :],
-                max_tokens=most,
-                prompt_cache=self.cache,
-                prefill_step_size=self.prefill_step_size,
-                sampler=self.sampler,
-                prompt_progress_callback=read,
-            )
+        return told
+
+    def _replies(self, ids: list[int], most: int, told: Progress) -> Generator[Any]:
+        """What mlx-lm says of each token of the answer to `ids`, which are at the end of the transcript."""
+        if self.shadow is not None:
+            self.shadow.begin(ids[-1], len(self._transcript.ids) - 1)
+        replies = stream_generate(
+            self.model,
+            self.tokenizer,
+            ids,
+            max_tokens=most,
+            prompt_cache=self.cache,
+            prefill_step_size=self.prefill_step_size,
+            sampler=self.sampler,
+            prompt_progress_callback=told,
+        )
+        for reply in replies:
+            if self.shadow is not None:
+                self.shadow.token(reply.token, reply.text, reply.logprobs)
+            yield reply
 
     def _reading(self, ids: list[int]) -> AbstractContextManager[Reading]:
         """With the store of prefixes, if there is one and the conversation begins."""
         store = None
-        if self._store_folder is not None and self.plan is not None and len(self._transcript.ids) == len(ids):
+        if self._store_folder is not None and self.plan is not None and not self._transcript.ids:
             store = self._store
             if store is None or store.plan is not self.plan:
                 store = self._store = PrefixStore(self.model, self.plan, self._store_folder, self._warn_once)
-        return reading(store, self.cache, ids[:-1], self.prefill_step_size)
+        return reading(store, self.cache, ids, self.prefill_step_size)
 
     def _room(self, tokens: int) -> int:
         """Positions that are left after `tokens` more."""
@@ -365,8 +384,7 @@ class Session:
         start, stop = self._asked
         if not stop:
             return None
-        answer = self._transcript.ids[stop + len(self._around.closing()) :]
-        ids = (self._transcript.ids[start:stop], answer)
+        ids = self._transcript.first_said(start, stop), self._transcript.ids[stop + len(self._around.closing()) :]
         question, answered = (self.tokenizer.decode(part, skip_special_tokens=True) for part in ids)
         return question, answered
 

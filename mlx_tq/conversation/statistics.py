@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mlx_tq.conversation.bring_back import Brought
 from mlx_tq.conversation.transcript import NOTHING, Rehydration
 from mlx_tq.rescue import RescueStats
 from mlx_tq.sequence.tiers import Tiers
@@ -43,6 +44,19 @@ class TurnStats:
     generation_tps: float = 0.0
     finish_reason: str = "interrupted"
     cached_tokens: int = 0
+
+
+def turn_of(brought: Brought, prompt_tokens: int, cached_tokens: int) -> TurnStats:
+    """Of a turn whose answer begins."""
+    return TurnStats(
+        prompt_tokens,
+        archived=brought.recalled.archived,
+        by_meaning=brought.recalled.meaning,
+        recall_seconds=brought.recalled.seconds,
+        rehydration=brought.rehydration,
+        rescue_seconds=brought.rescue_seconds,
+        cached_tokens=cached_tokens,
+    )
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,11 @@ class Transcript:
             self.copies.append((start, start + len(quotation.ids)))
         self.ids += ids
 
+    def first_said(self, start: int, stop: int) -> list[int]:
+        """The tokens at positions [start, stop) but for quotations."""
+        quoted = {position for span in self.copies for position in range(*span)}
+        return [self.ids[position] for position in range(start, min(stop, len(self.ids))) if position not in quoted]
+
     def cut(self, length: int) -> None:
         """The conversation ends at position `length`: what came after was undone."""
         del self.ids[length:]

@@ -101,7 +101,7 @@ def test_what_was_evicted_comes_back(chat, service):
     assert any(first <= fact < last for first, last in turn.rehydration.ranges)
     stats = session.stats
     assert stats.live + stats.evicted == stats.tokens == len(session.ids)
-    assert stats.rescued == len(turn.rehydration.ids)
+    assert stats.rescued == sum(len(turn.rehydration.ids) for turn in session.turns)
     assert stats.rescue.found >= 1
     assert stats.nbytes < stats.fp16_nbytes
     assert [w for w in chat.warned if "or --rescue auto" in w] == chat.warned[:1]
@@ -158,7 +158,7 @@ def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, serv
     for _ in session.respond(QUESTION, max_tokens=48):
         live.append(set(map(int, session._live())))
     turn = session.turns[-1]
-    (start, stop) = session._transcript.copies[0]
+    (start, stop) = session._transcript.copies[-1]
     assert stop - start == len(turn.rehydration.ids) > 100
     assert all(set(range(start, stop)) <= now for now in live)
     assert sequence_in(session.cache).held is None
@@ -182,6 +182,27 @@ def test_stopping_an_answer_keeps_the_session(chat, config):
         break  # leaving the loop does the same
     assert all(cache.offset == len(session.ids) for cache in session.cache)
     assert "417295" in say(session, QUESTION)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["the first turn", "a later one"])
+@pytest.mark.parametrize("back", ["nothing", "rows", "text"])
+def test_a_document_and_its_question_in_one_turn(chat, service, back, later):
+    """The document is read first, then what left of it comes back for the question behind it."""
+    config = replace(EVICTS, evict=replace(EVICTS.evict, recall=64)) if back == "rows" else EVICTS
+    session, told = chat(config, rescue=at(service) if back == "text" else "off"), []
+    if later:
+        say(session, page(fact=""))
+    start, message = len(session.ids), f"{page(1600)}\n{QUESTION}"
+    answer = say(session, message, progress=lambda *said: told.append(said))
+    turn = session.turns[-1]
+    assert ("417295" in answer) == (back != "nothing")
+    assert (bool(turn.recalled), bool(turn.rehydration.ids)) == (back == "rows", back == "text")
+    assert told == sorted(told)
+    assert told[-1] == (turn.prompt_tokens, turn.prompt_tokens)
+    assert turn.prompt_tokens == len(session.ids) - start - turn.generation_tokens
+    asked, answered = session.last_exchange
+    assert asked.strip() == message.strip()
+    assert answered.strip() == answer.strip()
 
 
 def test_stopping_before_the_answer_undoes_the_turn(chat):

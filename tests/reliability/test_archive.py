@@ -94,10 +94,10 @@ def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(exact, fol
 
 
 def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(exact, folder, tmp_path):
-    path, most = tmp_path / "chat.safetensors", 100_000
+    path, most = tmp_path / "chat.safetensors", 200_000
     ids, turn, warned = converse(exact, limited(most), lambda session: session.save(path))
     assert len(warned) == 1
-    assert "the archive has reached its limit of 100,000 bytes: blocks that were recalled least leave" in warned[0]
+    assert "the archive has reached its limit of 200,000 bytes: blocks that were recalled least leave" in warned[0]
     assert turn.recalled
     with Session(*exact, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
         session.load(path)
