@@ -34,7 +34,7 @@ def show_turn(session: Session) -> None:
     """Say what came back, and how fast the answer was."""
     turn = session.turns[-1]
     if turn.archived:
-        show_recalled(list(turn.recalled), turn.by_meaning, turn.archived, turn.recall_seconds)
+        show_recalled(turn.recalled, turn.by_meaning, turn.archived, turn.recall_seconds)
     show_quoted(turn.rehydration, turn.rescue_seconds)
     said = f"{turn.prompt_tokens:,} tokens read, {turn.generation_tokens:,} said at {turn.generation_tps:.1f} tok/s"
     console.print(f"{said} ({turn.finish_reason})", style="dim")

@@ -145,7 +145,7 @@ def warn(message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(readable(message))}", soft_wrap=True)
 
 
-def show_recalled(positions: list[int], by_meaning: Sequence[int], archived: int, seconds: float) -> None:
+def show_recalled(positions: Sequence[int], by_meaning: Sequence[int], archived: int, seconds: float) -> None:
     """Print what came back from the archive, and which of it the rescue service's search named."""
     came = f"tokens {_ranges(positions)}" if positions else "nothing"
     named = f", by search {_ranges(by_meaning)}," if by_meaning else ""

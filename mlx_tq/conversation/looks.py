@@ -1,13 +1,15 @@
 """Looks into the archive while an answer is made, so that what the answer itself turns out to need comes too."""
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mlx_tq.conversation.recall import Recalled
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import deciding, looking
+from mlx_tq.sequence.recall import Scored, deciding, looking
 from mlx_tq.sequence.sequence import Sequence as Layers
 
 # Tokens between two looks, whose queries the next one asks with.
@@ -39,6 +41,7 @@ class Looks:
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
         self._sequence: Layers | None = None
+        self._ranked: Sequence[Scored] = recalled.ranked  # by the latest look
 
     def begin(self) -> None:
         """Listen to the caches, which are about to read the question; rounds go on meanwhile."""
@@ -59,13 +62,19 @@ class Looks:
         if self._sequence is not None:
             self._sequence.listen([], rounds=True)
 
+    def brought(self) -> Recalled:
+        """What the question brought back and what the looks did; the archive as the latest found it."""
+        found = self._recalled
+        queries, seconds = tuple(sorted({*found.queries, *self.positions})), found.seconds + self.seconds
+        return replace(found, queries=queries, ranked=tuple(self._ranked), seconds=seconds)
+
     def _look(self) -> None:
         assert self._sequence is not None  # noqa: S101 - tells the type checker: `token` looked
         began = time.perf_counter()
         layers = sequence_layers(self._caches)
         spec, seen = layers[0].spec, layers[0].offset
         asking = max(1, min(self._every, spec.window))  # all of them are in the window
-        found = self._sequence.look(layers, asking, self._sequence.plan.recall_tokens(seen), back=True).chosen
+        self._ranked, found = self._sequence.look(layers, asking, self._sequence.plan.recall_tokens(seen), back=True)
         self.positions += self._sequence.exchange(layers, list(dict.fromkeys([*self._recalled.named, *found]))).tolist()
         now = time.perf_counter()
         took, steps = now - began, (began - self._began) / self._since

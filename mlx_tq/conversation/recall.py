@@ -2,8 +2,8 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -45,7 +45,7 @@ class Recalled:
         meaning: those that the rescue service's search named, ascending; some may be both.
         ranked: the archived blocks, best first.
         named: the blocks that were named; they stay until the answer is complete.
-        seconds: which that took, the reading of the question over a copy among them.
+        seconds: which that took, the reading of the question over a copy among them, and looks while answering.
     """
 
     queries: tuple[int, ...] = ()
@@ -63,10 +63,6 @@ class Recalled:
     def archived(self) -> int:
         """Tokens in the archive, those that came back among them."""
         return sum(len(piece.extent.positions) for piece in self.ranked)
-
-    def and_queries(self, positions: Iterable[int]) -> "Recalled":
-        """The same with more that the queries found, while the answer was made."""
-        return replace(self, queries=tuple(sorted({*self.queries, *positions})))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

@@ -176,7 +176,7 @@ class Session:
         room = self._room(len(message))
         self._ranks.check("the tokens of the turn", np.array(message))
         document = self._document(message)
-        turn, looks, recalled = TurnStats(len(message)), Looks(self.cache, Recalled()), Recalled()
+        turn, looks = TurnStats(len(message)), Looks(self.cache, Recalled())
         try:
             with ExitStack() as stack:
                 stack.enter_context(compressed(self.model))
@@ -186,9 +186,9 @@ class Session:
                 read_document(self.model, self.cache, transcript, message[:document], known, step, told)
                 question, at = message[document:], 0 if document else len(before)
                 brought = self._bring_back(text, question, at, room)
-                recalled, quotation = brought.recalled, brought.rehydration.ids
+                quotation = brought.rehydration.ids
                 question[at:at] = quotation
-                looks = Looks(self.cache, recalled)
+                looks = Looks(self.cache, brought.recalled)
                 looks.begin()  # on the caches that the store may have given
                 turn = turn_of(brought, document + len(question), known)
                 told = self._told(stored, document, turn.prompt_tokens, progress)
@@ -223,14 +223,7 @@ class Session:
             release(self.cache)
             if settled:
                 self._asked = (start + len(before), start + turn.prompt_tokens - len(self._around.closing()))
-                turn = replace(
-                    turn,
-                    recalled=tuple(recalled.and_queries(looks.positions).positions),
-                    looks=looks.count,
-                    looks_seconds=looks.seconds,
-                    seconds=time.perf_counter() - began,
-                )
-                self.turns.append(turn)
+                self.turns.append(turn.ended(looks, time.perf_counter() - began))
 
     def _document(self, message: list[int]) -> int:
         """Tokens of a long message that are read before its question, so that it can ask for what they push out."""

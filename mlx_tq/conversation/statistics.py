@@ -1,8 +1,9 @@
 """Numbers of a session and of its turns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_tq.conversation.bring_back import Brought
+from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.transcript import NOTHING, Rehydration
 from mlx_tq.rescue import RescueStats
 from mlx_tq.sequence.tiers import Tiers
@@ -17,9 +18,9 @@ class TurnStats:
         cached_tokens: of the prompt, those that the store of prefixes had.
         recalled: positions whose rows came back for the turn.
         by_meaning: of these, the ones that the rescue service's search named; the model's queries found the others.
-        archived: tokens that were in the archive then.
-        recall_seconds: that it took.
-        looks, looks_seconds: into the archive while answering.
+        archived: tokens that were in the archive when it was last looked into.
+        recall_seconds: that all looks into it took.
+        looks, looks_seconds: of these, the ones while answering.
         rehydration: what was quoted.
         rescue_seconds: that it took to ask for it.
         ttft: seconds to the first token, those included.
@@ -45,14 +46,25 @@ class TurnStats:
     finish_reason: str = "interrupted"
     cached_tokens: int = 0
 
+    def ended(self, looks: Looks, seconds: float) -> "TurnStats":
+        """The same when the answer is complete, after these looks and so many seconds in all."""
+        found = looks.brought()
+        return replace(
+            self,
+            recalled=tuple(found.positions),
+            archived=found.archived,
+            recall_seconds=found.seconds,
+            looks=looks.count,
+            looks_seconds=looks.seconds,
+            seconds=seconds,
+        )
+
 
 def turn_of(brought: Brought, prompt_tokens: int, cached_tokens: int) -> TurnStats:
     """Of a turn whose answer begins."""
     return TurnStats(
         prompt_tokens,
-        archived=brought.recalled.archived,
         by_meaning=brought.recalled.meaning,
-        recall_seconds=brought.recalled.seconds,
         rehydration=brought.rehydration,
         rescue_seconds=brought.rescue_seconds,
         cached_tokens=cached_tokens,

@@ -16,7 +16,7 @@ from mlx_tq.config import BLOCK
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.recall import Recalled, release
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import LONGEST_QUESTION, Listener, looking
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Listener, looking, positions_of
 
 MOST, EVERY = 96, 8
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
@@ -47,7 +47,7 @@ def test_the_latest_queries_decide_what_is_back(exact):
                 wanted = np.concatenate([extent.positions for extent in found.chosen])
             looks.token()
             if looks.count > looked:
-                looked = looks.count
+                looked, archived = looks.count, len(positions_of(sequence.archived))
                 assert sequence.recalled.tolist() == sorted({*wanted, *named.positions})
                 alone |= not set(named.positions) <= set(wanted)
                 assert set(wanted) <= set(layers[0].positions.tolist())
@@ -56,6 +56,10 @@ def test_the_latest_queries_decide_what_is_back(exact):
     assert looked
     assert alone, "a look would have taken it away"
     assert looks.positions
+    brought = looks.brought()
+    assert (brought.positions, brought.named) == (sorted({*looks.positions}), (named,))
+    assert brought.archived == archived
+    assert 0 < looks.seconds == brought.seconds
     release(caches)
     gone = set(range(layers[0].offset)) - set(layers[0].positions.tolist())
     assert sorted(p for extent in sequence.archived for p in extent.positions.tolist()) == sorted(gone)

@@ -127,8 +127,7 @@ class Answering:
         for warning in self._asking.warnings() if self._asking is not None and self._ranks.is_alone else ():
             warn(warning)
         if self._looks is not None and self._brought is not None:
-            recalled = self._brought.recalled.and_queries(self._looks.positions)
-            self._brought = replace(self._brought, recalled=recalled)
+            self._brought = replace(self._brought, recalled=self._looks.brought())
         return Answer(self._said, self._stats(), self._brought)
 
     def _caches_and_models(self) -> tuple[list[Any], list[Any]]:
