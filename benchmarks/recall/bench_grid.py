@@ -32,6 +32,7 @@ from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
 from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, planted
 from mlx_tq import compressed, load, make_prompt_cache
+from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import compressed_caches
 from rescue_svc.embed.registry import embedder_class
@@ -55,6 +56,7 @@ class Cell:
         args: of the command line.
         arms: that are measured.
         free: of them, those that answer freely.
+        policies: of eviction; None for what loses what is asked for.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -62,6 +64,9 @@ class Cell:
         self.arms = ARMS if args.arms == "all" else tuple(args.arms.split(","))
         self.free = self.arms if args.answers == "all" else tuple(args.answers.split(","))
         self.model, self.tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
+        self.policies = args.policies.split(",") if args.policies else [None]
+        for policy in filter(None, self.policies):
+            ask_beforehand(self.model, self.tokenizer, config(args.key, args.value, [], "50%", policy))
         self.frame = frame(self.tokenizer, args.opening)
         self.embedder = embedder_class("minilm")(None) if {"meaning", "both"} & set(self.arms) else None
 
@@ -70,8 +75,7 @@ class Cell:
         args, rng = self.args, random.Random(seed)
         made = planted(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
         spans = [span for each in made.evidence() for span in each]
-        policies = args.policies.split(",") if args.policies else [None]
-        losses = [*([(None, None)] if "full" in self.arms else []), *product(policies, args.budgets.split(","))]
+        losses = [*([(None, None)] if "full" in self.arms else []), *product(self.policies, args.budgets.split(","))]
         caches = {
             (policy, budget): make_prompt_cache(self.model, config(args.key, args.value, spans, budget, policy))
             for policy, budget in losses
