@@ -310,8 +310,9 @@ class Sequence:
         if len(needed):
             near = (extent for extent in self.archived if extent.positions[0] in needed)
             behind = kept_by_all(near, self.ranks)
-            held = np.concatenate([_NONE, *(extent.positions for extent in behind)])
+            held, before = np.concatenate([_NONE, *(extent.positions for extent in behind)]), self.recalled
             if len(np.setdiff1d(needed, held)) or self.recall(layers, behind) < len(held):
+                self._leave_again(layers, np.setdiff1d(self.recalled, before))
                 raise CacheFormatError(
                     f"a trim to {length} tokens leads back past an eviction: some positions before it are gone, and "
                     "not in the archive. Trim less, or read the text anew."

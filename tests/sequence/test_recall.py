@@ -332,8 +332,9 @@ def assert_same_stored(caches, others):
             assert np.array_equal(np.array(one[:, :, :count]), np.array(two[:, :, :count]))
 
 
-def test_a_trim_past_evictions_without_the_rows_is_refused():
-    """Where nothing was archived, and where a block is damaged; nothing is trimmed then."""
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_trim_past_evictions_without_the_rows_is_refused(every):
+    """Where nothing was archived, and where all blocks or some are damaged; nothing is trimmed then, or comes back."""
     spec = make_spec("tq4", "tq4", prefix=4, window=60)
     lossy, damaged = (
         layers(spec, 90, "recency:trigger=8:granularity=1"),
@@ -346,12 +347,14 @@ def test_a_trim_past_evictions_without_the_rows_is_refused():
         append(caches, 0, 300, 20)
     sequence = sequence_in(damaged)
     sequence.archive.settle()
-    for extent in sequence.archived:
+    for extent in sequence.archived[::every]:
         os.pwrite(sequence.archive._file, b"\xff\x00\xff\x00", extent.start + extent.size - 4)
     for caches in (lossy, damaged):
+        live = caches[0].positions.tolist()
         with pytest.raises(CacheFormatError, match=r"a trim to 150 tokens .* not in the archive\. Trim less"):
             sequence_in(caches).rewind(caches, 150)
         assert [cache.offset for cache in caches] == [300, 300]
+        assert caches[0].positions.tolist() == live
 
 
 @settings(max_examples=24, deadline=None, derandomize=True)
