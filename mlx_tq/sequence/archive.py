@@ -48,13 +48,12 @@ class Extent:
         start: where it begins in the file.
         recalls: how often it was.
         lost: it could not be written, or left: it is not in the file.
-        sound: it was checked, and not damaged.
         waiting: its bytes, until they are in the file; where that fails, for whoever is reading it.
     """
 
     def __init__(self, positions: np.ndarray, size: int, start: int, places: Places) -> None:
         self.positions, self.size, self.start = positions, size, start
-        self.recalls, self.lost, self.sound = 0, False, False
+        self.recalls, self.lost = 0, False
         self.waiting: bytes | None = None
         self._give_back = weakref.finalize(self, places.give_back, start, size)  # once, whatever comes first
         self._give_back.atexit = False
@@ -205,11 +204,6 @@ class ArchiveFile:
         for extent in damaged:
             extent.leave()
         self.say_damaged(len(damaged))
-
-    def is_sound(self, extent: Extent) -> bool:
-        """Whether a block was not damaged when this was first asked: looks ask it of the same blocks over and over."""
-        extent.sound = extent.sound or self.undamaged(extent) is not None
-        return extent.sound
 
     def raw(self, extent: Extent) -> bytes:
         """A block as it is in the file, not checked; zeros where the disk gives no more."""

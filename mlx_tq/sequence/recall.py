@@ -149,9 +149,8 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
-    damaged = [archive.undamaged(extent) is None for extent in first.chosen]
-    damaged += [not archive.is_sound(piece.extent) for piece in first.ranked if piece.leads]
-    if not any(ranks.any([not numbers, *damaged])):
+    decided = dict.fromkeys([*first.chosen, *(piece.extent for piece in first.ranked if piece.leads)])
+    if not any(ranks.any([not numbers, *(archive.undamaged(extent) is None for extent in decided)])):
         return first
     archive.drop(extent for extent in question.extents if archive.undamaged(extent) is None)
     return found()

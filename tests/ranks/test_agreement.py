@@ -193,6 +193,7 @@ def losing():
 
         first, other = (extent.positions for extent in sequence.archived[:2])
         lose(0)
+        sequence.agree()
         blocks = named_blocks(caches, Named(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64))
         sequence.recall(layers, blocks)
         found.append(sequence.recalled.tolist())
