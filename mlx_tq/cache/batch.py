@@ -85,6 +85,9 @@ class BatchView:
         length = queries.shape[2]
         if self._steps_together(length):
             rows = [row for row in self.rows if row is not None]
+            for i, each in enumerate(rows):
+                if each.hear is not None:
+                    each.hear(queries[i : i + 1], scale)
             out = attend_batch(queries, [row.undivided() for row in rows], scale=scale, mask=mask, sinks=sinks)
             pending = [array for i, row in enumerate(rows) for array in row.awaited(queries[i : i + 1])]
             return mx.depends(out, pending) if pending else out

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from mlx_tq.conversation.recall import Recalled
+from mlx_tq.rescue.wire import Range
+from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import Scored, deciding, looking
 from mlx_tq.sequence.sequence import Sequence as Layers
@@ -27,7 +29,9 @@ class Looks:
         seconds: that they took.
     """
 
-    def __init__(self, caches: list[Any], recalled: Recalled, every: int = RECALL_EVERY) -> None:
+    def __init__(
+        self, caches: list[Any], recalled: Recalled, every: int = RECALL_EVERY, quoted: Sequence[Range] = ()
+    ) -> None:
         """None yet, before `begin`.
 
         Args:
@@ -35,9 +39,10 @@ class Looks:
             recalled: for the question. What a search named stays, and the layers that decided its best blocks look;
                 where nothing was archived yet, all that look for a question.
             every: tokens between looks.
+            quoted: positions [start, stop) that came back as text; a block in one of them need not come as rows too.
         """
         self._caches, self._recalled, self._every, self._next = caches, recalled, every, every
-        self._since, self._began = 0, time.perf_counter()
+        self._quoted, self._since, self._began = quoted, 0, time.perf_counter()
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
         self._sequence: Layers | None = None
@@ -51,11 +56,11 @@ class Looks:
             numbers = deciding(self._recalled.ranked) or looking(len(sequence_layers(self._caches)))
             sequence.listen(numbers, rounds=True)
 
-    def token(self) -> None:
-        """The answer has one token more."""
+    def token(self, among: int = 1) -> None:
+        """The answer has one token more; so many answers are made at once, which wait for each other's looks."""
         self._since += 1
         if self._sequence is not None and self._since >= self._next and self._sequence.archived:
-            self._look()
+            self._look(among)
 
     def end(self) -> None:
         """Listen no more."""
@@ -68,17 +73,22 @@ class Looks:
         queries, seconds = tuple(sorted({*found.queries, *self.positions})), found.seconds + self.seconds
         return replace(found, queries=queries, ranked=tuple(self._ranked), seconds=seconds)
 
-    def _look(self) -> None:
+    def _look(self, among: int) -> None:
         assert self._sequence is not None  # noqa: S101 - tells the type checker: `token` looked
         began = time.perf_counter()
         layers = sequence_layers(self._caches)
         spec, seen = layers[0].spec, layers[0].offset
         asking = max(1, min(self._every, spec.window))  # all of them are in the window
         self._ranked, found = self._sequence.look(layers, asking, self._sequence.plan.recall_tokens(seen), back=True)
-        self.positions += self._sequence.exchange(layers, list(dict.fromkeys([*self._recalled.named, *found]))).tolist()
+        wanted = dict.fromkeys([*self._recalled.named, *(extent for extent in found if not self._is_quoted(extent))])
+        self.positions += self._sequence.exchange(layers, list(wanted)).tolist()
         now = time.perf_counter()
         took, steps = now - began, (began - self._began) / self._since
         self.count, self.seconds = self.count + 1, self.seconds + took
-        waits = self._sequence.ranks.most(np.array([took / (_SHARE * steps)]))  # all ranks look at the same time
+        waits = self._sequence.ranks.most(np.array([among * took / (_SHARE * steps)]))  # all ranks look at once
         self._next = max(self._every, int(waits[0]))
         self._since, self._began = 0, now
+
+    def _is_quoted(self, extent: Extent) -> bool:
+        first, last = extent.positions[0], extent.positions[-1]
+        return any(start <= first and last < stop for start, stop in self._quoted)

@@ -188,7 +188,7 @@ class Session:
                 brought = self._bring_back(text, question, at, room)
                 quotation = brought.rehydration.ids
                 question[at:at] = quotation
-                looks = Looks(self.cache, brought.recalled)
+                looks = Looks(self.cache, brought.recalled, quoted=brought.rehydration.ranges)
                 looks.begin()  # on the caches that the store may have given
                 turn = turn_of(brought, document + len(question), known)
                 told = self._told(stored, document, turn.prompt_tokens, progress)

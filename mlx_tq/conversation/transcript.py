@@ -111,6 +111,10 @@ class Transcript:
                 chosen.append((start, stop))
         return self._quoted(chosen)
 
+    def longest_quotation(self, named: Named) -> int:
+        """Tokens of a quotation of what was found, at most."""
+        return min(named.limit, len(self._quoted(list(named.ranges)).ids))
+
     def read(self, ids: Sequence[int], quotation: Rehydration = NOTHING, at: int = 0) -> None:
         """The conversation goes on with `ids`, in which a quotation begins at index `at`."""
         if quotation.ids:

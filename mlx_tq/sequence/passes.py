@@ -61,6 +61,11 @@ def _before(layers: list[CompressedKVCache], count: int) -> bool:
     return sequence.before(_by_number(layers), count)
 
 
+def batch_row(caches: List[Any], number: int) -> list[CompressedKVCache]:
+    """The compressed caches of one row of a batch, themselves and no copies."""
+    return [part.rows[number] for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
+
+
 def _by_number(layers: list[CompressedKVCache]) -> list[CompressedKVCache]:
     evicting = [layer for layer in layers if layer.sequence is not None]
     return sorted(evicting, key=lambda layer: layer.number)

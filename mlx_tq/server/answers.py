@@ -9,8 +9,10 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
+from mlx_tq.conversation.recall import Recalled
+from mlx_tq.conversation.spans import runs
 from mlx_tq.server.errors import ApiError
-from mlx_tq.server.jobs import Choice, Piece
+from mlx_tq.server.jobs import Choice, Event, Piece, Quoted, Started
 
 
 @dataclass
@@ -110,6 +112,7 @@ class _Said:
     whole: Delta = field(default_factory=Delta)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish: str | None = None
+    recalled: Recalled | None = None
 
 
 class Answer:
@@ -154,13 +157,23 @@ class Answer:
             said.finish = "tool_calls" if piece.finish == "stop" and said.reader.calls else piece.finish
         shown = [] if piece.choice is None else [_logprob(piece.choice, piece.top, names)]
         said.logprobs += shown
+        said.recalled = piece.recalled
         if not (delta.to_dict() or shown or said.finish):
             return []
         choice: dict[str, Any] = {"index": piece.index, "finish_reason": said.finish}
         if shown:
             choice["logprobs"] = {"content": shown}
         choice.update({"delta": delta.to_dict()} if self._chat else {"text": delta.content})
+        choice.update(_recall(said.recalled))
         return [self._object("chunk", [choice])]
+
+    def told(self, event: Event) -> None:
+        """What counts of an event that says nothing."""
+        if isinstance(event, Started):
+            self.cached += event.cached
+        elif isinstance(event, Quoted):
+            self.prompt_tokens += event.tokens
+            self.rescued = event.tokens
 
     @property
     def is_complete(self) -> bool:
@@ -203,7 +216,7 @@ class Answer:
             choice["message"] = {"role": "assistant", "content": None if calls else "", **message}
         else:
             choice["text"] = said.whole.content
-        return choice
+        return {**choice, **_recall(said.recalled)}
 
     def usage(self) -> dict[str, Any]:
         """Counts of tokens, and how many of the prompt's were in a cache, and in a session came back to it."""
@@ -223,6 +236,21 @@ class Answer:
     def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = ("chat.completion" + (f".{part}" if part else "")) if self._chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices}
+
+
+def _recall(recalled: Recalled | None) -> dict[str, Any]:
+    """What came back to an answer as rows, where something had left: tokens, from where, and in how much time."""
+    if recalled is None or not recalled.archived:
+        return {}
+    return {
+        "recalled": {
+            "tokens": len(recalled.positions),
+            "by_meaning": len(recalled.meaning),
+            "ranges": [list(span) for span in runs(recalled.positions)],
+            "archived": recalled.archived,
+            "ms": round(1000 * recalled.seconds, 1),
+        }
+    }
 
 
 def _logprob(choice: Choice, top: tuple[Choice, ...], names: Any) -> dict[str, Any]:

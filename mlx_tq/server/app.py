@@ -221,13 +221,12 @@ async def _answer(
     try:
         first = await anext(events)
         assert isinstance(first, Started)  # noqa: S101 - tells the type checker
-        answer.cached = first.cached
+        answer.told(first)
         shown = form(answer)
         if not asked.stream:
             async for event in events:
-                if isinstance(event, Started):
-                    answer.cached += event.cached
-                elif isinstance(event, Piece):
+                answer.told(event)
+                if isinstance(event, Piece):
                     shown.add(event, service.tokenizer.decode)
             if settled is not None:
                 await asyncio.shield(settled)
@@ -250,7 +249,7 @@ async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:
         if left.caches is not None and answer.is_complete:
             await run_in_threadpool(sessions.settle, turn, left, answer.message())
             if left.held is not None:
-                answer.session = session_report(turn, left.held, web.service.positions)
+                answer.session = session_report(left, left.held, web.service.positions)
     except Exception:
         log.exception("a session could not go on")  # its next request begins behind the answer before
     finally:
@@ -306,9 +305,8 @@ async def _lines(
         for each in shown.opening():
             yield _line(each)
         async for event in events:
-            if isinstance(event, Started):
-                answer.cached += event.cached
-            elif isinstance(event, Progress):
+            answer.told(event)
+            if isinstance(event, Progress):
                 yield f": {event.done} of {event.total} tokens read\n\n"
             elif isinstance(event, Piece):
                 for each in shown.add(event, service.tokenizer.decode):

@@ -1,9 +1,7 @@
 """The thread that generates: mlx-lm's batch generator over compressed caches, fed from a bounded queue."""
 
 import asyncio
-import copy
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,23 +16,23 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_tq.commands.frame import end_rank
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.bring_back import hold
-from mlx_tq.conversation.recall import question_of, ready_to_recall, recall, release
-from mlx_tq.errors import MlxTqError
+from mlx_tq.conversation.recall import ready_to_recall, release
 from mlx_tq.models import ranks_of
 from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
 from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.plan import Plan
+from mlx_tq.server.asking import Asking
 from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.held import what_is_held
-from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Started
+from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Quoted, Started
 from mlx_tq.server.kept_prompts import KeptPrompts
 from mlx_tq.server.limits import EngineLimits, Kept
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.orders import Following, Orders
 from mlx_tq.server.outbox import Outbox
 from mlx_tq.server.prefixes import Source, going_on, is_worth_storing, stored_prompt
-from mlx_tq.server.running import Running, choices_of, rest_of
+from mlx_tq.server.running import Running, rest_of
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +78,7 @@ class Engine:
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._kept_prompts = KeptPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._beginnings = Beginnings(plan, limits.prefill_step_size)
+        self._asking = Asking(model, tokenizer, plan, limits.prefill_step_size)
         self._measured = 0.0
 
     # For the web side.
@@ -253,9 +252,7 @@ class Engine:
     def _admit(self, job: Job) -> None:
         """Let a job join the batch, or wait for one there that reads what both begin with."""
         with self._admitting(job):
-            question: list[int] = []
-            if self._plan is not None and self._plan.recalls:
-                question = question_of(self._tokenizer, job.prompt.segments[-1])[1]
+            question = self._asking.question(job)
             self._begin(job, question, *self._source(job, max(1, len(question))))
 
     @contextmanager
@@ -288,14 +285,10 @@ class Engine:
             running.ends = self._beginnings.ends(segments, cached)
             running.shared = self._beginnings.shared(job, caches)
         if question:
-            running.question = question[-len(segments[-1]) :]
-            document = segments[-1][: -len(running.question)]
-            running.divided = bool(document)
-            segments[-1:] = [part for part in (document, running.question) if part]
-            if len(segments) == 1:
-                caches = self._recalled(running, copy.deepcopy(caches))
+            segments, caches = self._asking.divide(running, question, segments, caches)
         self._insert(running, segments, caches, job.prompt.ids[:cached])
         self._outbox.put((job, Started(cached)))
+        self._say_quoted(running)
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
         self._metrics.restored_tokens.inc(0 if stored is None else stored.restored)
@@ -332,28 +325,27 @@ class Engine:
         """The other answers to a prompt, which is read but for its last token."""
         length = len(running.job.prompt.ids) - 1
         others = [Running(job, length, [], self._tokenizer.detokenizer) for job in running.pending]
+        for each in others:
+            each.recalled = running.recalled
         running.pending = []
         return others
 
-    def _recalled(self, running: Running, caches: list[Any] | None) -> list[Any] | None:
-        """Caches to which the rows are back that the question asks for, which is all that is left to read."""
-        question, running.question = running.question, []
-        if caches is not None:
-            found = recall(self._model, caches, question, self._limits.prefill_step_size, named=running.job.named)
-            running.recalled = len(found.positions), len(found.meaning)
-            self._metrics.recalled_tokens.inc(len(found.positions))
-        return caches
-
     def _ask(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
-        """The question alone is left of a prompt: if rows have left its caches, read it over those that it needs."""
+        """The question alone is left of a prompt: if something has left its caches, read it over what it needs."""
         running = self._running[uid]
-        if not ready_to_recall(caches, len(running.question)):
+        if not (running.job.goes_on or ready_to_recall(caches, len(running.question))):
             running.question = []
             return
-        question, found = running.question, self._recalled(running, caches)
+        question = self._asking.bring_back(running, caches)
         self._batch.remove([uid])
         del self._running[uid]
-        self._insert(running, [question], found, tokens)
+        self._insert(running, [question], caches, tokens)
+        self._metrics.prompt_tokens.inc(len(running.quoted.ids))
+        self._say_quoted(running)
+
+    def _say_quoted(self, running: Running) -> None:
+        if running.quoted.ids:
+            self._outbox.put((running.job, Quoted(len(running.quoted.ids))))
 
     def _source(self, job: Job, unread: int, *, alone: bool = False) -> Source:
         """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
@@ -361,7 +353,6 @@ class Engine:
         Or the prompt in the store; in both but for its last `unread` tokens. Unless `alone`, all ranks ask at once.
         """
         if job.start is not None and job.start.caches is not None:
-            hold(job.start.caches, job.start.held)
             return job.start.caches, job.start.cached, None
         caches, cached = self._kept_prompts.find(job.prompt.ids, unread)
         if self._store is None:
@@ -378,8 +369,9 @@ class Engine:
         else:
             release(caches)
             hold(caches, None)
-            held = what_is_held(caches, self._plan, running.recalled)
-            self._outbox.put((job, Left(self._following.keep(caches), list(tokens), held)))
+            held = what_is_held(caches, self._plan, running.brought())
+            kept = self._following.keep(caches)
+            self._outbox.put((job, Left(kept, list(tokens), held, running.quoted, running.at)))
 
     def _step(self) -> None:
         """One token for each job in the batch, or a part of its prompt."""
@@ -416,6 +408,8 @@ class Engine:
             keeps = running.kinds and not (asks and running.divided)
             if keeps and response.end_of_segment and not response.end_of_prompt:
                 ended.append(response.uid)
+            if response.end_of_prompt:
+                self._asking.listen(running, self._batch, response.uid)
         self._store_points([response.uid for response in responses])
         leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
         for uid, (caches, _) in self._batch.extract_cache(leading).items():
@@ -444,20 +438,18 @@ class Engine:
     def _after_generating(self, responses: list[Any]) -> None:
         for response in responses:
             running = self._running[response.uid]
-            running.generated += 1
             running.close_stored()
             finish = response.finish_reason
-            if running.generated == 1 and math.isnan(response.logprobs[response.token].item()):
-                raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
-            text, ended = running.read(response.token, finish)
-            choice, top = choices_of(response, running.job.logprobs)
-            fault = running.job.fault
-            event = Failed(fault) if fault else Piece(text, choice, top, "stop" if ended else finish, running.job.index)
+            if finish is None and running.looks is not None:  # also where this rank knows that nobody needs more
+                running.looks.token(len(responses))
+            event = running.said(response)
             self._outbox.put((running.job, event))
+            if isinstance(event, Piece) and event.recalled is not None:
+                self._metrics.recalled_tokens.inc(len(event.recalled.positions))
             if finish is not None:
                 del self._running[response.uid]
                 self._keep_answered(running, response.all_tokens, response.prompt_cache)
-            elif ended or fault:
+            elif isinstance(event, Failed) or event.finish is not None:
                 self._ended.append(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_tq.conversation.recall import Recalled
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import cache_stats
 
@@ -17,6 +18,7 @@ class Held:
         archived, archived_nbytes: of those, on disk for a question that needs them, and the bytes there.
         recalled: of those, back for the last question.
         by_meaning: of those, named by the rescue service's search; the model's queries found the others.
+        recall_seconds: which that took.
         nbytes, fp16_nbytes: of the caches, and of all the tokens at 16 bits.
     """
 
@@ -26,17 +28,18 @@ class Held:
     archived_nbytes: int
     recalled: int
     by_meaning: int
+    recall_seconds: float
     nbytes: int
     fp16_nbytes: int
 
 
-def what_is_held(caches: list[Any], plan: Plan | None, recalled: tuple[int, int]) -> Held:
+def what_is_held(caches: list[Any], plan: Plan | None, recalled: Recalled) -> Held:
     """Measure the caches of a session, which must be computed; `plan` is None for mlx-lm's own.
 
     Args:
         caches: after the answer.
         plan: how they were made.
-        recalled: tokens whose rows were back for it, and how many of them the rescue service named.
+        recalled: what came back as rows for it.
     """
     stats = cache_stats(caches, plan)
     return Held(
@@ -44,8 +47,9 @@ def what_is_held(caches: list[Any], plan: Plan | None, recalled: tuple[int, int]
         evicted=stats.evicted,
         archived=stats.archived,
         archived_nbytes=stats.archived_nbytes,
-        recalled=recalled[0],
-        by_meaning=recalled[1],
+        recalled=len(recalled.positions),
+        by_meaning=len(recalled.meaning),
+        recall_seconds=recalled.seconds,
         nbytes=stats.nbytes,
         fp16_nbytes=stats.fp16_nbytes,
     )

@@ -1,16 +1,22 @@
 """What passes between the web side and the engine: a job one way, events the other."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from mlx_tq.commands.grammar import Constraint, GrammarError
-from mlx_tq.conversation.recall import NOWHERE, Named
-from mlx_tq.policies.selection import PositionRange
+from mlx_tq.conversation.recall import NOWHERE, Named, Recalled
+from mlx_tq.conversation.transcript import NOTHING, Rehydration
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError, InvalidRequestError
 from mlx_tq.server.held import Held
 from mlx_tq.server.sampling import Sampler
+
+# What is quoted to a turn, by the live positions, int64 [N], and the tokens that came back as rows.
+Quote = Callable[[np.ndarray, int], Rehydration]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Piece:
         text: may be empty, while it could still be the beginning of a stop text.
         choice, top: the token and the likeliest ones, where the job asks for log-probabilities.
         finish: "stop" or "length" with the last token.
+        recalled: with the last token, what came back as rows.
         index: of the answer, where a prompt has several.
     """
 
@@ -52,6 +59,14 @@ class Piece:
     top: tuple[Choice, ...] = ()
     finish: str | None = None
     index: int = 0
+    recalled: Recalled | None = None
+
+
+@dataclass(frozen=True)
+class Quoted:
+    """So many tokens of a quotation come before the question, beside those of the prompt."""
+
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ class Failed:
     error: ApiError
 
 
-Event = Started | Progress | Piece | Failed
+Event = Started | Progress | Quoted | Piece | Failed
 
 
 class SessionCaches(list[Any]):
@@ -81,23 +96,35 @@ class Start:
     Attributes:
         caches: of the first tokens of the prompt, which stay as they are; None to begin anew.
         cached: how many tokens these are.
-        held: positions that eviction must leave alone until the answer is complete, or None.
+        at: of the turn's new tokens, those that the template has before the user's words.
         named: where the rescue service found what the turn needs; what of it is archived comes back as rows.
+        quote: the rest of that as text, by the positions that are live then and the tokens that came as rows.
+        reserve: tokens of such a quotation, at most.
     """
 
     caches: SessionCaches | None
     cached: int
-    held: PositionRange | None = None
+    at: int = 0
     named: Named = NOWHERE
+    quote: Quote = lambda live, rows: NOTHING
+    reserve: int = 0
 
 
 @dataclass(frozen=True)
 class Left:
-    """The job of a session has left the engine; with caches of these tokens if its answer is complete."""
+    """The job of a session has left the engine; with caches of these tokens if its answer is complete.
+
+    Attributes:
+        caches, tokens: of all that was read and said.
+        held: what the caches hold.
+        quoted, at: what the turn quoted, and before which of its new tokens.
+    """
 
     caches: SessionCaches | None = None
     tokens: list[int] = field(default_factory=list)
     held: Held | None = None
+    quoted: Rehydration = NOTHING
+    at: int = 0
 
 
 @dataclass(eq=False)
@@ -157,8 +184,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of prompt and answer, at most."""
-        return len(self.prompt.ids) + self.max_tokens
+        """Of prompt, quotation and answer, at most."""
+        return len(self.prompt.ids) + self.max_tokens + (0 if self.start is None else self.start.reserve)
 
     @property
     def goes_on(self) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.conversation.recall import Named
-from mlx_tq.policies.selection import PositionRange
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.server.conversation import Prompt
@@ -100,14 +99,9 @@ class Following:
         job.start = None if start is None else self._start(**start)
         return job
 
-    def _start(self, caches: int | None, cached: int, held: list[int] | None, named: dict[str, Any]) -> Start:
+    def _start(self, caches: int | None, cached: int, at: int, named: dict[str, Any]) -> Start:
         ranges = tuple((first, stop) for first, stop in named["ranges"])
-        return Start(
-            None if caches is None else self._kept[caches],
-            cached,
-            None if held is None else PositionRange(*held),
-            Named(ranges, named["limit"]),
-        )
+        return Start(None if caches is None else self._kept[caches], cached, at, Named(ranges, named["limit"]))
 
 
 def _about(job: Job) -> dict[str, Any]:
@@ -121,7 +115,7 @@ def _about(job: Job) -> dict[str, Any]:
         and {
             "caches": None if start.caches is None else start.caches.number,
             "cached": start.cached,
-            "held": start.held and [start.held.start, start.held.stop],
+            "at": start.at,
             "named": asdict(start.named),
         },
     }

@@ -5,16 +5,16 @@ from typing import Any
 
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.held import Held
+from mlx_tq.server.jobs import Left
 from mlx_tq.server.service import Service
-from mlx_tq.server.sessions import Turn
 
 
-def session_report(turn: Turn, held: Held, positions: int | None) -> dict[str, Any]:
+def session_report(left: Left, held: Held, positions: int | None) -> dict[str, Any]:
     """What a session holds, and what came back to it for the turn, as an answer has it.
 
     The words that were quoted are the client's own: it has sent the whole conversation with this request.
     """
-    quoted = zip(turn.rehydration.ranges, turn.rehydration.texts, strict=True)
+    quoted = zip(left.quoted.ranges, left.quoted.texts, strict=True)
     return {
         "positions": positions,
         "tokens": held.tokens,
@@ -24,7 +24,8 @@ def session_report(turn: Turn, held: Held, positions: int | None) -> dict[str, A
         "archived_bytes": held.archived_nbytes,
         "recalled": held.recalled,
         "recalled_by_meaning": held.by_meaning,
-        "rescued": len(turn.rehydration.ids),
+        "recall_ms": round(1000 * held.recall_seconds, 1),
+        "rescued": len(left.quoted.ids),
         "bytes": held.nbytes,
         "fp16_bytes": held.fp16_nbytes,
         "quoted": [{"start": start, "stop": stop, "text": text} for (start, stop), text in quoted],

@@ -7,8 +7,12 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
 
 from mlx_tq.cache.sharing import Shared
+from mlx_tq.conversation.looks import Looks
+from mlx_tq.conversation.recall import Recalled
+from mlx_tq.conversation.transcript import NOTHING
+from mlx_tq.errors import MlxTqError
 from mlx_tq.prefixes.store import StoredPrompt
-from mlx_tq.server.jobs import Choice, Job
+from mlx_tq.server.jobs import Choice, Failed, Job, Piece
 from mlx_tq.server.prefixes import close
 
 
@@ -17,10 +21,12 @@ class Running:
 
     Attributes:
         kinds: of the segments still to be read, the next one last.
-        question: the last tokens of the prompt, if rows may come back before these are read.
+        question: the last tokens of the prompt, if something may come back before these are read.
         divided: the last segment was cut before the question.
         prefilled, generated: tokens that were read and said.
-        recalled: tokens whose rows came back for the question, and how many of them the rescue service named.
+        recalled: what came back as rows for the question.
+        quoted, at: what came back as text, and before which of the turn's new tokens.
+        looks: of the answer; None where none are made.
         stored: the prompt in the store of prefixes, while it is read.
         point: what was restored of it: whoever restores the same while the job runs shares its rows.
         pending: the other answers to its prompt, until it is read.
@@ -39,7 +45,10 @@ class Running:
         self.divided = False
         self.detokenizer = detokenizer
         self.stops = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
-        self.prefilled, self.generated, self.recalled = cached, 0, (0, 0)
+        self.prefilled, self.generated = cached, 0
+        self.recalled = Recalled()
+        self.looks: Looks | None = None
+        self.quoted, self.at = NOTHING, 0
         self.pending = list(job.others)
         self.ends: list[int] = []
         self.followers: list[tuple[Job, int]] = []
@@ -49,6 +58,10 @@ class Running:
     def is_awaited(self) -> bool:
         """What followers wait for has been read."""
         return any(stop <= self.prefilled for _, stop in self.followers)
+
+    def brought(self) -> Recalled:
+        """What came back as rows, also while it was answered."""
+        return self.recalled if self.looks is None else self.looks.brought()
 
     def release(self) -> list[tuple[Job, int]]:
         """The followers that have what they waited for; they follow no longer."""
@@ -62,7 +75,23 @@ class Running:
             close(self.stored)
             self.stored = None
 
-    def read(self, token: int, finish: str | None) -> tuple[str, bool]:
+    def said(self, response: Any) -> Piece | Failed:
+        """What a token of mlx-lm's batch adds to the answer.
+
+        Raises:
+            MlxTqError: the model gives no numbers.
+        """
+        self.generated += 1
+        if self.generated == 1 and math.isnan(response.logprobs[response.token].item()):
+            raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
+        text, stopped = self._read(response.token, response.finish_reason)
+        if fault := self.job.fault:
+            return Failed(fault)
+        finish = "stop" if stopped else response.finish_reason
+        choice, top = choices_of(response, self.job.logprobs)
+        return Piece(text, choice, top, finish, self.job.index, None if finish is None else self.brought())
+
+    def _read(self, token: int, finish: str | None) -> tuple[str, bool]:
         """The text that is certain after a token, and whether a stop text ended it."""
         if finish != "stop":  # the token that ends an answer is no text
             self.detokenizer.add_token(token)

@@ -102,7 +102,7 @@ class Service:
             job, *job.others = (
                 Job(
                     prompt,
-                    self._answer_tokens(len(prompt.ids), request),
+                    self._answer_tokens(len(prompt.ids) + (0 if turn is None else turn.start.reserve), request),
                     sampling.sampler(vocabulary, None if request.seed is None else request.seed + choice),
                     processors(request, vocabulary),
                     request.stops,
@@ -116,7 +116,7 @@ class Service:
             jobs.append(job)
         for each in (each for job in jobs for each in (job, *job.others)):
             each.events = jobs[0].events
-        rescued = None if turn is None else len(turn.rehydration.ids)
+        rescued = None if turn is None else 0
         return jobs, Answer(self.name, readers, sum(len(prompt.ids) for prompt in prompts), rescued), turn
 
     def _check_turn(self, request: ChatRequest) -> None:
@@ -130,7 +130,7 @@ class Service:
         """The request as it follows its session, or from its beginning where that has no positions left."""
         turn = self.sessions.begin(session, request)
         try:
-            left = self._answer_tokens(len(turn.prompt.ids), request)
+            left = self._answer_tokens(len(turn.prompt.ids) + turn.start.reserve, request)
         except ContextLengthError:
             left = 0
         if turn.is_new or left >= min(request.answer_tokens or 1, self.max_tokens):

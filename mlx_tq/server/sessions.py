@@ -12,18 +12,16 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
-from mlx_tq.conversation.recall import NOWHERE, archive_warning, live_positions, named_blocks
-from mlx_tq.conversation.transcript import NOTHING, Rehydration, Transcript, quotation_limit
+from mlx_tq.conversation.recall import NOWHERE, archive_warning, live_positions
+from mlx_tq.conversation.transcript import Transcript, quotation_limit
 from mlx_tq.rescue import RescueClient
 from mlx_tq.sequence.passes import sequence_in
-from mlx_tq.sequence.recall import positions_of
 from mlx_tq.server.conversation import Conversations, Message, Prompt
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.jobs import Left, SessionCaches, Start
@@ -72,7 +70,6 @@ class Turn:
         messages, options: of the request.
         prompt: all tokens, those that the cache holds included.
         start: where the engine goes on.
-        rehydration: what is quoted, in new token `at`.
     """
 
     kept: Kept
@@ -81,8 +78,6 @@ class Turn:
     options: dict[str, Any]
     prompt: Prompt
     start: Start
-    rehydration: Rehydration
-    at: int
 
     @property
     def is_new(self) -> bool:
@@ -172,22 +167,19 @@ class Sessions:
             return self.begin(kept, request, anew=True)
         transcript = kept.transcript if heard else self._new_transcript()
         caches = kept.caches if heard else None
-        before, rehydration, named = list(parts.before), NOTHING, NOWHERE
+        before, named = list(parts.before), NOWHERE
         if heard and before[:1] == transcript.ids[-1:]:  # the answer ended its turn itself
             del before[0]
         words: list[int] = []
         if parts.words is not None:
             words = self._plain.encode(parts.words)
             if caches is not None:
-                live = live_positions(caches, len(transcript.ids))
-                named = transcript.find(parts.words, live)
-                rows = positions_of(named_blocks(caches, named))
-                rehydration = transcript.quoted(named, np.union1d(live, rows), less=len(rows))
-        cached, at = len(transcript.ids), len(before)
-        ids = [*before, *rehydration.ids, *words, *parts.after]
+                named = transcript.find(parts.words, live_positions(caches, len(transcript.ids)))
+        ids = [*before, *words, *parts.after]
         prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
-        start = Start(caches, cached, rehydration.at(cached + at), named)
-        return Turn(kept, transcript, messages, options, prompt, start, rehydration, at)
+        quote, reserve = partial(transcript.quoted, named), transcript.longest_quotation(named)
+        start = Start(caches, len(transcript.ids), len(before), named, quote, reserve)
+        return Turn(kept, transcript, messages, options, prompt, start)
 
     def settle(self, turn: Turn, left: Left, answer: Message | None) -> None:
         """The turn was answered: its session goes on from there. A turn that was not leaves its session as it was.
@@ -202,14 +194,14 @@ class Sessions:
         if transcript is not kept.transcript:
             self._discard(kept.transcript)
         new = left.tokens[len(transcript.ids) :]
-        transcript.read(new, turn.rehydration, turn.at)
+        transcript.read(new, left.quoted, left.at)
         sequence = sequence_in(left.caches)
         if sequence is not None:
             transcript.tell(sequence.take_departed())
         kept.transcript, kept.caches, kept.options = transcript, left.caches, turn.options
         kept.heard = None if answer is None else [*turn.messages, answer]
         self._measure()
-        self._metrics.rescued_tokens.inc(len(turn.rehydration.ids))
+        self._metrics.rescued_tokens.inc(len(left.quoted.ids))
         for warning in (archive_warning(left.caches), self._client.take_warning() if self._client else None):
             if warning:
                 log.warning(warning)

@@ -66,6 +66,27 @@ def test_the_latest_queries_decide_what_is_back(exact):
     assert sequence.listener(0) is None
 
 
+def test_what_is_quoted_comes_by_no_look(exact):
+    """A block that lies in a quotation whole is there as text; one that only touches it is not."""
+    model, tokenizer = exact
+    text, question = facts(40)
+    came = []
+    for quoted in ((), [(0, 10**6)], None):
+        caches = make_prompt_cache(model, CONFIG)
+        spans = [(start + 1, start + BLOCK) for start in came[0][::BLOCK]] if quoted is None else quoted
+        with compressed(model):
+            for ids in np.array_split(tokenizer.encode(text), 8):
+                mx.eval(model(mx.array(ids)[None], cache=caches))
+            looks = Looks(caches, Recalled(), every=EVERY, quoted=spans)
+            looks.begin()
+            for _ in generate_step(mx.array(tokenizer.encode(question)), model, prompt_cache=caches, max_tokens=EVERY):
+                looks.token()
+        assert looks.count == 1
+        came.append(looks.positions)
+    assert came[0]
+    assert came[1:] == [[], came[0]]
+
+
 def asked(exact, times=1):
     """Caches that lost most of a text and have read a question some times over, and the tokens of that."""
     model, tokenizer = exact

@@ -9,10 +9,10 @@ from mlx_lm.utils import load_tokenizer
 from server.engines import GREEDY, LIMITS, outcome
 
 from mlx_tq.config import KVConfig
+from mlx_tq.conversation.transcript import Rehydration
 from mlx_tq.models import embedded_path
 from mlx_tq.models.sharding import divide
 from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.selection import PositionRange
 from mlx_tq.ranks.group import ALONE, join
 from mlx_tq.ranks.launched import is_launched
 from mlx_tq.sequence.compressed import plan_caches
@@ -89,8 +89,8 @@ async def ask_all(engine, tokenizer):
         engine.submit(each)
         said.append(said_by(await outcome(each)))
         left = await each.left.get()
-        read, held = left.tokens, PositionRange(len(left.tokens) + 1, len(left.tokens) + 4)
-        turn = Start(left.caches, len(read), held)
+        read, quoted = left.tokens, tokenizer.encode(" the gate")
+        turn = Start(left.caches, len(read), 1, quote=lambda live, rows, ids=quoted: Rehydration([(0, 2)], ["x"], ids))
         assert left.held.evicted > 0
     return said
 

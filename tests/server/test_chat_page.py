@@ -60,7 +60,7 @@ def test_a_conversation_is_a_session_and_shows_what_became_of_it(server, service
     live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))
     assert live > 10 < archived
     facts = answer.locator(".facts").inner_text()
-    assert re.search(r"[1-9]\d* tokens recalled, [1-9]\d* of them by search", facts)
+    assert re.search(r"[1-9]\d* tokens recalled, [1-9]\d* of them by search in [\d,.]+ ms", facts)
     assert int(facts.split()[0]) < 200, f"what the session had was read again: {facts}"
     page.reload()
     expect(page.locator("#talk > li")).to_have_count(4)
@@ -114,7 +114,18 @@ def test_what_others_wrote_is_never_code(server, open_page):
     page = open_page(server)
     say(page, f"{SCRIPT} and an innocent \u202eneighbour\x1b]0;owned\x07")
     hostile = {"choices": [{"index": 0, "delta": {"content": f"{SCRIPT} \u202e\x9b31m"}, "finish_reason": "stop"}]}
-    counts = ("positions", "tokens", "live", "evicted", "archived", "recalled", "rescued", "bytes", "fp16_bytes")
+    counts = (
+        "positions",
+        "tokens",
+        "live",
+        "evicted",
+        "archived",
+        "recalled",
+        "recall_ms",
+        "rescued",
+        "bytes",
+        "fp16_bytes",
+    )
     session = dict.fromkeys(counts, 9) | {"quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]}
     stream = (
         f"data: {json.dumps(hostile)}\n\ndata: {json.dumps({'choices': [], 'session': session})}\n\ndata: [DONE]\n\n"

@@ -271,7 +271,7 @@ def test_a_look_that_fails_ends_its_request_and_the_next_one_is_answered(loaded,
         monkeypatch.undo()
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr("mlx_tq.server.engine.recall", fail)
+    monkeypatch.setattr("mlx_tq.server.asking.recall", fail)
     text, question = facts(40)
     ids = loaded[1].encode(f"{text}\n{question}")
     first, second = (Job(Prompt(ids, [ids], ["user"]), 8, GREEDY, []) for _ in range(2))
@@ -297,7 +297,7 @@ def test_a_request_that_is_repeated_asks_with_its_whole_question(loaded, monkeyp
         asked.append((ids, found.positions))
         return found
 
-    monkeypatch.setattr("mlx_tq.server.engine.recall", spied)
+    monkeypatch.setattr("mlx_tq.server.asking.recall", spied)
     text, question = facts(40)
     ids = loaded[1].encode(f"{text}\n{question}")
     first, second = (Job(Prompt(ids, [ids], ["user"]), 8, GREEDY, []) for _ in range(2))

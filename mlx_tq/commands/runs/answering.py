@@ -159,7 +159,7 @@ class Answering:
             self._asking.read(document, stored.restored, progress)
             room = _ENDLESS if self._limit is None else self._limit - self._whole
             self._brought = self._asking.ask(prompt, rest, room)
-            self._looks = Looks(caches, self._brought.recalled)
+            self._looks = Looks(caches, self._brought.recalled, quoted=self._brought.rehydration.ranges)
             self._looks.begin()
             self._whole += len(self._brought.rehydration.ids)
             self._progress = lambda done, total: None

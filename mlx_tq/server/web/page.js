@@ -174,8 +174,8 @@ async function answer(turn, item) {
     if (choice?.finish_reason) turn.finish = choice.finish_reason;
     if (event.usage) turn.usage = event.usage;
     if (event.session) {
-      const { recalled, recalled_by_meaning, rescued, quoted } = event.session;
-      turn.session = { recalled, recalled_by_meaning, rescued, quoted };
+      const { recalled, recalled_by_meaning, recall_ms, rescued, quoted } = event.session;
+      turn.session = { recalled, recalled_by_meaning, recall_ms, rescued, quoted };
       chat.memory = event.session;
     }
   }
@@ -207,7 +207,7 @@ function facts({ usage, session, finish, stopped }) {
   if (stopped) lines.push("stopped");
   if (session?.recalled) {
     const named = session.recalled_by_meaning;
-    lines.push(`${tokens(session.recalled)} recalled${named ? `, ${number(named)} of them by search` : ""}`);
+    lines.push(`${tokens(session.recalled)} recalled${named ? `, ${number(named)} of them by search` : ""} in ${number(session.recall_ms)} ms`);
   }
   const made = lines.length ? [element("p", lines.join(", "), "facts")] : [];
   if (!session?.rescued) return made;
