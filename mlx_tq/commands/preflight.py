@@ -71,10 +71,10 @@ def check_memory(plan: Plan, tokens: int, limit: int) -> None:
     Raises:
         ConfigError: it would not, with the bytes and the context that would fit.
     """
-    needed = plan.nbytes(tokens)
+    needed = plan.peak_nbytes(tokens)
     if needed <= limit:
         return
-    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.nbytes(n) <= limit), 0)
+    fits = next((n for n in (tokens * k // 64 for k in range(63, 0, -1)) if plan.peak_nbytes(n) <= limit), 0)
     remedy = (
         f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or take --kv-profile small."
         if fits

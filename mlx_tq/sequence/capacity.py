@@ -83,7 +83,7 @@ def sequence_bytes(model: Any, config: KVConfig, others: Bytes) -> Bytes:
         slots = model_facts(model).slots
         return lambda tokens: others(tokens) + sum(native_bytes(slot, _grown(tokens)) for slot in slots)
     plan = plan_caches(model, config)
-    return lambda tokens: others(tokens) + plan.nbytes(tokens)
+    return lambda tokens: others(tokens) + plan.peak_nbytes(tokens)
 
 
 def other_bytes(model: Any) -> Bytes:

@@ -126,6 +126,13 @@ class Plan:
         """Bytes of the compressed layers after `tokens` tokens, those that were evicted left out."""
         return sum(layer.nbytes(self.live(tokens), batch, self.left(tokens)) for layer in self.layers)
 
+    def peak_nbytes(self, tokens: int) -> int:
+        """Bytes of them while an answer is made after `tokens` tokens: with all that may have come back."""
+        recalled = 0 if self.eviction is None else self.eviction.recall_tokens(tokens)
+        stored = min(tokens, self.live(tokens) + recalled)
+        left = self.left(tokens) if stored < tokens else None
+        return sum(layer.nbytes(stored, left=left) for layer in self.layers)
+
     def shared_nbytes(self, tokens: int, most: int) -> int:
         """Bytes that copies of caches of `tokens` tokens hold once, as long as none leaves of `most` tokens."""
         return sum(layer.shared_nbytes(tokens) for layer in self.layers) if self.live(most) == most else 0

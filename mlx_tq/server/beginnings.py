@@ -89,7 +89,7 @@ class Beginnings:
         return total + sum(buffer.nbytes for buffer in once)
 
     def _alone(self, job: Job) -> int:
-        return 0 if self._plan is None else self._plan.nbytes(job.tokens) + job.kept_nbytes
+        return 0 if self._plan is None else self._plan.peak_nbytes(job.tokens) + job.kept_nbytes
 
     def _others(self, jobs: list[Job]) -> int:
         return sum(self._alone(job) - self.saved(job, len(job.prompt.ids) - 1) for job in jobs)

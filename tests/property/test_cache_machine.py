@@ -1,7 +1,7 @@
 """Any history of appends, trims, copies, files and rounds leaves a cache that equals a plain list of tokens.
 
 In every format that does not learn from what it stores; keys of one format, of two, conditioned, and with tokens that
-leave.
+leave, for good or to come back.
 """
 
 import tempfile
@@ -60,6 +60,7 @@ class Model:
         self.spec, self.tokens, self.gone = spec, [], frozenset()  # indices into KEYS; positions that left
         self.originals = self.recents = spec.prefix
         self.floor = 0
+        self.archived, self.back = frozenset(), frozenset()  # positions that can come back, and that are back for now
         self.stored = []  # of each packed position: its key, value and cold key as they are read, [H, D] each
         self.weights, self.means = None, {}  # of conditioned keys; the means by block
         self.forgets = True  # the weights, in a trim to where they were unknown
@@ -144,9 +145,31 @@ class Model:
         if len(self.tokens) < (READY if self.forgets else SKIP + 1) and not self.stored:
             self.weights, self.forgets = None, True
 
-    def lose(self, positions):
+    def lose(self, positions, *, archives=False):
         self.gone |= set(positions)
+        self.archived |= set(positions) if archives else set()
         self.originals, self.recents, self.floor = self.packed, self.cold, self.packed
+
+    def exchange(self, wanted):
+        """Have these positions back and no others; where all are, a trim leads anywhere, to packed tokens."""
+        leaving, coming = self.back - wanted, wanted - self.back
+        self.gone, self.archived = (self.gone | leaving) - wanted, self.archived | leaving
+        self.back = wanted
+        if leaving or coming:
+            self.originals, self.recents, self.floor = self.packed, self.cold, self.packed if self.gone else 0
+
+    def rewind(self, count):
+        """Trim past a round: blocks that the window then reaches come back, for good. False if one is gone."""
+        length = len(self.tokens) - count
+        since = self.spec.prefix + max(0, length - self.spec.window - self.spec.prefix) // BLOCK * BLOCK
+        if {p for p in self.gone if since <= p < length} - self.archived:
+            return False
+        self.gone, self.archived, self.back = (
+            frozenset(p for p in positions if p < since) for positions in (self.gone, self.archived, self.back)
+        )
+        self.trim(count)
+        self.floor = min(self.floor, length)
+        return True
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -161,26 +184,29 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         key=st.sampled_from(formats_of(DIMS[0], keys=True)),
-        kind=st.sampled_from(["plain", "evicts", "evicts", "evicts", "tq2", "q8_0", "evicts tq2", "evicts q8_0"]),
+        kind=st.sampled_from(["plain", "tq2", "q8_0", *["evicts"] * 2, "evicts tq2", "evicts q8_0", *["recalls"] * 4]),
         value=st.sampled_from(formats_of(DIMS[1], keys=False)),
         prefix=st.sampled_from([0, 1, 40]),
         window=st.sampled_from([0, 1, 31]),
         condition=st.booleans(),
     )
     def start(self, key, kind, value, prefix, window, condition):
-        evicts, cold = kind.startswith("evicts"), kind.split()[-1]
+        self.recalls, cold = kind == "recalls", kind.split()[-1]
+        evicts = self.recalls or kind.startswith("evicts")
         key = f"{key}~{cold}" if cold in format_names() and cold != key else key
         sizes = {"prefix": prefix, "window": window, "recent": RECENT, "condition": condition}
         self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
         self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
         if evicts:
-            config = EvictConfig(f"random:trigger={TRIGGER}:granularity=1", recall="off")
+            config = EvictConfig(f"random:trigger={TRIGGER}:granularity=1", recall="auto" if self.recalls else "off")
             sequence = Sequence(EvictionPlan(config, Budget(tokens=prefix + self.spec.window + ROOM), LAYERS), {})
         self.caches = [make_cache(self.spec, number, sequence) for number in range(LAYERS)]
         self.model = Model(self.spec)
         self.other = None  # a copy and its model, which must not notice anything
         self.next = 0
+        for count in (90, 90, 30) if self.recalls else ():  # something has left
+            self.append(count)
 
     @rule(count=st.integers(1, 9))
     def append_a_few(self, count):
@@ -221,15 +247,36 @@ class CacheMachine(RuleBasedStateMachine):
         gone = sequence.take_departed().tolist()
         allowed = max(self.spec.prefix + self.spec.window + ROOM, self.spec.window + 1)
         eligible = [p for p in model.live if self.spec.prefix <= p < min(model.packed, length - self.spec.window)]
-        excess = len(model.live) - allowed
+        eligible = [p for p in eligible if p not in model.back]
+        excess = len(model.live) - len(model.back) - allowed
         assert len(gone) == (min(excess, len(eligible)) if excess > TRIGGER else 0)
         assert set(gone) <= set(eligible)
         if gone:
-            model.lose(gone)
+            model.lose(gone, archives=self.recalls)
+
+    @rule(which=st.sets(st.integers(0, 7), min_size=1))
+    def recall(self, which):
+        """Have some blocks of the archive back, and no others."""
+        if self.recalls and self.model.tokens:
+            sequence = sequence_in(self.caches)
+            assert {p for extent in sequence.archived for p in extent.positions.tolist()} == self.model.archived
+            chosen = [extent for number, extent in enumerate(sequence.archived) if number % 8 in which]
+            wanted = frozenset(p for extent in chosen for p in extent.positions.tolist())
+            assert set(sequence.exchange(self.caches, chosen).tolist()) == wanted - self.model.back
+            self.model.exchange(wanted)
+
+    @rule()
+    def release(self):
+        if self.recalls:
+            sequence_in(self.caches).release(self.caches)
+            self.model.exchange(frozenset())
 
     @rule(count=st.one_of(st.integers(0, 40), st.integers(0, 300)))
     def trim(self, count):
         length = len(self.model.tokens)
+        if self.recalls and length - min(count, length) < self.model.floor:
+            self.rewind(min(count, length))
+            return
         for cache in self.caches:
             if length - min(count, length) < self.model.floor:
                 with pytest.raises(CacheFormatError, match="back past an eviction"):
@@ -238,6 +285,14 @@ class CacheMachine(RuleBasedStateMachine):
                 assert cache.trim(count) == min(count, length)
         if length - min(count, length) >= self.model.floor:
             self.model.trim(count)
+
+    def rewind(self, count):
+        length = len(self.model.tokens) - count
+        if self.model.rewind(count):
+            sequence_in(self.caches).rewind(self.caches, length)
+        else:
+            with pytest.raises(CacheFormatError, match="leads back past an eviction: some positions"):
+                sequence_in(self.caches).rewind(self.caches, length)
 
     @rule(onto_copy=st.booleans(), how=st.sampled_from(["fork", "merge", "extract"]))
     def copy(self, onto_copy, how):
@@ -255,6 +310,7 @@ class CacheMachine(RuleBasedStateMachine):
     def store(self, through):
         if through == "state":
             again = [type(cache).from_state(cache.state) for cache in self.caches]
+            self.model.archived = frozenset()
         else:
             path = Path(self.folder.name) / "cache.safetensors"
             save_prompt_cache(path, self.caches, model=MODEL, config=self.config)
@@ -301,7 +357,7 @@ def histories(count):
     return found
 
 
-TestCacheMachine = histories(30)
+TestCacheMachine = histories(40)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
 
 
@@ -334,6 +390,34 @@ def test_a_trim_past_a_round_is_refused_and_changes_nothing(condition):
     state.trim(count=len(state.model.tokens) - state.model.floor)
     state.equals_the_list()
     state.append_a_few(count=9)
+    state.equals_the_list()
+    state.teardown()
+
+
+@pytest.mark.parametrize("condition", [False, True])
+def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(condition):
+    state = CacheMachine()
+    state.start(key="q8", kind="recalls", value="tq4", prefix=1, window=31, condition=condition)
+    for then in (
+        lambda: state.recall(which={0, 2}),
+        lambda: state.append_many(count=70, times=1),
+        lambda: state.copy(onto_copy=False, how="merge"),
+        lambda: state.recall(which={1, 2}),
+        lambda: state.trim(count=110),
+        lambda: state.append_many(count=61, times=2),
+        lambda: state.store(through="file"),
+        lambda: state.recall(which=set(range(8))),
+        lambda: state.trim(count=120),
+        state.release,
+        state.swap,
+        state.release,
+        lambda: state.trim(count=120),
+    ):
+        then()
+        state.equals_the_list()
+        assert state.model.gone or state.model.back
+    state.store(through="state")
+    state.trim(count=20)  # to where nothing is archived any more
     state.equals_the_list()
     state.teardown()
 

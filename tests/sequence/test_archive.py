@@ -1,15 +1,17 @@
 """The archive's file: what it gives back is what it got, whether it is written yet or not."""
 
 import os
+import tempfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mlx_tq.cache.blocks import Block, LayerRows, LayerShape, from_bytes, to_bytes
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.sequence.archive import ArchiveFile
+from mlx_tq.sequence.archive import ArchiveFile, default_limit
 
 
 def block(count=5):
@@ -46,6 +48,15 @@ def test_every_bit_of_a_block_is_checked():
             from_bytes(data[:at], shapes)
     with pytest.raises(CacheFormatError, match="other layers"):
         from_bytes(data, shapes[:1])
+
+
+@pytest.mark.parametrize("folder", [tempfile.gettempdir(), "/dev/shm"])  # large and small, on most machines
+def test_an_archive_is_limited_to_20_gb_or_a_tenth_of_the_free_disk(folder):
+    if not Path(folder).exists():
+        pytest.skip(f"this system has no {folder}")
+    disk = os.statvfs(folder)
+    tenth = disk.f_bavail * disk.f_frsize / 10
+    assert default_limit(Path(folder)) == pytest.approx(min(20e9, tenth), rel=0.02)
 
 
 def test_an_archive_has_no_name_and_places_are_used_again(tmp_path):

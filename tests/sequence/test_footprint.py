@@ -18,6 +18,7 @@ from mlx_tq.sequence.compressed import compressed, make_prompt_cache, plan_cache
 from mlx_tq.sequence.footprint import layer_footprint
 from mlx_tq.sequence.memory_report import memory_report
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.sequence.recall import holding, positions_of
 from mlx_tq.sequence.statistics import cache_stats, tokens_seen
 from mlx_tq.sequence.tiers import Tiers, planned_tiers
 from sequence.driving import MODEL, config, fresh, read
@@ -195,6 +196,24 @@ def test_tiers_of_a_plan_are_those_of_what_was_read(limit):
     assert abs(planned.hot - held.hot) <= 40, "a step of 20 tokens came behind the last round"
     assert held.hot_nbytes <= 1.1 * planned.hot_nbytes
     assert planned.cold_nbytes / planned.cold == pytest.approx(held.cold_nbytes / held.cold, rel=0.1)
+
+
+@pytest.mark.parametrize("recall", ["auto", 200, "off"])
+def test_a_peak_has_what_may_be_back(recall):
+    """Where memory is limited, rows that came back have their place."""
+    plan = plan_caches(MODEL, config(evict=EvictConfig("knorm:trigger=8", 60, recall=recall)))
+    caches = build_caches(plan)
+    with compressed(MODEL):
+        read(caches, 0, 390)
+    sequence, most = sequence_in(caches), {"auto": 128, "off": 0}.get(recall, recall)
+    back = holding(sequence.archived, [(0, 390)], caches[0].positions, 400)
+    while len(positions_of(back)) > most:
+        back = back[1:]
+    assert len(sequence.exchange(caches, back)) > most - 32 if most else not back
+    held, most_held = cache_stats(caches, plan).nbytes, plan.peak_nbytes(390)
+    assert (held > plan.nbytes(390)) == (most > 0) == (most_held > plan.nbytes(390))
+    assert held <= most_held
+    assert plan.peak_nbytes(100) <= 1.01 * plan_caches(MODEL, config(None)).nbytes(100)
 
 
 def test_statistics_of_mlx_lms_own_caches():

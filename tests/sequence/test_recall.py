@@ -116,6 +116,20 @@ def test_all_that_left_comes_back_to_the_bit(key, value, condition, prefix, gran
         assert (sequence.stats.tokens, len(sequence.recalled)) == (evicted, 0)
 
 
+@pytest.mark.parametrize("name", format_names())
+def test_rows_of_each_format_come_back(name):
+    key = name if name in formats(128, keys=True) else "q8"
+    value = name if name in formats(64, keys=False) else "tq4"
+    assert name in (key, value)
+    spec = make_spec(key, value, prefix=4, window=20, condition=key == name)
+    plain, caches = layers(spec), layers(spec, 64, "random:trigger=8:granularity=16")
+    for each in (plain, caches):
+        append(each, 0, 333, 37)
+    sequence = sequence_in(caches)
+    assert sequence.recall(caches, sequence.archived) == sequence.stats.tokens > 200
+    assert_same_rows(caches, plain)
+
+
 def test_recalled_rows_stay_through_a_round_and_are_not_counted():
     caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
     append(caches, 0, 300, 20)
