@@ -99,9 +99,9 @@ def smollm2_text(variant: str, share: float) -> str:
     return f"{found['delta']:+.1f} ± {found['delta_error']:.1f} %"
 
 
-def hybrid(variant: str, share: float) -> str:
-    """The same on the hybrid."""
-    return _needles(find(HYBRID, {"variant": variant, "retention": share}))
+def hybrid(variant: str, share: float, block: int = 1) -> str:
+    """The same on the hybrid, where so many tokens leave together."""
+    return _needles(find(HYBRID, {"variant": variant, "retention": share, "granularity": block}))
 
 
 def _needles(found: list[Record]) -> str:

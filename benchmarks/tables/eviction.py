@@ -41,6 +41,7 @@ HYBRID_LABELS = {
     POLICY: "v3, rotated dims alone",
     "triattention:stats=hybrid_questions.safetensors:score_unrotated_dims=on": "v3, questions, un-rotated dims scored",
     "triattention:stats=hybrid_questions.safetensors": "v3, questions, rotated dims alone",
+    "triattention:stats=hybrid_mixed.safetensors": "v3, questions and 25 % text, rotated dims alone",
     "random": "random",
 }
 SMOLLM2_LABELS = {
@@ -171,10 +172,12 @@ def triggers() -> Table:
 
 
 def hybrid() -> Table:
-    """The dims that RoPE leaves alone, scored or not."""
+    """The dims that RoPE leaves alone, scored or not; single tokens leave, or blocks."""
     rows = {label: {"variant": name} for name, label in HYBRID_LABELS.items()}
     command = "# the model and its sweep: benchmarks/models/README.md"
-    columns: dict[str, tuple[Record, Show]] = {f"{share} %": ({"retention": share}, needles) for share in FEW}
+    columns: dict[str, tuple[Record, Show]] = {}
+    for size, prefix in ((1, ""), (8, "blocks of 8, "), (32, "blocks of 32, ")):
+        columns |= _columns(FEW, {"granularity": size}, needles, prefix)
     return _table("policy", rows, columns, source=HYBRID, command=command, model=HYBRID_MODEL)
 
 

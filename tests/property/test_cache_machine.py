@@ -411,6 +411,10 @@ def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(condition):
         state.release,
         state.swap,
         state.release,
+        lambda: state.recall(which={0, 1}),
+        lambda: state.store(through="state"),  # which has no archive
+        state.release,
+        lambda: state.recall(which={1}),
         lambda: state.trim(count=120),
     ):
         then()
