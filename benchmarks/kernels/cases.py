@@ -14,7 +14,7 @@ from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.encode import encode
-from mlx_tq.kernels.recall_score import recall_score
+from mlx_tq.kernels.recall_score import grouped, recall_score
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
@@ -44,6 +44,10 @@ def cases(tokens: int, heads: int, asking: int = QUESTION) -> list[Case]:
     question = mx.random.normal((1, heads * GROUP, asking, DIM), key=mx.random.key(0)) / DIM**0.5
     blocks = [BLOCK] * (tokens // BLOCK)
     kept = mx.arange(0, tokens, 2, dtype=mx.int32)
+
+    def asked(means: Conditioning | None) -> mx.array:
+        return grouped(question, heads, layout, means)
+
     mx.eval(queries, weights, pairs, kept)
     rotation = get_rotation("wht", DIM, 0)
 
@@ -64,7 +68,7 @@ def cases(tokens: int, heads: int, asking: int = QUESTION) -> list[Case]:
             ),
             Case(
                 "recall_score" + name,
-                lambda: list(recall_score(question, layout.keys(rows), layout, means, blocks)),
+                lambda: list(recall_score(asked(means), layout.keys(rows), layout, means, blocks)),
                 key_bytes,
             ),
         ]

@@ -175,8 +175,9 @@ def eviction() -> list[Row]:
             "hybrids: needle lost in the middle and at the end at 90 %",
             "Qwen3.5-27B and 35B-A3B: 1 of 3 each",
             SMALL,
-            f"kept in blocks of 32 by questions: {hybrid(_ASKED, 90, 32)}, at random {hybrid('random', 90, 32)}; token by "
-            f"token lost here too: {hybrid(_ASKED, 90)}, random {hybrid('random', 90)}; a hybrid of 3.65 million weights",
+            f"kept in blocks of 32 by questions: {hybrid(_ASKED, 90, 32)}, at random {hybrid('random', 90, 32)}; token "
+            f"by token lost here too: {hybrid(_ASKED, 90)}, random {hybrid('random', 90)}; a hybrid of 3.65 million "
+            "weights",
             _HYBRID,
         ),
         Row("hybrids: perplexity", "+0.29 and +0.21 %", NOT_MEASURED, "needles alone were measured"),

@@ -88,12 +88,13 @@ def scores_of(asked: Asked, words: np.ndarray, means: np.ndarray, sizes: list[in
         which = mx.array(np.repeat(np.arange(len(sizes)), sizes), mx.int32)
         conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
     keys = layout.split_keys(mx.array(words)[None])
-    found = recall_score(queries, keys, layout, conditioning, sizes)
+    asking = grouped(queries, len(words), layout, conditioning)
+    found = recall_score(asking, keys, layout, conditioning, sizes)
     total = np.logaddexp(live, np.array(found.total))
     count = queries.shape[2]
     exact = powers(np.array(found.each) - total[..., None], count)
     starts, heads = np.cumsum([0, *sizes[:-1]]), words.shape[0]
-    packed = grouped(queries, heads, layout, conditioning)[0], decode_rotated(layout.key, keys, conditioning)[0]
+    packed = asking[0], decode_rotated(layout.key, keys, conditioning)[0]
     plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, conditioning)[0]
     boxes = [powers(box_weights(*pair, starts, live), count) for pair in (packed, plain)]
     return [exact, *boxes, *(exact[::-1][first::2] for first in (0, 1))]  # the last token's first

@@ -89,7 +89,8 @@ def asked(model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, text
 
                 def ranked(question: Question, ranks: Ranks, seen: dict[str, Any] = seen) -> list[Scored]:
                     question.archive.settle()
-                    seen.update(extents=question.extents, layers=list(search._weights(question)))
+                    layers = [np.exp(found) for found in search._log_weights(question)]
+                    seen.update(extents=question.extents, layers=layers)
                     return rank(question, ranks)
 
                 with mock.patch.object(search, "rank", ranked):

@@ -115,17 +115,23 @@ RECALL = Option(
     "--kv-recall",
     "tokens|auto|off",
     str,
-    "with --kv-evict: archive what leaves, in a file without a name, and bring back what the question asks for, up to "
-    "so many tokens; auto is a tenth of the budget, at least 128, and off beside --draft-model, --image, --kv-shadow "
-    "and keys of two formats (default: auto)",
+    "with --kv-evict: bring back what the question asks for of all that left, up to so many tokens; auto is a tenth of "
+    "the budget, at least 128, and off beside --draft-model, --image, --kv-shadow and keys of two formats (default: "
+    "auto)",
+)
+ARCHIVE = Option(
+    "--kv-archive",
+    "archive",
+    on_or_off,
+    "with --kv-evict: what leaves is kept in a file without a name; off is --kv-recall off, too (default: on)",
 )
 ARCHIVE_LIMIT = Option(
     "--kv-archive-limit",
     "size",
     lambda text: parse_size(text),
-    "with --kv-recall: bytes of a conversation's archive (default: 20GB, or a tenth of the free disk where that is "
-    "less)",
+    "bytes of a conversation's archive (default: 20GB, or a tenth of the free disk where that is less)",
 )
+RECALL_OPTIONS = (RECALL, ARCHIVE, ARCHIVE_LIMIT)
 STORE = Option(
     "--kv-store",
     "dir|auto|off",
@@ -164,6 +170,7 @@ RESCUE_OPTIONS = (
     ),
     Option("--rescue-timeout", "timeout", float, "seconds that a turn waits for the service at most (default: 1)"),
 )
+_AUTO, _OFF = "auto", "off"
 _BLOCKS = 64  # tokens that leave together where their text is to be found again
 _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -173,8 +180,8 @@ def add_cache_arguments(
 ) -> None:
     """Add the flags of the compressed cache, and those of recall, store and shadow where a command has them."""
     group = parser.add_argument_group("KV cache", "each flag falls back to MLX_TQ_ and its name, such as MLX_TQ_KV_KEY")
-    more = {RECALL: recall, ARCHIVE_LIMIT: recall, STORE: store, STORE_LIMIT: store, SHADOW: shadow}
-    for option in (*CACHE_OPTIONS, *(option for option, added in more.items() if added)):
+    more = {RECALL_OPTIONS: recall, (STORE, STORE_LIMIT): store, (SHADOW,): shadow}
+    for option in (*CACHE_OPTIONS, *(option for options, added in more.items() if added for option in options)):
         group.add_argument(option.flag, type=option.kind, default=None, metavar=option.metavar, help=option.help)
     add_impl_argument(group)
 
@@ -206,7 +213,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
     known = [
         *(
             _environment_name(option.flag)
-            for option in (*CACHE_OPTIONS, RECALL, ARCHIVE_LIMIT, STORE, STORE_LIMIT, SHADOW, IMPL, *RESCUE_OPTIONS)
+            for option in (*CACHE_OPTIONS, *RECALL_OPTIONS, STORE, STORE_LIMIT, SHADOW, IMPL, *RESCUE_OPTIONS)
         ),
         KEY_VARIABLE,
     ]
@@ -303,14 +310,14 @@ def evict_from_args(
     text = option_value(args, EVICT, environ) or (_NO_POLICY if given is None else given.to_dict()["policy"])
     has_recall = hasattr(args, "kv_recall")
     if text == _NO_POLICY:
-        options = (BUDGET, STATS, *([RECALL, ARCHIVE_LIMIT] if has_recall else []))
+        options = (BUDGET, STATS, *(RECALL_OPTIONS if has_recall else ()))
         idle = [option.flag for option in options if option_value(args, option, {}) is not None]
         if idle:
             raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
         return None
-    recall = _chosen_recall(args, environ, given) if has_recall else "off"
+    recall = _chosen_recall(args, environ, given) if has_recall else _OFF
     limit = None
-    if recall != "off":
+    if recall != _OFF:
         limit = option_value(args, ARCHIVE_LIMIT, environ) or (None if given is None else given.archive_limit)
     elif has_recall and option_value(args, ARCHIVE_LIMIT, {}) is not None:
         raise ConfigError("--kv-archive-limit is given, but nothing is archived: add --kv-recall auto, or drop it.")
@@ -325,19 +332,33 @@ def evict_from_args(
     return EvictConfig(policy, recall=recall, archive_limit=limit, **more)
 
 
+def recall_value(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
+    """What the user chose for --kv-recall; off where nothing is archived.
+
+    Raises:
+        ConfigError: a count of tokens there.
+    """
+    text: str | None = option_value(args, RECALL, environ)
+    if option_value(args, ARCHIVE, environ) is not False:
+        return text
+    if text not in (None, _AUTO, _OFF):
+        raise ConfigError(f"--kv-recall {text} has nothing to bring back with --kv-archive off. Drop one of the two.")
+    return _OFF
+
+
 def _chosen_recall(args: argparse.Namespace, environ: Mapping[str, str], given: "EvictConfig | None") -> int | str:
     """A count of tokens, or a word that `EvictConfig` checks: auto is off where no rows can come back.
 
     Raises:
         ConfigError: a count of tokens there.
     """
-    text = option_value(args, RECALL, environ)
-    recall = ("auto" if given is None else given.recall) if text is None else int(text) if text.isdecimal() else text
+    text = recall_value(args, environ)
+    recall = (_AUTO if given is None else given.recall) if text is None else int(text) if text.isdecimal() else text
     beside = beside_recall(args, environ)
-    if beside is None or recall == "off":
+    if beside is None or recall == _OFF:
         return recall
-    if recall == "auto":
-        return "off"
+    if recall == _AUTO:
+        return _OFF
     raise ConfigError(f"--kv-recall {recall} cannot be combined with {beside}. Drop one of the two.")
 
 

@@ -13,7 +13,7 @@ from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.encode import encode
-from mlx_tq.kernels.recall_score import recall_score
+from mlx_tq.kernels.recall_score import grouped, recall_score
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.score import score
 from mlx_tq.kernels.wht import wht
@@ -72,6 +72,7 @@ def _check_case(
     virtual = mx.random.normal((_HEADS, _GROUP, dim), key=mx.random.key(3))
     asking = queries[:1].astype(mx.float32) * dim**-0.5
     first = means and replace(means, scale=means.scale[:1], means=means.means[:1])
+    asked = grouped(asking, _HEADS, layout, first)
     pairs = mx.arange(dim, dtype=mx.int32).reshape(2, -1)
 
     def attended(short: int) -> list[mx.array]:
@@ -84,7 +85,7 @@ def _check_case(
         "attend": lambda: attended(0),
         "attend_short": lambda: attended(2 * _TOKENS),
         "score": lambda: [score(rows, _TOKENS, layout, virtual, mx.abs(virtual[..., : dim // 2]), pairs, means)],
-        "recall_score": lambda: list(recall_score(asking, layout.keys(rows[:1]), layout, first, [32, 33, 5, 27])),
+        "recall_score": lambda: list(recall_score(asked, layout.keys(rows[:1]), layout, first, [32, 33, 5, 27])),
         "compact": lambda: [compact(rows, mx.arange(0, _TOKENS, 3, dtype=mx.int32), 64)[:, :, :33]],
     }
     if layout.key.rotation is not None:

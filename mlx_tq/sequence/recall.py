@@ -18,7 +18,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear
 from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.config import BLOCK
-from mlx_tq.kernels.recall_score import log_sum_exp, recall_score
+from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence.archive import ArchiveFile, Extent
 
@@ -168,8 +168,8 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
         return []
     there.sort(key=lambda extent: len(extent.positions))  # of one size side by side
     powers, most = np.zeros(()), []
-    for found in _weights(question._replace(extents=there), 4):
-        own = found.sum(axis=(0, 1))
+    for found in _log_weights(question._replace(extents=there)):
+        own = np.exp(4 * found).sum(axis=(0, 1))
         powers = powers + own
         most.append(own.max(axis=0))
     powers = ranks.mean(powers) * ranks.size  # of all heads: what is certain does not depend on ranks
@@ -226,7 +226,7 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
     """
     if not extents:
         return []
-    layers = [found.max(axis=(0, 1, 2)) for found in _weights(question._replace(extents=extents), tokens=True)]
+    layers = [found.max(axis=(0, 1, 2)) for found in _log_weights(question._replace(extents=extents), tokens=True)]
     weights = ranks.most(np.max(layers, axis=0))
     ends = np.cumsum([len(extent.positions) for extent in extents])
     peaks = [piece.argmax() for piece in np.split(weights, ends[:-1])]
@@ -234,11 +234,12 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
     return [1 if place % BLOCK >= BLOCK // 2 else -1 for place in places]
 
 
-def _weights(question: Question, power: int = 1, *, tokens: bool = False) -> Iterator[np.ndarray]:
-    """A power of the largest weight of each block, or token, by layer: float64 [H, G, L, N] of this rank's heads."""
+def _log_weights(question: Question, *, tokens: bool = False) -> Iterator[np.ndarray]:
+    """Logarithms of the largest weight of each block, or token, by layer: float64 [H, G, L, N] of this rank's heads."""
     tiles = _tiles(question.extents)
     for number, (layer, queries, live) in question.asked.items():
         _, layout, known = layer.body()
+        asking = grouped(queries, len(live), layout, known)
         maxima, totals = [], [live]
         for tile in tiles:
             keys, means = question.archive.keys(tile, number)
@@ -248,12 +249,12 @@ def _weights(question: Question, power: int = 1, *, tokens: bool = False) -> Ite
                 which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
                 conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
             encoded = layout.split_keys(mx.array(keys)[None])
-            found = recall_score(queries, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
+            found = recall_score(asking, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total))
         with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
             total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
-            weights = np.exp(power * (np.concatenate(maxima, axis=-1) - total[..., None]))
+            weights = np.concatenate(maxima, axis=-1) - total[..., None]
         yield weights.reshape(len(live), -1, queries.shape[2], weights.shape[-1])
 
 

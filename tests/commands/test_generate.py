@@ -243,6 +243,9 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
     assert re.search(r"tiers: [\d,]+ tokens live in .*B; [\d,]+ on disk in .*B; 0 in neither", shown.err)
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
+    assert quick(*words, "--json", "--kv-archive", "off").json["text"] == lost["text"]
+    refused(quick(*words, "--kv-archive", "off", "--kv-recall", 96), "--kv-recall 96 has nothing to bring back with")
+    refused(quick("generate", "-p", text, "--kv-archive", "off"), "--kv-archive is given, but no token leaves")
     refused(quick(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
     refused(
         quick(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"

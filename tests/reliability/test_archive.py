@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,10 @@ from mlx_tq.sequence.recall import looking
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
 CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
 TEXT, QUESTION = facts(40)
+# The same for a command.
+FLAGS = ["--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 128, "--kv-recall", 64]
+FLAGS += ["--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 64, "--dtype", "float32"]
+GENERATE = ["generate", "-p", TEXT + QUESTION, "-m", 100, "--ignore-chat-template", "--json", *FLAGS]
 
 
 def converse(exact, config, after_text=lambda session: None):
@@ -68,14 +72,15 @@ def lost(exact):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    """Where archives lie, and where none is listed, whatever happens."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "mlx_tq"
+    yield tmp_path / "mlx_tq"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
 
 
 def test_without_a_fault_rows_come_back(exact, folder, lost):
     ids, turn, warned = converse(exact, CONFIG)
     assert (warned, len(turn.recalled) > 0, ids == lost) == ([], True, False)
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", ["full disk", "read-only folder", "limit"])
@@ -89,6 +94,29 @@ def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(exact, fol
         monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # in which root can make nothing either
         ids, turn, warned = converse(exact, CONFIG)
     assert (ids, turn.recalled) == (lost, ())
+    assert len(warned) == 1
+    assert "The conversation goes on." in warned[0]
+
+
+def generated(capsys, *more):
+    """The report of `mlx_tq.generate`, and its warnings."""
+    assert main([str(word) for word in (*GENERATE, *more)]) == 0
+    shown = capsys.readouterr()
+    return json.loads(shown.out), [line for line in shown.err.splitlines() if "warning" in line]
+
+
+@pytest.mark.parametrize("fault", ["full disk", "read-only folder", "limit"])
+def test_what_is_generated_after_a_fault_is_what_it_is_without_recall(folder, fault, monkeypatch, capsys):
+    wanted, without = generated(capsys, "--kv-recall", "off")
+    assert len(without) == 1
+    sound = generated(capsys)[0]
+    assert sound["recalled"]["positions"]
+    if fault == "read-only folder":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/sys")
+    with files_of_at_most(1) if fault == "full disk" else nullcontext():
+        found, warned = generated(capsys, *(["--kv-archive-limit", "1KB"] if fault == "limit" else []))
+    assert found["text"] == wanted["text"] != sound["text"]
+    assert found["recalled"]["positions"] == []
     assert len(warned) == 1
     assert "The conversation goes on." in warned[0]
 
@@ -236,23 +264,18 @@ def archive_of(run, folder):
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are seen in /proc, which only Linux has")
 def test_two_at_once_have_archives_of_their_own_and_one_that_is_killed_leaves_no_file(folder, popen, capsys):
     """A chat is killed while it answers; what the other one generates is, to the token, what it does alone."""
-    cache = ["--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 128, "--kv-recall", 64]
-    cache += ["--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 64, "--dtype", "float32"]
-    words = ["generate", "-p", TEXT + QUESTION, "-m", 100, "--ignore-chat-template", "--json", *cache]
     pipes = {"env": environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    chat = popen(command("chat", "-m", 2000, *cache), **pipes)
+    chat = popen(command("chat", "-m", 2000, *FLAGS), **pipes)
     print(TEXT, file=chat.stdin, flush=True)
     own = archive_of(chat, folder)
-    other = popen(command(*words), **pipes)
+    other = popen(command(*GENERATE), **pipes)
     assert archive_of(other, folder) != own
     chat.kill()
     together = json.loads(other.communicate()[0])
-    assert main([str(word) for word in words]) == 0
-    alone = json.loads(capsys.readouterr().out)
+    alone, _ = generated(capsys)
     assert together["text"] == alone["text"]
     assert together["recalled"]["positions"] == alone["recalled"]["positions"] != []
     assert chat.wait() == -signal.SIGKILL
-    assert list(folder.iterdir()) == []
 
 
 ENDS = """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
 
-from mlx_tq.commands.args import RECALL, beside_recall, option_value
+from mlx_tq.commands.args import beside_recall, recall_value
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.foreign_text import say
 from mlx_tq.commands.progress import prefill_progress
@@ -142,7 +142,7 @@ class Answering:
     ) -> list[int]:
         """Restore what a store has; where tokens can come back, read all but the question. Returns what is left."""
         args, step, plan = self._args, self._args.prefill_step_size, self._opened.plan
-        possible = beside_recall(args) is None and option_value(args, RECALL) != OFF  # whatever a file was made with
+        possible = beside_recall(args) is None and recall_value(args) != OFF  # whatever a file was made with
         document, rest = ids[:-1], ids[-1:]
         if (possible and plan is not None and plan.recalls) or rescue.service != OFF:
             asks = rescue if self._ranks.is_first else RescueConfig()  # the first one asks for all

@@ -10,7 +10,15 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.commands.args import RECALL, RESCUE_OPTIONS, SHADOW, beside_recall, field_of, option_value, rescue_from_args
+from mlx_tq.commands.args import (
+    RESCUE_OPTIONS,
+    SHADOW,
+    beside_recall,
+    field_of,
+    option_value,
+    recall_value,
+    rescue_from_args,
+)
 from mlx_tq.commands.asking import ask_beforehand
 from mlx_tq.commands.frame import DONE, INTERRUPTED
 from mlx_tq.commands.images import embed_images
@@ -86,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     opened = open_prompt_cache(model, args)
     max_tokens = _check_limits(model, opened, len(ids), args)
     if args.verbose and opened.plan is not None:
-        beside = beside_recall(args) if option_value(args, RECALL) != OFF else None
+        beside = beside_recall(args) if recall_value(args) != OFF else None
         show_plan(opened.plan, tokens_seen(opened.caches) + len(ids) + max(max_tokens, 0), beside)
     elif args.verbose:
         console.print(_describe_native(args), style="dim")

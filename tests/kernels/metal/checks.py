@@ -19,7 +19,7 @@ from mlx_tq.kernels.attend import _attend_gpu
 from mlx_tq.kernels.compact import _compact_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import _encode_gpu, encode_ref
-from mlx_tq.kernels.recall_score import _recall_score_gpu, recall_score_ref
+from mlx_tq.kernels.recall_score import _recall_score_gpu, grouped, recall_score_ref
 from mlx_tq.kernels.score import _score_gpu, score_ref
 from mlx_tq.kernels.wht import _wht_gpu, wht_ref
 
@@ -121,7 +121,7 @@ def recalls(problem: Problem, sizes: tuple[int, ...], **how: Any) -> None:
     queries = problem.arguments["queries"].astype(mx.float32) * problem.arguments["scale"]
     keys = layout.split_keys(layout.split(rows)[0][:, :, :body])
     sizes = cut(sizes, body)
-    arguments = queries, keys, layout, conditioning, sizes
+    arguments = grouped(queries, HEADS, layout, conditioning), keys, layout, conditioning, sizes
     stored = unrotated(layout.key, exact(layout.key, keys, conditioning), conditioning)
     truth = (double(queries).reshape(1, HEADS, -1, layout.key.head_dim) @ stored.swapaxes(-1, -2))[0]
     maxima = np.maximum.reduceat(truth, np.cumsum([0, *sizes[:-1]]), axis=-1)

@@ -18,7 +18,7 @@ from mlx_tq.kernels.attend import _attend_gpu
 from mlx_tq.kernels.compact import _compact_gpu
 from mlx_tq.kernels.dequantize import _dequantize_gpu
 from mlx_tq.kernels.encode import _encode_gpu
-from mlx_tq.kernels.recall_score import _recall_score_gpu
+from mlx_tq.kernels.recall_score import _recall_score_gpu, grouped
 from mlx_tq.kernels.score import _score_gpu
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.wht import _wht_gpu
@@ -61,7 +61,7 @@ def texts(dialect: str = "metal") -> dict[str, str]:
         add(name, _dequantize_gpu, rows, layout, problem.full[0].dtype, problem.full, means)
         virtual = mx.zeros((2, 2, case["dims"][0])), mx.zeros((2, 2, 8)), mx.zeros((2, 8), mx.int32)
         add(name, _score_gpu, rows, 4, layout, *virtual, means)
-        asking = problem.arguments["queries"].astype(mx.float32)
+        asking = grouped(problem.arguments["queries"].astype(mx.float32), 2, layout, means)
         add(name, _recall_score_gpu, asking, layout.keys(rows[:, :, :4]), layout, means, [3, 1])
         for short in (0, 64):
             with thresholds.using(KernelThresholds(short=short)):
