@@ -94,31 +94,32 @@ class KVConfig:
                 f"{getattr(self, named[0])!r} and chooses some too. Drop one of the two."
             )
         if self.evict is not None:
-            if COLD in self.key and self.evict.recall == "auto":
-                object.__setattr__(self, "evict", replace(self.evict, recall="off"))
             self._check_eviction(self.evict)
 
     def _check_eviction(self, evict: EvictConfig) -> None:
-        if COLD in self.key and evict.recalls:
-            raise ConfigError(
-                f"key is {self.key!r} and recall {evict.recall}; tokens with keys of two formats leave for good. Use "
-                'one format, or recall="off" (--kv-recall off).'
-            )
         if isinstance(evict.recall, int) and evict.recall < BLOCK:
             raise ConfigError(
                 f"recall is {evict.recall} tokens, fewer than a block of {BLOCK}, which comes back whole or not "
                 f"at all. Write at least {BLOCK}, or auto, or off (--kv-recall off)."
             )
         tokens = parse_budget(evict.budget).tokens
-        if tokens is not None and tokens <= self.prefix + self.window:
+        if tokens is not None and tokens <= self.prefix + self.latest:
+            recent = f" plus {self.latest - self.window} with recent keys" if self.latest > self.window else ""
+            lower = "lower --kv-recent, or take --kv-recall off" if recent else "lower prefix or window"
             raise ConfigError(
-                f"a budget of {tokens} tokens is not above prefix {self.prefix} plus window {self.window}, which are "
-                "never evicted. Raise the budget, or lower prefix or window."
+                f"a budget of {tokens} tokens is not above prefix {self.prefix} plus window {self.window}{recent}, "
+                f"which are never evicted. Raise the budget, or {lower}."
             )
         if evict.policy.mode in ("v1", "v2") and self.prefix > 0:
             raise ConfigError(
                 f"mode {evict.policy.mode} may evict the first tokens; prefix is {self.prefix}. Set prefix to 0."
             )
+
+    @property
+    def latest(self) -> int:
+        """Last tokens that never leave: where rows come back those with the first of two formats of keys, too."""
+        comes_back = self.evict is not None and self.evict.recalls and COLD in self.key
+        return self.window + (self.recent + BLOCK if comes_back else 0)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":

@@ -156,9 +156,13 @@ def test_what_stays_by_rule_must_fit_the_budget():
 def test_keys_of_two_formats():
     assert KVConfig(key="turbo4~turbo3").key == "tq4~tq3"
     assert KVConfig(key="tq4~turbo4").key == "tq4"
-    assert KVConfig(key="tq4~tq3", evict=EvictConfig()).evict.recall == "off"
-    with pytest.raises(ConfigError, match="tokens with keys of two formats leave for good"):
-        KVConfig(key="tq4~tq3", evict=EvictConfig(recall=256))
+    for recall, latest in (("auto", 128 + 544), (256, 128 + 544), ("off", 128)):
+        assert KVConfig(key="tq4~tq3", evict=EvictConfig(recall=recall)).latest == latest
+        KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest + 1, recall=recall))
+        with pytest.raises(ConfigError, match=f"a budget of {128 + latest} tokens is not above prefix 128 plus window"):
+            KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest, recall=recall))
+    with pytest.raises(ConfigError, match=r"plus 544 with recent keys, .* lower --kv-recent, or take --kv-recall off"):
+        KVConfig(key="tq4~tq3", evict=EvictConfig(budget=600))
 
 
 def test_plain_data_and_back():

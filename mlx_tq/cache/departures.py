@@ -1,4 +1,7 @@
-"""Rows that leave a layer as parts of blocks, and parts of blocks that come back to it, to the bit."""
+"""Rows that leave a layer as parts of blocks, and parts of blocks that come back to it, to the bit.
+
+Of two formats of keys those in the second leave: a token is old then, and no younger when it comes back.
+"""
 
 from collections.abc import Sequence
 
@@ -8,8 +11,35 @@ import numpy as np
 from mlx_tq.cache.blocks import LayerRows, LayerShape
 from mlx_tq.cache.buffers import body_capacity, buffer
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.cache.tiered import TieredKVCache
+from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, turned
+from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
+
+
+def leaving(layer: CompressedKVCache) -> tuple[mx.array, RowLayout, Conditioning | None]:
+    """As `body` of a layer, but only of tokens that may leave and come back: the first `leaving_tokens` of the body.
+
+    Raises:
+        CacheFormatError: nothing is packed.
+    """
+    return layer.cold_body() if isinstance(layer, TieredKVCache) else layer.body()
+
+
+def leaving_tokens(layer: CompressedKVCache) -> int:
+    """How many of the packed tokens may leave and come back."""
+    return layer.cold_tokens if isinstance(layer, TieredKVCache) else layer.body_tokens
+
+
+def conditioning_of(layer: CompressedKVCache, means: np.ndarray, which: mx.array) -> Conditioning | None:
+    """That of rows which left a layer, by the means of their pieces fp16 [n, H, D]; `which` is each row's."""
+    _, layout, known = leaving(layer)
+    if known is None:
+        return None
+    subtracted = mx.array(means.swapaxes(0, 1))[None]
+    if isinstance(layer, TieredKVCache):  # means are in the domain of the first format's codes
+        subtracted = turned(subtracted, layer.body_rotation, layout.key.rotation)
+    return Conditioning(known.scale, subtracted, which)
 
 
 def row_shape(layer: CompressedKVCache) -> LayerShape:
@@ -18,26 +48,26 @@ def row_shape(layer: CompressedKVCache) -> LayerShape:
     Raises:
         CacheFormatError: nothing is packed.
     """
-    rows, layout, _ = layer.body()
+    rows, layout, _ = leaving(layer)
     keys, values = layout.split_words
     return LayerShape(rows.shape[1], keys, values, layout.key.head_dim if layer.spec.condition else 0)
 
 
 def departing(layer: CompressedKVCache, index: np.ndarray) -> list[tuple[int, LayerRows]]:
-    """Rows of the body by their ascending indices [N], in pieces of a block each, with the first index of each.
+    """Rows of `leaving` by their ascending indices [N], in pieces of a block each, with the first index of each.
 
     Waits for them.
 
     Raises:
         CacheFormatError: nothing is packed.
     """
-    rows, layout, known = layer.body()
+    rows, layout, known = leaving(layer)
     keys, values = (np.array(part[0]) for part in layout.split(mx.take(rows, mx.array(index), axis=2)))
     blocks = (layer.body_positions[index] - layer.spec.prefix) // BLOCK
     starts = np.flatnonzero(np.diff(blocks, prepend=-1))
     means = [None] * len(starts)
     if known is not None:
-        which = np.array(known.which(layer.body_tokens))[index[starts]]
+        which = np.array(known.which(leaving_tokens(layer)))[index[starts]]
         means = list(np.array(known.means[0])[:, which].swapaxes(0, 1))
     return [
         (int(start), LayerRows(keys[:, start:stop], values[:, start:stop], mean))
@@ -55,15 +85,16 @@ def returning(layer: CompressedKVCache, parts: Sequence[tuple[np.ndarray, LayerR
     Raises:
         CacheFormatError: nothing is packed.
     """
-    rows, layout, _ = layer.body()
+    (rows, layout, _), count = leaving(layer), leaving_tokens(layer)
     keys, values = (
         mx.array(np.concatenate(side, axis=1))[None]
         for side in ([part.keys for _, part in parts], [part.values for _, part in parts])
     )
-    positions = np.concatenate([layer.body_positions, *(own for own, _ in parts)])
+    positions = np.concatenate([layer.body_positions[:count], *(own for own, _ in parts)])
     order = np.argsort(positions)
-    together = mx.concatenate([rows[:, :, : layer.body_tokens], layout.unsplit(keys, values)], axis=2)
+    together = mx.concatenate([rows[:, :, :count], layout.unsplit(keys, values)], axis=2)
     ordered = buffer([mx.take(together, mx.array(order), axis=2)], body_capacity(len(order)))
     prefix = layer.spec.prefix
     means = {(int(own[0]) - prefix) // MEAN_TOKENS: part.mean for own, part in parts if part.mean is not None}
-    return layer.replace_body(ordered, positions[order], means)
+    replace = layer.replace_cold if isinstance(layer, TieredKVCache) else layer.replace_body
+    return replace(ordered, positions[order], means)

@@ -7,10 +7,11 @@ as it is, to the bit. A conditioned key is decoded to what was encoded of it, so
 its mean. The block that went cold last keeps its recent form for one block more, so that a trim of up to 32 tokens
 leads back to exactly the cache that never saw them. Attention decodes the cold tokens for each step.
 
-Tokens may leave, cold and recent ones by the same scores: those of the decoded keys. They leave for good, as their rows
-have no one form in which they could come back.
+Tokens may leave, cold and recent ones by the same scores: those of the decoded keys. Where they are to come back, only
+cold ones leave, as a row that left with its recent key would come back to where keys are cold.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,9 @@ from mlx_tq.cache.links import SequencePart
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.conditioning import Conditioning, decode, unconditioned
 from mlx_tq.codec.formats import get_format
+from mlx_tq.codec.rotation import Rotation
 from mlx_tq.codec.rows import RowLayout
+from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.regions import Regions, splice
 
@@ -122,6 +125,41 @@ class TieredKVCache(CompressedKVCache):
             keys = decode(own.key, own.keys(rows), recent.conditioning)
             parts.append(layout.join(exact.encode(keys), own.values(rows)))
         return mx.concatenate(parts, axis=2), layout, None
+
+    @property
+    def cold_tokens(self) -> int:
+        """Packed tokens with cold keys."""
+        return self._stored(self._cold_end(self._packed(self.offset)))
+
+    @property
+    def body_rotation(self) -> Rotation | None:
+        """That in whose domain the means of keys are, cold ones too."""
+        return None if self._full is None else self._layout(self._full).key.rotation
+
+    def cold_body(self) -> tuple[mx.array, RowLayout, Conditioning | None]:
+        """The rows of cold tokens, uint32 [B, H, cold_tokens, W], and how they are made; see `TieredView`.
+
+        Raises:
+            CacheFormatError: nothing is packed.
+        """
+        if self._full is None or not self._body:
+            raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
+        layout, known = self._cold_layout(self._full), super()._conditioning(self._packed(self.offset))
+        rows = self._cold.between(0, self.cold_tokens)
+        if rows is None:
+            rows = mx.zeros((*self._full[0].shape[:2], 0, layout.words), mx.uint32)
+        return rows, layout, None if known is None else replace(known, index=self._mean_of_row, first=0)
+
+    def replace_cold(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
+        """As `replace_body`, but of the cold tokens alone; returns arrays that wait for all rows."""
+        packed, later = self._packed(self.offset), self.body_positions[self.cold_tokens :]
+        end = self._cold_end(packed)
+        recent = self._body.between(self._row(end), self._row(packed))
+        body = mx.zeros_like(rows[:, :, :0]) if recent is None else recent
+        self._cooled, self._cold = end, Body(rows)  # no trim leads back to what went cold last
+        body = buffer([body], body_capacity(max(1, len(later))))
+        both: mx.array = mx.depends(self.replace_body(body, np.concatenate([positions, later]), means), rows)
+        return both
 
     def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
         """As of `CompressedKVCache`: each of the tiers keeps its own; returns arrays that wait for both."""

@@ -131,6 +131,13 @@ def centres(means: mx.array, rotation: Rotation | None) -> mx.array:
     return wide if rotation is None else rotation.inverse(wide)
 
 
+def turned(means: mx.array, old: Rotation | None, new: Rotation | None) -> mx.array:
+    """Means [B, H, n, D] in the domain of another rotation's codes, in their type."""
+    if old is new:
+        return means
+    return mx.clip(_forward(centres(means, old), new), -FP16_MAX, FP16_MAX).astype(means.dtype)
+
+
 def condition(keys: mx.array, conditioning: Conditioning, rotation: Rotation | None) -> mx.array:
     """What a codec of that rotation encodes in place of keys [B, H, S, D]: w k less the token's mean, fp32."""
     subtracted = _subtracted(conditioning, rotation, keys.shape[2])

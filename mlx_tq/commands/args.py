@@ -116,8 +116,7 @@ RECALL = Option(
     "tokens|auto|off",
     str,
     "with --kv-evict: bring back what the question asks for of all that left, up to so many tokens; auto is a tenth of "
-    "the budget, at least 128, and off beside --draft-model, --image, --kv-shadow and keys of two formats (default: "
-    "auto)",
+    "the budget, at least 128, and off beside --draft-model, --image and --kv-shadow (default: auto)",
 )
 ARCHIVE = Option(
     "--kv-archive",

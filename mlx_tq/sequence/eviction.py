@@ -37,9 +37,9 @@ class EvictionPlan:
             return recall
         return max(self.allowed(seen) // _RECALL_SHARE, _LEAST_RECALL) if recall == "auto" else 0
 
-    def most(self, seen: int, window: int) -> int:
-        """Tokens that are left at most between two forward passes when `seen` have been seen."""
-        return min(seen, max(self.allowed(seen), window + 1) + self.config.policy.trigger)
+    def most(self, seen: int, latest: int) -> int:
+        """Tokens that are left at most between two passes when `seen` have been seen; the latest ones never leave."""
+        return min(seen, max(self.allowed(seen), latest + 1) + self.config.policy.trigger)
 
 
 @dataclass(frozen=True)

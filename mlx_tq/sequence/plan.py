@@ -115,7 +115,7 @@ class Plan:
 
     def live(self, tokens: int) -> int:
         """Of `tokens` tokens, how many are stored at most before a forward pass."""
-        return tokens if self.eviction is None else self.eviction.most(tokens, self.config.window)
+        return tokens if self.eviction is None else self.eviction.most(tokens, self.config.latest)
 
     def left(self, tokens: int) -> Departures | None:
         """What is known of those that are not."""
@@ -292,7 +292,7 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
         return budget
     own = budget.nbytes // plan.ranks.size
     gathers = config.policy.trigger + BLOCK
-    least = plan.config.prefix + plan.config.window + 1
+    least = plan.config.prefix + plan.config.latest + 1
     left = Departures(positions, config.policy.granularity)
 
     def most(tokens: int) -> int:

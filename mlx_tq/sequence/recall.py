@@ -14,9 +14,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.cache.departures import conditioning_of, leaving
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear
-from mlx_tq.codec.conditioning import Conditioning
 from mlx_tq.config import BLOCK
 from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
 from mlx_tq.ranks.group import Ranks
@@ -238,16 +238,14 @@ def _log_weights(question: Question, *, tokens: bool = False) -> Iterator[np.nda
     """Logarithms of the largest weight of each block, or token, by layer: float64 [H, G, L, N] of this rank's heads."""
     tiles = _tiles(question.extents)
     for number, (layer, queries, live) in question.asked.items():
-        _, layout, known = layer.body()
+        _, layout, known = leaving(layer)
         asking = grouped(queries, len(live), layout, known)
         maxima, totals = [], [live]
         for tile in tiles:
             keys, means = question.archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]
-            conditioning = None
-            if known is not None:
-                which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
-                conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
+            which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
+            conditioning = conditioning_of(layer, means, which)
             encoded = layout.split_keys(mx.array(keys)[None])
             found = recall_score(asking, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
             maxima.append(np.array(found.each))

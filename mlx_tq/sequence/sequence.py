@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.blocks import Block, from_bytes
-from mlx_tq.cache.departures import departing, returning, row_shape
+from mlx_tq.cache.departures import departing, leaving_tokens, returning, row_shape
 from mlx_tq.cache.files import Blocks
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear, Observer, SavedPart, went_around
@@ -133,7 +133,7 @@ class Sequence:
         waited for the rest would be held after it was asked, too late for what leaves then to come back.
         """
         first = layers[0]
-        allowed = max(self.plan.allowed(first.offset + count), first.spec.window + 1)
+        allowed = max(self.plan.allowed(first.offset + count), self._latest(layers) + 1)
         size = first.size() + count - self._held_before(first.offset - first.spec.window) - len(self.recalled)
         due = size > allowed + self.plan.config.policy.trigger and not self._asking
         if due and all(c.begun if count else c.ready for c in self.calibrators.values()):
@@ -155,7 +155,7 @@ class Sequence:
             return
         body = Body([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
         scores = self.ranks.mean(policy.score(body))
-        eligible = PositionRange(first.spec.prefix, first.offset - first.spec.window)
+        eligible = PositionRange(first.spec.prefix, self._end(layers, positions))
         free = np.arange(len(positions))
         if self.held is not None:  # blocks leave whole, so they are held whole
             blocks, g = positions // policy.granularity, policy.granularity
@@ -174,6 +174,17 @@ class Sequence:
             tokens=self.stats.tokens + len(gone),
             seconds=self.stats.seconds + time.perf_counter() - started,
         )
+
+    def _latest(self, layers: list[CompressedKVCache]) -> int:
+        """See `KVConfig.latest`."""
+        recent = max(layer.spec.recent for layer in layers) if self.plan.config.recalls else 0
+        return layers[0].spec.window + (recent + BLOCK if recent else 0)
+
+    def _end(self, layers: list[CompressedKVCache], positions: np.ndarray) -> int:
+        """The position before which tokens of the body may leave."""
+        end = layers[0].offset - layers[0].spec.window
+        count = min(map(leaving_tokens, layers))
+        return min(end, int(positions[count])) if self.plan.config.recalls and count < len(positions) else end
 
     # What left, and comes back.
 

@@ -233,6 +233,8 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     # In one step of the whole document, whose round is held before the question.
     at_once = quick(*words[:-2], "--json", "--kv-recall", 96).json
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
+    both = quick(*words, "--json", "--kv-recall", 96, "--kv-key", "q8~tq4", "--kv-recent", 32).json  # of two formats
+    assert ("417295" in both["text"], both["recalled"]["archived"] > 96) == (True, True)
     tokens = lost["stats"]["prompt_tokens"]
     just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
     due = quick(*just, "--json", "--kv-recall", 96).json  # by the question alone

@@ -35,6 +35,7 @@ RECENT, ROOM, TRIGGER = 32, 20, 8  # packed tokens with recent keys; budget abov
 KEYS, VALUES = random_pair(1000, dims=DIMS)  # the tokens that ever arrive, in this order
 QUERIES = random(1000, heads=2 * HEADS, dim=DIMS[0], seed=9)  # theirs
 LAYERS = 2
+RECALLS = ("recalls", "recalls", "recalls", "recalls tq2", "recalls q8_0")  # kinds of caches with an archive
 # A BLAS may round these formats' rotation otherwise for another number of rows, and a value between two levels then has
 # the other code: less than a quarter of a vector, where another token's vector is 1.4 of it away.
 MULTIPLIED, ANOTHER_CODE = {"tbq3_0", "tbq4_0"}, 0.25
@@ -155,6 +156,7 @@ class Model:
         leaving, coming = self.back - wanted, wanted - self.back
         self.gone, self.archived = (self.gone | leaving) - wanted, self.archived | leaving
         self.back = wanted
+        assert all(position < self.cold for position in wanted) or not self.spec.cold
         if leaving or coming:
             self.originals, self.recents, self.floor = self.packed, self.cold, self.packed if self.gone else 0
 
@@ -184,14 +186,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         key=st.sampled_from(formats_of(DIMS[0], keys=True)),
-        kind=st.sampled_from(["plain", "tq2", "q8_0", *["evicts"] * 2, "evicts tq2", "evicts q8_0", *["recalls"] * 4]),
+        kind=st.sampled_from(["plain", "tq2", "q8_0", *["evicts"] * 2, "evicts tq2", "evicts q8_0", *RECALLS]),
         value=st.sampled_from(formats_of(DIMS[1], keys=False)),
         prefix=st.sampled_from([0, 1, 40]),
         window=st.sampled_from([0, 1, 31]),
         condition=st.booleans(),
     )
     def start(self, key, kind, value, prefix, window, condition):
-        self.recalls, cold = kind == "recalls", kind.split()[-1]
+        self.recalls, cold = kind.startswith("recalls"), kind.split()[-1]
         evicts = self.recalls or kind.startswith("evicts")
         key = f"{key}~{cold}" if cold in format_names() and cold != key else key
         sizes = {"prefix": prefix, "window": window, "recent": RECENT, "condition": condition}
@@ -245,8 +247,11 @@ class CacheMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         gone = sequence.take_departed().tolist()
-        allowed = max(self.spec.prefix + self.spec.window + ROOM, self.spec.window + 1)
-        eligible = [p for p in model.live if self.spec.prefix <= p < min(model.packed, length - self.spec.window)]
+        tiers = self.recalls and self.spec.cold  # of which only cold rows leave
+        latest = self.spec.window + (RECENT + BLOCK if tiers else 0)
+        allowed = max(self.spec.prefix + self.spec.window + ROOM, latest + 1)
+        end = min(model.packed, length - self.spec.window, model.cold if tiers else length)
+        eligible = [p for p in model.live if self.spec.prefix <= p < end]
         eligible = [p for p in eligible if p not in model.back]
         excess = len(model.live) - len(model.back) - allowed
         assert len(gone) == (min(excess, len(eligible)) if excess > TRIGGER else 0)
@@ -395,9 +400,10 @@ def test_a_trim_past_a_round_is_refused_and_changes_nothing(condition):
 
 
 @pytest.mark.parametrize("condition", [False, True])
-def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(condition):
+@pytest.mark.parametrize("kind", RECALLS[2:])
+def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(kind, condition):
     state = CacheMachine()
-    state.start(key="q8", kind="recalls", value="tq4", prefix=1, window=31, condition=condition)
+    state.start(key="tq4", kind=kind, value="tq4", prefix=1, window=31, condition=condition)
     for then in (
         lambda: state.recall(which={0, 2}),
         lambda: state.append_many(count=70, times=1),

@@ -12,6 +12,8 @@ from cache.tools import MODEL, make_spec, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_tq.cache.departures import conditioning_of, leaving
+from mlx_tq.codec.conditioning import decode
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -128,6 +130,35 @@ def test_rows_of_each_format_come_back(name):
     sequence = sequence_in(caches)
     assert sequence.recall(caches, sequence.archived) == sequence.stats.tokens > 200
     assert_same_rows(caches, plain)
+
+
+@pytest.mark.parametrize("cold", ["tq2", "q8_0", "fp16"])  # of the same rotation, of another size, of none
+@pytest.mark.parametrize("condition", [False, True])
+def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, condition):
+    """Also by layers beside those of one format, which lose the same tokens."""
+    spec = make_spec(f"tq4~{cold}", "tq4", prefix=4, window=20, recent=64, condition=condition)
+    one = make_spec("tq4", "tq4", prefix=4, window=20, condition=condition)
+    kept = layers(spec)
+    config = EvictConfig("random:trigger=8:granularity=16", recall="auto")
+    sequence = Sequence(EvictionPlan(config, Budget(tokens=140), LAYERS), {})
+    caches = [make_cache(spec, 0, sequence), make_cache(one, 1, sequence)]
+    for each in (kept, caches):
+        append(each, 0, 333, 37)
+    sequence = sequence_in(caches)
+    recent = caches[0].positions[-84:]
+    assert (np.diff(recent) == 1).all()
+    gone = np.concatenate([extent.positions for extent in sequence.archived])
+    assert len(gone) > 100
+    words, means = sequence.archive.keys(sequence.archived, 0)
+    counts = [len(extent.positions) for extent in sequence.archived]
+    known = conditioning_of(caches[0], means, mx.array(np.repeat(np.arange(len(counts)), counts), mx.int32))
+    key = leaving(caches[0])[1].key
+    found = decode(key, leaving(caches[0])[1].split_keys(mx.array(words)[None]), known)
+    wanted = kept[0].keys_and_values()[0].view.cold_keys()[:, :, mx.array(gone - 4)]
+    rounding = 2.0**-11 * float(mx.abs(wanted).max()) if condition else 0
+    assert float(mx.abs(found - wanted).max()) <= 4 * rounding + 2.0**-20 * float(mx.abs(wanted).max())
+    sequence.recall(caches, sequence.archived)
+    assert_same_rows(caches[:1], kept[:1])
 
 
 def test_recalled_rows_stay_through_a_round_and_are_not_counted():
