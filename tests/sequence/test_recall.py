@@ -140,10 +140,10 @@ def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, con
     one = make_spec("tq4", "tq4", prefix=4, window=20, condition=condition)
     kept = layers(spec)
     config = EvictConfig("random:trigger=8:granularity=16", recall="auto")
-    sequence = Sequence(EvictionPlan(config, Budget(tokens=140), LAYERS), {})
+    sequence = Sequence(EvictionPlan(config, Budget(tokens=250), LAYERS), {})
     caches = [make_cache(spec, 0, sequence), make_cache(one, 1, sequence)]
     for each in (kept, caches):
-        append(each, 0, 333, 37)
+        append(each, 0, 520, 37)
     sequence = sequence_in(caches)
     recent = caches[0].positions[-84:]
     assert (np.diff(recent) == 1).all()
