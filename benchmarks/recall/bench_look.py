@@ -75,8 +75,9 @@ def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int]) -> t
         queries = mx.random.normal((1, heads, RECALL_EVERY, planned.slot.key_dim))
         mx.eval(queries)
         hear(queries, 0.125)
+    most = sequence.plan.recall_tokens(layers[0].offset)
     began = time.perf_counter()
-    sequence.look(layers, RECALL_EVERY, LIVE)
+    sequence.look(layers, RECALL_EVERY, most)
     seconds = time.perf_counter() - began
     shapes = [sequence.archive.shapes[number] for number in numbers]
     nbytes = sum(2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in shapes)

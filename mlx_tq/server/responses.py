@@ -31,6 +31,7 @@ class ResponseAnswer:
         self._open: Object | None = None  # the last item, while it grows
         self._thoughts = self._events = 0
         self._finish: str | None = None
+        self._recalled: Object = {}
 
     def opening(self) -> list[Object]:
         """The first events of a stream."""
@@ -52,6 +53,8 @@ class ResponseAnswer:
         for call in delta.get("tool_calls", []):
             events += self._call(call)
         self._finish = choice["finish_reason"]
+        if "recalled" in choice:
+            self._recalled = {"recalled": choice["recalled"]}
         if self._finish is not None:
             if not self._items:
                 events += self._grow("message", "", [])
@@ -163,6 +166,7 @@ class ResponseAnswer:
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": None if finish is None else self._usage(),
+            **self._recalled,
         }
 
     def _usage(self) -> Object:

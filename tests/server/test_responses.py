@@ -2,11 +2,16 @@
 
 import json
 
+import numpy as np
 import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from mlx_tq.conversation.recall import Recalled
+from mlx_tq.sequence.archive import Extent
+from mlx_tq.sequence.places import Places
+from mlx_tq.sequence.recall import Scored
 from mlx_tq.server.answers import Answer, MessageReader
 from mlx_tq.server.errors import InvalidRequestError
 from mlx_tq.server.jobs import Piece
@@ -118,10 +123,13 @@ def test_thoughts_words_and_calls_are_items(tokenizer, size):  # noqa: F811
     events = answer.opening()
     for start in range(0, len(text), size):
         events += answer.add(Piece(text[start : start + size]), str)
-    events = json.loads(json.dumps([*events, *answer.add(Piece("", finish="stop"), str), *answer.closing(usage=False)]))
+    block = Scored(Extent(np.arange(40), 0, 0, Places(0)), 1.0, 0, True)
+    last = Piece("", finish="stop", recalled=Recalled((5, 6), (9,), (block,), seconds=0.002))
+    events = json.loads(json.dumps([*events, *answer.add(last, str), *answer.closing(usage=False)]))
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
     whole = answer.whole()
+    assert whole["recalled"] == {"tokens": 3, "by_meaning": 1, "ranges": [[5, 7], [9, 10]], "archived": 40, "ms": 2.0}
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
     thought, said, call, _ = whole["output"]
     assert (thought["content"][0]["text"], said["content"][0]["text"]) == ("I add.", "Let me see.")
