@@ -2,12 +2,11 @@
 
 import platform
 from importlib.metadata import version
-from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_tq import __version__
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.kernels import cpu_blas, impl, thresholds
 
 # Debian's name of a library that is about six times faster for float32 prompts.
 FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0"
@@ -30,14 +29,12 @@ def blas() -> str:
     """What multiplies float32 matrices on a CPU; mlx's Linux wheel brings the slow reference BLAS."""
     if platform.system() == "Darwin":
         return "Accelerate"
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-    # NumPy brings one of its own, which mlx does not use.
-    names = {Path(path).name for path in loaded if "numpy" not in path}
-    if any(name.startswith("libopenblas") for name in names):
+    path = cpu_blas.library()
+    if path is None:
+        return "unknown"
+    if path.name.startswith("libopenblas"):
         return "OpenBLAS"
-    if any(name.startswith("libblas") for name in names):
-        return f"reference BLAS of mlx's wheel, slow in float32; faster: {FASTER_BLAS}"
-    return "unknown"
+    return f"reference BLAS of mlx's wheel, slow in float32; faster: {FASTER_BLAS}"
 
 
 def environment() -> dict[str, str]:
