@@ -1,7 +1,7 @@
 """Looks into the archive while an answer is made, so that what the answer itself turns out to need comes too."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,15 @@ from mlx_tq.conversation.recall import Recalled
 from mlx_tq.rescue.wire import Range
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import Scored, deciding, looking
+from mlx_tq.sequence.recall import Scored, deciding, looking, positions_of
 from mlx_tq.sequence.sequence import Sequence as Layers
 
 # Tokens between two looks, whose queries the next one asks with.
 RECALL_EVERY = 64
-# Of the time between two looks, what one may cost; where it costs more, the next one waits longer.
-_SHARE = 0.05
+# Archived tokens that all layers may weigh after RECALL_EVERY tokens: a look is then a twentieth of the steps before it
+# (docs/measurements/recall.md); of more the next one waits longer. Counted, not timed: an answer must not depend on how
+# busy the machine is.
+_WEIGHED = 1600
 
 
 class Looks:
@@ -42,10 +44,11 @@ class Looks:
             quoted: positions [start, stop) that came back as text; a block in one of them need not come as rows too.
         """
         self._caches, self._recalled, self._every, self._next = caches, recalled, every, every
-        self._quoted, self._since, self._began = quoted, 0, time.perf_counter()
+        self._quoted, self._since = quoted, 0
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
         self._sequence: Layers | None = None
+        self._numbers: Collection[int] = ()  # of the layers that look
         self._ranked: Sequence[Scored] = recalled.ranked  # by the latest look
 
     def begin(self) -> None:
@@ -53,14 +56,15 @@ class Looks:
         sequence = sequence_in(self._caches)
         if sequence is not None and sequence.plan.config.recalls:
             self._sequence = sequence
-            numbers = deciding(self._recalled.ranked) or looking(len(sequence_layers(self._caches)))
-            sequence.listen(numbers, rounds=True)
+            self._numbers = deciding(self._recalled.ranked) or looking(len(sequence_layers(self._caches)))
+            sequence.listen(self._numbers, rounds=True)
+            self._next = self._wait(sequence)
 
-    def token(self, among: int = 1) -> None:
-        """The answer has one token more; so many answers are made at once, which wait for each other's looks."""
+    def token(self) -> None:
+        """The answer has one token more."""
         self._since += 1
         if self._sequence is not None and self._since >= self._next and self._sequence.archived:
-            self._look(among)
+            self._look(self._sequence)
 
     def end(self) -> None:
         """Listen no more."""
@@ -73,21 +77,22 @@ class Looks:
         queries, seconds = tuple(sorted({*found.queries, *self.positions})), found.seconds + self.seconds
         return replace(found, queries=queries, ranked=tuple(self._ranked), seconds=seconds)
 
-    def _look(self, among: int) -> None:
-        assert self._sequence is not None  # noqa: S101 - tells the type checker: `token` looked
+    def _wait(self, sequence: Layers) -> int:
+        """Tokens until the next look; all ranks look at once."""
+        weighed = len(positions_of(sequence.archived)) * len(self._numbers) / len(sequence_layers(self._caches))
+        waits = sequence.ranks.most(np.array([self._every * weighed / _WEIGHED]))
+        return max(self._every, int(waits[0]))
+
+    def _look(self, sequence: Layers) -> None:
         began = time.perf_counter()
         layers = sequence_layers(self._caches)
         spec, seen = layers[0].spec, layers[0].offset
         asking = max(1, min(self._every, spec.window))  # all of them are in the window
-        self._ranked, found = self._sequence.look(layers, asking, self._sequence.plan.recall_tokens(seen), back=True)
+        self._ranked, found = sequence.look(layers, asking, sequence.plan.recall_tokens(seen), back=True)
         wanted = dict.fromkeys([*self._recalled.named, *(extent for extent in found if not self._is_quoted(extent))])
-        self.positions += self._sequence.exchange(layers, list(wanted)).tolist()
-        now = time.perf_counter()
-        took, steps = now - began, (began - self._began) / self._since
-        self.count, self.seconds = self.count + 1, self.seconds + took
-        waits = self._sequence.ranks.most(np.array([among * took / (_SHARE * steps)]))  # all ranks look at once
-        self._next = max(self._every, int(waits[0]))
-        self._since, self._began = 0, now
+        self.positions += sequence.exchange(layers, list(wanted)).tolist()
+        self.count, self.seconds = self.count + 1, self.seconds + time.perf_counter() - began
+        self._next, self._since = self._wait(sequence), 0
 
     def _is_quoted(self, extent: Extent) -> bool:
         first, last = extent.positions[0], extent.positions[-1]

@@ -1,6 +1,7 @@
 """Recall: what a question asks for comes back from the archive before it is read."""
 
 import copy
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, holding, looking, p
 
 # Tokens at the end of a prompt that are its question, at least.
 SHORTEST_QUESTION = 32
+# What a paragraph begins behind, and tokens in which it is looked for.
+_EMPTY_LINE, _EMPTY_LINE_TOKENS = re.compile(r"\n\s*\n[^\S\n]*$"), 6
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,16 @@ class Recalled:
 def question_of(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]]:
     """A prompt as its document and the question at its end: the last paragraph, of 32 to 256 tokens.
 
-    What a chat template puts behind the question counts to it.
+    It begins behind an empty line; where there is none so near, behind the last line's beginning. What a chat template
+    puts behind the question counts to it.
     """
+    line = None
     for count in range(SHORTEST_QUESTION, min(LONGEST_QUESTION, len(ids))):
         if "\n" in tokenizer.decode(ids[-count - 1 : -count]):
-            return ids[:-count], ids[-count:]
-    count = max(1, min(SHORTEST_QUESTION, len(ids) - 1))
+            if _EMPTY_LINE.search(tokenizer.decode(ids[-count - _EMPTY_LINE_TOKENS : -count])):
+                return ids[:-count], ids[-count:]
+            line = line or count
+    count = line or max(1, min(SHORTEST_QUESTION, len(ids) - 1))
     return ids[: len(ids) - count], ids[len(ids) - count :]
 
 

@@ -441,7 +441,7 @@ class Engine:
             running.close_stored()
             finish = response.finish_reason
             if finish is None and running.looks is not None:  # also where this rank knows that nobody needs more
-                running.looks.token(len(responses))
+                running.looks.token()
             event = running.said(response)
             self._outbox.put((running.job, event))
             if isinstance(event, Piece) and event.recalled is not None:

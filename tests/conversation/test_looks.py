@@ -87,6 +87,33 @@ def test_what_is_quoted_comes_by_no_look(exact):
     assert came[1:] == [[], came[0]]
 
 
+def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch):
+    """The more is archived, and the more layers look, the later; also where a look takes an hour."""
+    model, tokenizer = exact
+    text, question = facts(40)
+    monkeypatch.setattr("mlx_tq.conversation.looks._WEIGHED", 50)
+    came = []
+    for step in (0.0, 3600.0):
+        clock = iter(np.arange(10_000) * step)
+        monkeypatch.setattr("mlx_tq.conversation.looks.time.perf_counter", lambda clock=clock: next(clock))
+        caches = make_prompt_cache(model, CONFIG)
+        with compressed(model):
+            for ids in np.array_split(tokenizer.encode(text), 8):
+                mx.eval(model(mx.array(ids)[None], cache=caches))
+            looks, at = Looks(caches, Recalled(), every=EVERY), []
+            looks.begin()
+            archived, layers = len(positions_of(sequence_in(caches).archived)), len(sequence_layers(caches))
+            for number, _ in enumerate(
+                generate_step(mx.array(tokenizer.encode(question)), model, prompt_cache=caches, max_tokens=120)
+            ):
+                before = looks.count
+                looks.token()
+                at += [number + 1] * (looks.count - before)
+        assert at[0] == int(EVERY * archived * len(looking(layers)) / layers / 50) > EVERY
+        came.append(at)
+    assert came[0] == came[1]
+
+
 def asked(exact, times=1):
     """Caches that lost most of a text and have read a question some times over, and the tokens of that."""
     model, tokenizer = exact

@@ -1,7 +1,6 @@
 """What questions bring back to the rows of a batch, and looks while its answers are made."""
 
 import mlx.core as mx
-import numpy as np
 from commands.tools import facts
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
@@ -80,23 +79,6 @@ def test_answers_of_a_batch_look_as_they_do_alone(loaded, monkeypatch):
         total += len(brought.positions)
     assert engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total") == total
     assert heard[jobs[0]].positions != heard[jobs[1]].positions
-
-
-def test_a_look_in_a_batch_counts_for_each_answer_that_waits_for_it(loaded, monkeypatch):
-    """Among eight the next one waits eight times as long."""
-    waits = []
-    for among in (1, 8):
-        clock = iter(np.arange(100.0))
-        monkeypatch.setattr("mlx_tq.conversation.looks.time.perf_counter", lambda clock=clock: next(clock))
-        caches = make_prompt_cache(loaded[0], CONFIG)
-        with compressed(loaded[0]):
-            read(loaded[0], caches, asked(loaded), STEP)
-            looks = Looks(caches, recall(loaded[0], caches, asked(loaded)[-40:], STEP), every=1)
-            looks.begin()
-            mx.eval(loaded[0](mx.array([[5]]), cache=caches))
-        looks.token(among)
-        waits.append(looks._next)
-    assert waits[1] == 8 * waits[0] > 8
 
 
 def test_a_quotation_has_what_did_not_come_as_rows(loaded):
