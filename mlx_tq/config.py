@@ -22,6 +22,7 @@ COLD = "~"
 CHOOSING = ("key", "value", "boundary", "outlier")
 # Tokens that one short span, what stands around it and the marks of a quotation take.
 LEAST_QUOTATION = 128
+LONGEST_WAIT = 86_400  # seconds
 
 
 @names_settings
@@ -213,8 +214,8 @@ class RescueConfig:
                 f"max_tokens is {self.max_tokens}, which no span fits; it must be {LEAST_QUOTATION} or more, or 0 for "
                 "an eighth of the model's positions."
             )
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout is {self.timeout}; it must be above 0 seconds.")
+        if not 0 < self.timeout <= LONGEST_WAIT:
+            raise ConfigError(f"timeout is {self.timeout}; it must be above 0 and at most {LONGEST_WAIT:,} seconds.")
 
 
 PROFILES: dict[str, KVConfig] = {

@@ -29,8 +29,8 @@ def reference() -> str:
         parts += [f"## mlx_tq.{name}", sentence(COMMANDS[name])]
         nested = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         for word, leaf in (nested[0] if nested else {}).items():
-            parts += [f"### mlx_tq.{name} {word}", sentence(str(leaf.description)), *flags_of(leaf)]
-        parts += [] if nested else flags_of(parser)
+            parts += [f"### mlx_tq.{name} {word}", sentence(str(leaf.description)), *flags_of(leaf, parsers["chat"])]
+        parts += [] if nested else flags_of(parser, parsers["chat"])
     for title, (heading, _) in SHARED.items():
         group = next(group for group in parsers["chat"]._action_groups if group.title == title)  # chat has them all
         parts += [f"## {heading}", sentence(str(group.description)), table(parsers["chat"], group._group_actions)]
@@ -39,13 +39,22 @@ def reference() -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The table of a command's own flags, and where the shared ones are told."""
+def flags_of(parser: argparse.ArgumentParser, full: argparse.ArgumentParser) -> list[str]:
+    """The table of a command's own flags, and where the shared ones are told, which are those of `full`."""
     shared = [group for group in parser._action_groups if group.title in SHARED]
     elsewhere = {action.dest for group in shared for action in group._group_actions} | {"help"}
-    links = " and ".join("[{}](#{})".format(*SHARED[group.title]) for group in shared)
+    links = " and ".join(_link(group, full) for group in shared)
     own = [action for action in parser._actions if action.dest not in elsewhere]
     return [table(parser, own), *([f"Further flags: {links}."] if shared else [])]
+
+
+def _link(group: argparse._ArgumentGroup, full: argparse.ArgumentParser) -> str:
+    """To where a shared group is told, and what of it this one lacks."""
+    told = next(each for each in full._action_groups if each.title == group.title)
+    flags = [{flag for action in each._group_actions for flag in action.option_strings} for each in (told, group)]
+    missing = ", ".join(f"`{flag}`" for flag in sorted(flags[0] - flags[1]))
+    link = "[{}](#{})".format(*SHARED[str(group.title)])
+    return f"{link} without {missing}" if missing else link
 
 
 def table(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> str:

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import KVCache
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_tq.atomic_files import atomic_write
+from mlx_tq.bench.flags import OF_A_LAYER, OF_A_MODEL, build_parser
 from mlx_tq.bench.layer import Shape, Timing, layer_table, measure_layer
 from mlx_tq.bench.model import Arm, Figure, measure_model
 from mlx_tq.bench.report import data, report
@@ -75,8 +76,23 @@ def _check(args: argparse.Namespace) -> None:
     for flag, path in (("--json", args.json), ("--markdown", args.markdown), ("--report", args.report)):
         if path not in (None, STDOUT):
             check_writable(flag, path, "file")
-    if args.markdown is not None and args.model is None:
-        raise ConfigError("--markdown is of a model's table: add --model, or drop it.")
+    _refuse_idle(args)
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """Raise where a flag would have no effect.
+
+    Raises:
+        ConfigError: one would not.
+    """
+    whole = args.model is not None or args.report is not None
+    if args.tune and whole:
+        raise ConfigError("--tune measures no model, and --report tunes by itself. Drop --tune.")
+    parser = build_parser()
+    for flag, field in (OF_A_LAYER if whole else OF_A_MODEL).items():
+        if getattr(args, field) != parser.get_default(field):
+            kind, remedy = ("one layer", "drop it") if whole else ("a model", "add --model, or drop it")
+            raise ConfigError(f"{flag} is of the measurement of {kind}: {remedy}.")
 
 
 def _layer(args: argparse.Namespace) -> int:
@@ -96,18 +112,23 @@ def _layer(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> int:
     figures, left_out = _measure(args)
+    _write_figures(args, figures, left_out)
+    return 0
+
+
+def _write_figures(args: argparse.Namespace, figures: list[Figure], left_out: dict[str, str]) -> None:
     if args.json:
         _write(_as_json(args, figures, left_out), args.json)
     if args.markdown:
         _write(markdown(figures) + "\n", args.markdown)
-    return 0
 
 
 def _report(args: argparse.Namespace) -> int:
     checks = all_checks(kernels=impl.current() != "ops")
-    best = _tuned(args)
-    figures, left_out = _measure(args)
-    _write(report(args.model or EMBEDDED, checks, best, figures, left_out), args.report)
+    best: list[KernelThresholds] = []
+    figures, left_out = _measure(args, lambda: best.append(_tuned(args)))
+    _write_figures(args, figures, left_out)
+    _write(report(args.model or EMBEDDED, checks, best[0], figures, left_out), args.report)
     return 0 if all(check.passed for check in checks) else 1
 
 
@@ -148,12 +169,19 @@ def _arms(args: argparse.Namespace) -> list[Arm]:
     return arms
 
 
-def _measure(args: argparse.Namespace) -> tuple[list[Figure], dict[str, str]]:
-    """Figures of the model at every type and context, and what could not be run, with the reason."""
+def _measure(
+    args: argparse.Namespace, prepare: Callable[[], None] = lambda: None
+) -> tuple[list[Figure], dict[str, str]]:
+    """Figures of the model at every type and context, and what could not be run, with the reason.
+
+    Args:
+        args: of the command.
+        prepare: called once, when it is known that they can be met.
+    """
     figures: list[Figure] = []
     left_out: dict[str, str] = {}
     text = load_text()
-    for dtype in args.dtypes or [None]:
+    for number, dtype in enumerate(args.dtypes or [None]):
         options = {"trust_remote_code": args.trust_remote_code}
         model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
         facts = model_facts(model)
@@ -161,6 +189,8 @@ def _measure(args: argparse.Namespace) -> tuple[list[Figure], dict[str, str]]:
         ask_beforehand(model, tokenizer, *(arm.config for arm in arms if arm.config is not None))
         ids = tokenizer.encode(text)
         contexts = _contexts(args, facts.positions, left_out)
+        if number == 0:
+            prepare()
         with _progress(len(contexts) * args.rounds * len(arms)) as advance:
             for tokens in contexts:
                 measured = measure_model(

@@ -2,11 +2,26 @@
 
 import argparse
 
-from mlx_tq.commands.args import BUDGET, EVICT, STATS, add_impl_argument
+from mlx_tq.commands.args import BUDGET, EVICT, STATS, add_impl_argument, field_of
 from mlx_tq.commands.names import DTYPES, PROFILES
 from mlx_tq.commands.parser import command_parser
 
 KV_BITS = (8, 4)
+# Flags that say something of one layer or of a whole model alone, and where the parser keeps them.
+OF_A_LAYER = {flag: field_of(flag) for flag in ("--query-heads", "--kv-heads", "--head-dim")}
+OF_A_MODEL = {
+    flag: field_of(flag)
+    for flag in (
+        "--markdown",
+        "--batches",
+        "--max-tokens",
+        "--kv-bits",
+        EVICT.flag,
+        BUDGET.flag,
+        STATS.flag,
+        "--dequantize",
+    )
+} | {"--prefill-step-size": "step"}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -157,7 +157,10 @@ def read_caches(path: str | Path, *, model: Any, config: KVConfig | None = None)
         raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
     if header.get("model") != fingerprint(model):
         name = read_header(path).model_name or "the embedded model"
-        raise CacheFormatError(f"{path} was made with {name}, whose weights are not this model's. Pass that model.")
+        raise CacheFormatError(
+            f"{path} was made with {name}, whose weights, or the type in which they were loaded, are not this model's. "
+            "Pass that model, with the dtype of then (--dtype, --dequantize)."
+        )
     try:
         plain = {"condition": False} if header["version"] == _PLAIN else {}
         stored = KVConfig.from_dict(plain | json.loads(header["config"]))

@@ -24,9 +24,11 @@ def on_or_off(text: str) -> bool:
     """What the word says.
 
     Raises:
-        ValueError: it is another one.
+        argparse.ArgumentTypeError: it is another one.
     """
-    return ("off", "on").index(text) == 1
+    if text not in (_OFF, "on"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return text == "on"
 
 
 class Option(NamedTuple):
@@ -170,6 +172,7 @@ RESCUE_OPTIONS = (
     Option("--rescue-timeout", "timeout", float, "seconds that a turn waits for the service at most (default: 1)"),
 )
 _AUTO, _OFF = "auto", "off"
+_SAVED = ("load", "prompt_cache_file")  # flags of commands that go on with a file, which keeps its settings
 _BLOCKS = 64  # tokens that leave together where their text is to be found again
 _SIZES = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -311,6 +314,9 @@ def evict_from_args(
     if text == _NO_POLICY:
         options = (BUDGET, STATS, *(RECALL_OPTIONS if has_recall else ()))
         idle = [option.flag for option in options if option_value(args, option, {}) is not None]
+        saved = next(filter(None, (getattr(args, field, None) for field in _SAVED)), None)
+        if idle and saved is not None:
+            raise ConfigError(f"{idle[0]} is given, but {saved} goes on as it was saved. Drop it.")
         if idle:
             raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
         return None
@@ -319,7 +325,9 @@ def evict_from_args(
     if recall != _OFF:
         limit = option_value(args, ARCHIVE_LIMIT, environ) or (None if given is None else given.archive_limit)
     elif has_recall and option_value(args, ARCHIVE_LIMIT, {}) is not None:
-        raise ConfigError("--kv-archive-limit is given, but nothing is archived: add --kv-recall auto, or drop it.")
+        raise ConfigError(
+            f"--kv-archive-limit is given, but nothing is archived: take {how_to_recall(args, environ)}, or drop it."
+        )
     stats = option_value(args, STATS, environ)
     policy = parse_policy(text, **defaults, **({} if stats is None else {"stats": stats}))
     named = option_value(args, STATS, {})
@@ -335,14 +343,20 @@ def recall_value(args: argparse.Namespace, environ: Mapping[str, str] = os.envir
     """What the user chose for --kv-recall; off where nothing is archived.
 
     Raises:
-        ConfigError: a count of tokens there.
+        ConfigError: a flag asks for something else there.
     """
     text: str | None = option_value(args, RECALL, environ)
     if option_value(args, ARCHIVE, environ) is not False:
         return text
-    if text not in (None, _AUTO, _OFF):
-        raise ConfigError(f"--kv-recall {text} has nothing to bring back with --kv-archive off. Drop one of the two.")
+    flag = option_value(args, RECALL, {})
+    if flag not in (None, _OFF):
+        raise ConfigError(f"--kv-recall {flag} has nothing to bring back with --kv-archive off. Drop one of the two.")
     return _OFF
+
+
+def how_to_recall(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str:
+    """The flag with which something would come back that now does not."""
+    return "--kv-recall auto" if option_value(args, ARCHIVE, environ) is not False else "--kv-archive on"
 
 
 def _chosen_recall(args: argparse.Namespace, environ: Mapping[str, str], given: "EvictConfig | None") -> int | str:
@@ -387,6 +401,18 @@ def rescue_from_args(args: argparse.Namespace, default: str, environ: Mapping[st
     chosen = {option.field: option_value(args, option, environ) for option in RESCUE_OPTIONS}
     given = {field: value for field, value in chosen.items() if value is not None}
     return RescueConfig(**{"service": default, **given})
+
+
+def refuse_idle_rescue(args: argparse.Namespace, rescue: "RescueConfig") -> None:
+    """Raise where a flag says how text comes back, and none does.
+
+    Raises:
+        ConfigError: one does.
+    """
+    service, *others = RESCUE_OPTIONS
+    idle = [option.flag for option in others if option_value(args, option, {}) is not None]
+    if idle and rescue.service == _OFF:
+        raise ConfigError(f"{idle[0]} is given, but no text comes back: add {service.flag} auto, or drop it.")
 
 
 def chooses_rescue(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> bool:

@@ -22,6 +22,7 @@ from mlx_tq.conversation.files import SavedSession, load_session, save_session
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.plain_text import PlainText, check_answer, check_text
 from mlx_tq.conversation.recall import Recalled, archive_warning, live_positions, question_of, release
+from mlx_tq.conversation.settings import check_settings
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files, shadowed
 from mlx_tq.conversation.statistics import SessionStats, TurnStats, turn_of
 from mlx_tq.conversation.template import ChatFrame
@@ -103,9 +104,7 @@ class Session:
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
         self._may_choose_rescue = rescue is None
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
-        check_answer(max_tokens)
-        if system_prompt is not None:
-            check_text(system_prompt, "system prompt")
+        check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
         self.positions, self._ranks = position_limit(model), ranks_of(model)
         self.turns: list[TurnStats] = []
         self._warn = warn
@@ -159,14 +158,17 @@ class Session:
         check_text(text, "message")
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         check_answer(max_tokens)
-        if self._busy:
-            raise ConfigError("a turn is in progress; read its answer to the end, or close it, before the next.")
+        self._check_idle()
         self._busy, self._stopping = True, False
         try:
             yield from self._worker.steps(self._answer(text, max_tokens, progress), self.stop)
         finally:
             self._busy = False
         self._tell()
+
+    def _check_idle(self) -> None:
+        if self._busy:
+            raise ConfigError("a turn is in progress; read its answer to the end, or close it, before anything else.")
 
     def _answer(self, text: str, max_tokens: int, progress: Progress | None) -> Generator[str]:
         began = time.perf_counter()
@@ -405,7 +407,8 @@ class Session:
         )
 
     def reset(self) -> None:
-        """Begin anew; the service forgets the conversation."""
+        """Begin anew; the service forgets the conversation. Raises ConfigError while a turn is in progress."""
+        self._check_idle()
         self._forget()
         self.turns = []
         self._begin(uuid.uuid4().hex, self._worker.do(self._fresh_caches))
@@ -414,9 +417,10 @@ class Session:
         """Write cache, tokens and name of the conversation to a .safetensors file.
 
         Raises:
-            ConfigError: there is nothing to save.
+            ConfigError: there is nothing to save, or a turn is in progress.
             CacheFormatError: the file cannot be written, or is there and no conversation.
         """
+        self._check_idle()
         if not self._transcript.ids:
             raise ConfigError("there is nothing to save; say something first.")
         refuse_files(self.shadow)
@@ -440,7 +444,9 @@ class Session:
 
         Raises:
             CacheFormatError: the file is damaged, or holds no conversation with this model.
+            ConfigError: a turn is in progress.
         """
+        self._check_idle()
         refuse_files(self.shadow)
         saved = self._worker.do(lambda: load_session(path, self.model))
         plan = self._worker.do(lambda: self._planned(saved.config))

@@ -158,6 +158,13 @@ class Request(Strict):
     prompt_cache_key: Any = None
     reasoning_effort: Any = None  # of OpenAI's own models; of a template it is one of chat_template_kwargs
 
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream"):
+            raise ValueError("it says something of a stream: send stream, true, or leave it out")
+        return options
+
     @property
     def stops(self) -> list[str]:
         """The texts that end the answer."""
@@ -187,6 +194,13 @@ class ChatRequest(Request):
     response_format: Format | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _beside_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
+        if count and not info.data.get("logprobs"):
+            raise ValueError("it says something of logprobs: send logprobs, true, or leave it out")
+        return count
 
     @property
     def answer_tokens(self) -> int | None:

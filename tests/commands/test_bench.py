@@ -38,9 +38,12 @@ def test_a_model_in_a_report_to_attach(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
     path = tmp_path / "report.md"
     flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
-    assert cli.main(["bench", "--report", str(path), *MODEL, "--batches", "1", "2", *flags]) == 0
+    also = ["--json", str(tmp_path / "figures.json"), "--markdown", str(tmp_path / "tables.md")]
+    assert cli.main(["bench", "--report", str(path), *MODEL, "--batches", "1", "2", *flags, *also]) == 0
     text = path.read_text()
+    assert (tmp_path / "tables.md").read_text().strip() in text
     report = json.loads(text.rpartition("```json\n")[2].removesuffix("\n```\n"))
+    assert json.loads((tmp_path / "figures.json").read_text())["figures"] == report["figures"]
     figures = {(f["arm"], f["batch"]): f for f in report["figures"]}
     assert list(dict.fromkeys(arm for arm, _ in figures)) == ARMS
     assert {arm for arm, batch in figures if batch == 2} == {arm for arm in ARMS if "kv-bits" not in arm}
@@ -63,6 +66,28 @@ def test_contexts_beyond_the_model_are_left_out_and_said(capsys):
     assert [(figure["arm"], figure["tokens"]) for figure in report["figures"]] == [("off", 5), ("safe", 5)]
     assert list(report["left_out"]) == ["5,000 tokens"]
     assert "left out: 5,000 tokens: the model has 4,096 positions" in said.err
+
+
+def test_a_report_that_cannot_be_made_leaves_the_thresholds_as_they_were(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(thresholds, "write", lambda best: pytest.fail("kept"))
+    assert cli.main(["bench", "--report", str(tmp_path / "report.md"), *MODEL, "--tokens", "5000"]) == 2
+    assert "all exceed the model's 4,096 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--kv-evict", "recency"], "--kv-evict is of the measurement of a model: add --model"),
+        (["--prefill-step-size", "7"], "--prefill-step-size is of the measurement of a model"),
+        (["--dequantize"], "--dequantize is of the measurement of a model"),
+        (["--model", "any", "--head-dim", "64"], "--head-dim is of the measurement of one layer: drop it"),
+        (["--report", "r.md", "--tune"], "--report tunes by itself. Drop --tune"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(tmp_path, monkeypatch, capsys, words, says):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", *words]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):

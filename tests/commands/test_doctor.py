@@ -56,3 +56,16 @@ def test_what_fits_in_a_memory(capsys):
 def test_what_cannot_be_counted(capsys, words, says):
     assert cli.main(["doctor", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--dequantize"], "say what --capacity counts"),
+        (["--memory", "2GB"], "say what --capacity counts"),
+        (["--capacity", "--kernels"], "Give one of the two"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_refused(capsys, words, says):
+    assert cli.main(["doctor", *words]) == 2
+    assert says in capsys.readouterr().err

@@ -230,6 +230,8 @@ def test_a_document_and_its_question_in_one_prompt(quick):
         assert (tiers["cold"], tiers["recompute"]) == ((evicted, 0) if disk else (0, evicted))
         assert (tiers["cold_nbytes"] > 0, tiers["recompute_seconds"] > 0) == (disk, not disk)
         assert each["plan"]["tiers"]["recompute" if disk else "cold"] == 0
+        back = len(each["recalled"]["positions"]) if disk else 0  # their bytes are live, too
+        assert tiers["hot"] == each["stats"]["cache"]["tokens"] - evicted + back
     # In one step of the whole document, whose round is held before the question.
     at_once = quick(*words[:-2], "--json", "--kv-recall", 96).json
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
@@ -247,7 +249,16 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
     assert quick(*words, "--json", "--kv-archive", "off").json["text"] == lost["text"]
     refused(quick(*words, "--kv-archive", "off", "--kv-recall", 96), "--kv-recall 96 has nothing to bring back with")
+    refused(
+        quick(*words, "--kv-archive", "off", "--kv-recall", "auto"), "--kv-recall auto has nothing to bring back with"
+    )
+    refused(quick(*words, "--kv-archive", "off", "--kv-archive-limit", "1GB"), "is archived: take --kv-archive on, or")
     refused(quick("generate", "-p", text, "--kv-archive", "off"), "--kv-archive is given, but no token leaves")
+    assert "argument --kv-archive: 'maybe' is neither on nor off" in quick(*words, "--kv-archive", "maybe").err
+    assert (
+        "the answer may miss what they said; --kv-archive on brings it back" in quick(*words, "--kv-archive", "off").err
+    )
+    assert "may miss what they said" not in quick(*words, "--kv-recall", "off", "--kv-shadow", 8).err
     refused(quick(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
     refused(
         quick(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"
@@ -272,6 +283,12 @@ def test_the_rescue_service_is_asked_when_a_prompt_is_read(quick, service):
     assert more == quoted["rescued"]["tokens"] > sum(stop - start for start, stop in quoted["rescued"]["ranges"])
     assert "brought back: tokens " in quick(*words, "--kv-recall", "off").err
     assert service.http.get("/sessions").json()["sessions"] == []
+    for words_of, says in (
+        (("--rescue", "banana"), "rescue is 'banana'; it must be off, auto or a URL"),
+        (("--rescue-timeout", "inf"), "timeout is inf; it must be above 0 and at most 86,400 seconds"),
+        (("--rescue", "off"), "--rescue-timeout is given, but no text comes back: add --rescue auto, or drop it"),
+    ):
+        refused(quick(*words, "--model", "none", *words_of), says)  # before a model is loaded
     refused(quick(*ASK, "--rescue", "auto"), "--rescue is given, but no token leaves: add --kv-evict triattention")
     refused(quick(*words, "--kv-recall", "off", "--kv-shadow", 8), "--rescue cannot be combined with --kv-shadow")
 

@@ -6,9 +6,7 @@ from mlx_tq import load
 from mlx_tq.conversation.recall import SHORTEST_QUESTION, question_of
 
 DOCUMENT = "".join(f"House number {n} on Lime Street has a gate, a tree and {n} windows.\n" for n in range(60))
-QUESTION = (
-    "Which of the four answers is right for the house that stands beside the river and has the largest gate of all?"
-)
+QUESTION = "Which of the four answers is right for the house that stands beside the river and has the largest gate?"
 CHOICES = "\n".join(
     f"{letter}) the house with the {nth} gate" for letter, nth in zip("ABCDEFGH", range(8), strict=True)
 )
@@ -24,7 +22,7 @@ def tokenizer():
     [
         (DOCUMENT + "\n", f"{QUESTION}\n{CHOICES}"),
         (DOCUMENT + "\r\n", f"{QUESTION}\r\n{CHOICES}"),
-        (DOCUMENT + "  \n", f"{QUESTION} {QUESTION}"),
+        (DOCUMENT + "  \n", f"{QUESTION}\n{CHOICES}"),
         ("A paragraph.\n\n" + DOCUMENT, f"{QUESTION} {QUESTION}"),
     ],
     ids=["behind an empty line", "lines of Windows", "a line of blanks", "no empty line so near"],

@@ -276,18 +276,34 @@ def test_what_cannot_be_met(chat, exact):
             say(session, text)
     with pytest.raises(ConfigError, match="system prompt is not UTF-8"):
         chat(system_prompt="\udcff")
+    for wrong in (
+        {"prefill_step_size": 0},
+        {"prefill_step_size": True},
+        {"seed": -1},
+        {"seed": "a"},
+        {"sampler": 3},
+        {"session_id": "../x"},
+        {"session_id": "a" * 65},
+        {"session_id": ""},
+    ):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=f"^{name} is .* must be "):
+            chat(**wrong)
     assert session.stats.turns == 0
     session.close()
     with pytest.raises(ConfigError, match="closed"):
         say(session, QUESTION)
 
 
-def test_one_turn_at_a_time(chat):
-    session = chat()
+def test_one_turn_at_a_time(chat, tmp_path):
+    session, path = chat(), tmp_path / "chat.safetensors"
+    say(session, "A word.")
+    session.save(path)
     first = session.respond(FACT)
     next(first)
-    with pytest.raises(ConfigError, match="in progress"):
-        say(session, QUESTION)
+    for call in (lambda: say(session, QUESTION), session.reset, lambda: session.save(path), lambda: session.load(path)):
+        with pytest.raises(ConfigError, match="in progress"):
+            call()
     first.close()
     assert "417295" in say(session, QUESTION)
 

@@ -200,7 +200,7 @@ class Answering:
         last = self._last
         rate = last.prompt_tps if last else 0.0
         if self._brought is not None and self._first:
-            rate = self._whole / self._first  # mlx-lm saw the question alone
+            rate = (self._whole - self._cached) / self._first  # mlx-lm saw the question alone
         return GenerationStats(
             prompt_tokens=self._whole,
             generation_tokens=last.generation_tokens if last else 0,

@@ -107,12 +107,17 @@ def run(args: argparse.Namespace) -> int:
     """Test and show; returns 1 if a test failed.
 
     Raises:
-        ConfigError: flags of --capacity without it.
+        ConfigError: flags of --capacity without it, or of the self-tests with it.
     """
+    if args.capacity and args.kernels:
+        raise ConfigError("--capacity counts and --kernels tests. Give one of the two.")
     if args.capacity:
         return capacity.run(args)
-    if (args.model, args.memory, args.dtype) != (None, None, None):
-        raise ConfigError("--model, --memory and --dtype say what --capacity counts; add it, or drop them.")
+    if (args.model, args.memory, args.dtype) != (None, None, None) or args.dequantize or args.trust_remote_code:
+        raise ConfigError(
+            "--model, --memory, --dtype, --dequantize and --trust-remote-code say what --capacity counts; add it, or "
+            "drop them."
+        )
     checks = all_checks(kernels=args.kernels)
     about = environment()
     if args.json:

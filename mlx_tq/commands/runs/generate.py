@@ -15,8 +15,10 @@ from mlx_tq.commands.args import (
     SHADOW,
     beside_recall,
     field_of,
+    how_to_recall,
     option_value,
     recall_value,
+    refuse_idle_rescue,
     rescue_from_args,
 )
 from mlx_tq.commands.asking import ask_beforehand
@@ -47,7 +49,7 @@ from mlx_tq.models import load_with_config
 from mlx_tq.prefixes.folder import Folder
 from mlx_tq.prefixes.store import PrefixStore
 from mlx_tq.ranks.group import Ranks
-from mlx_tq.rescue import OFF
+from mlx_tq.rescue import OFF, open_service
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.statistics import tokens_seen
@@ -147,7 +149,9 @@ def _check_request(args: argparse.Namespace) -> None:
     check_arguments(args)
     template_config(args)
     config = chosen_config(args)
-    chosen_rescue(args)
+    rescue = chosen_rescue(args)
+    if rescue.service != OFF:
+        open_service(rescue.service)  # refuses what is no address
     if option_value(args, SHADOW) is not None:
         for flag, given in (("--draft-model", args.draft_model), ("--prompt-cache-file", args.prompt_cache_file)):
             if given:
@@ -165,6 +169,7 @@ def chosen_rescue(args: argparse.Namespace) -> RescueConfig:
         ConfigError: a flag says so.
     """
     rescue = rescue_from_args(args, OFF)
+    refuse_idle_rescue(args, rescue)
     others = [*_given(args), *([SHADOW.flag] if option_value(args, SHADOW) is not None else [])]
     if rescue.service == OFF or not (others or chosen_config(args).evict is None):
         return rescue
@@ -238,8 +243,9 @@ def _check_limits(model: Any, opened: PromptCache, prompt: int, args: argparse.N
 
 
 def _warn_of_eviction(tokens: int, limit: int | None, plan: Plan, args: argparse.Namespace) -> None:
-    if not plan.recalls and chosen_rescue(args).service == OFF:
-        remedy = "" if beside_recall(args) else "; --kv-recall auto brings it back"
+    gone = not plan.recalls and chosen_rescue(args).service == OFF and option_value(args, SHADOW) is None
+    if gone:
+        remedy = "" if beside_recall(args) else f"; {how_to_recall(args)} brings it back"
         warn(f"evicted tokens are gone, and the answer may miss what they said{remedy}.")
     if limit is not None and tokens > _NEARLY * limit:
         warn(
