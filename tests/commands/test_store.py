@@ -57,3 +57,11 @@ def test_a_limit_needs_a_store(monkeypatch, capsys):
     assert "add --kv-store auto" in run(capsys, "generate", "-p", "a", "--kv-store-limit", "1GB")[2]
     monkeypatch.setenv("MLX_TQ_KV_STORE_LIMIT", "much")
     assert "MLX_TQ_KV_STORE_LIMIT: 'much' is not a size" in run(capsys, "generate", "-p", "a")[2]
+
+
+@pytest.mark.parametrize("action", ["list", "check", "clear"])
+def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys, action):
+    code, out, said = run(capsys, "store", action, "--kv-store", tmp_path / "typo")
+    assert (code, out) == (2, "")
+    assert "typo is no folder; name that of a store, or auto" in said
+    assert not (tmp_path / "typo").exists()

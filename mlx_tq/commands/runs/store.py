@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from mlx_tq.commands.args import STORE, option_value
@@ -11,7 +12,7 @@ from mlx_tq.commands.screen import human_bytes, results, table
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefixes.folder import BLOCKS, POINTS, Folder
 from mlx_tq.prefixes.points import summary
-from mlx_tq.prefixes.store import AUTO, open_folder
+from mlx_tq.prefixes.store import AUTO, OFF, open_folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,7 +21,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the folder is no store.
     """
-    folder = open_folder(option_value(args, STORE) or AUTO)
+    chosen = option_value(args, STORE) or AUTO
+    if chosen not in (AUTO, OFF) and not Path(chosen).is_dir():
+        raise ConfigError(f"--kv-store {chosen} is no folder; name that of a store, or auto.")
+    folder = open_folder(chosen)
     if folder is None:
         raise ConfigError("--kv-store is off; name the folder of a store, or auto.")
     report = _ACTIONS[args.action](folder)
