@@ -1,28 +1,25 @@
 """What a round of eviction costs beside the prefill between two rounds, in CPU seconds, by context.
 
-python benchmarks/evict/bench_cost.py [--contexts 4096,16384,32768] [--json FILE]
+python -m benchmarks.evict.bench_cost --models embedded,smollm2,gemma-3-270m.gguf
 
-At a budget of 90 % and a trigger of 128 tokens a round comes every 1,280 tokens. The caches of the embedded model are
-filled with random keys and values, under random query statistics; then one step of the prefill runs at that context,
-and rounds on copies. CPU time, of all threads, does not depend on what else the machine does.
+At a budget of 90 % and a trigger of 128 tokens a round comes every 1,280 tokens. Caches are filled with random keys and
+values, under random query statistics; then one step of the prefill runs at that context, and rounds on copies. CPU
+time, of all threads, does not depend on what else the machine does.
 """
 
-import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from report import write
 
+from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.config import KVConfig
-from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.sequence.build import build_caches
@@ -31,8 +28,9 @@ from mlx_tq.sequence.passes import before_pass, compressed_caches, sequence_in
 from mlx_tq.sequence.plan import LayerPlan
 
 STEP = 256
-EVICT = EvictConfig("triattention:stats=text:granularity=1", "90%", "off")
+EVICT = EvictConfig("triattention:stats=text", "90%", "off")
 ROUNDS = 3
+CONTEXTS = (4096, 8192, 16384, 32768)
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -43,28 +41,41 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def filled(model: Any, length: int) -> list[Any]:
-    """Caches that hold `length` random tokens, ready to evict."""
+    """Caches that hold `length` random tokens, ready to evict; those of sliding layers hold their window."""
     plan = plan_caches(model, KVConfig(evict=EVICT))
     rng = np.random.default_rng(0)
-    heads = model.args.num_attention_heads
 
     def calibrated(layer: LayerPlan) -> LayerPlan:
-        dim, pairs = layer.slot.key_dim, layer.rope.pairs.shape[1]
+        dim, pairs, heads = layer.slot.key_dim, layer.rope.pairs.shape[1], model.args.num_attention_heads
         stats = QueryStats(mx.array(rng.standard_normal((heads, dim), np.float32)), 2 * mx.ones((heads, pairs)))
         return replace(layer, queries=stats)
 
     plan = replace(plan, layers=[calibrated(layer) for layer in plan.layers])
+    plan = replace(plan, eviction=plan.eviction and replace(plan.eviction, positions=None))
     caches = build_caches(plan)
-    for layer, cache in zip(plan.layers, compressed_caches(caches), strict=True):
-        slot, sequence, cache.sequence = layer.slot, cache.sequence, None  # no round comes meanwhile
-        while cache.offset < length:
-            shape = (1, slot.heads, min(4096, length - cache.offset), slot.key_dim)
-            pair = [mx.array(rng.standard_normal(shape, np.float32)).astype(dtype_of(slot.dtype)) for _ in range(2)]
-            cache.append(*pair)
-            cache.settle()
-            mx.eval(cache.state)
+    compressed_ones = compressed_caches(caches)
+    for layer, cache in zip(plan.layers, compressed_ones, strict=True):
+        sequence, cache.sequence = cache.sequence, None  # no round comes meanwhile
+        fill(cache.append, cache, layer.slot, length, 4096, rng)
+        cache.settle()
+        mx.eval(cache.state)
         cache.sequence = sequence
+    for cache in caches:
+        if cache not in compressed_ones:
+            fill(cache.update_and_fetch, cache, plan.layers[0].slot, length, STEP, rng)
+            mx.eval(cache.state)
     return caches
+
+
+def fill(
+    append: Callable[[mx.array, mx.array], Any], cache: Any, slot: Any, length: int, most: int, rng: np.random.Generator
+) -> None:
+    """Append random keys and values of a layer's shape, up to `most` tokens at a time."""
+    while cache.offset < length:
+        shape = (1, slot.heads, min(most, length - cache.offset), slot.key_dim)
+        pair = [mx.array(rng.standard_normal(shape, np.float32)).astype(dtype_of(slot.dtype)) for _ in range(2)]
+        append(*pair)
+        mx.eval(cache.state)
 
 
 def measure(model: Any, length: int) -> dict[str, Any]:
@@ -94,20 +105,13 @@ def measure(model: Any, length: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure every context."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--contexts", default="4096,16384,32768")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    model, _ = load()
-    model.args.max_position_embeddings = 1 << 20
-    rows = []
-    for length in map(int, args.contexts.split(",")):
-        rows.append(measure(model, length))
-        print(rows[-1], flush=True)
-        write(args.json, f"python benchmarks/evict/bench_cost.py --contexts {args.contexts}", rows)
+def costs(name: str) -> Iterator[dict[str, Any]]:
+    """Of a model by context."""
+    model, _ = named_model(name)
+    for length in CONTEXTS:
+        yield {"model": ALL_NAMES[name], **measure(model, length)}
 
 
 if __name__ == "__main__":
-    main()
+    about = __doc__.partition("\n")[0]
+    survey_models(about, "benchmarks.evict.bench_cost", "evict_cost.json", costs, ALL_NAMES)

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.bench_look import LIVE, decided
-from benchmarks.recall.models import NAMES, named_model, survey_models
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig

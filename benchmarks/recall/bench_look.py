@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.models import NAMES, RESULTS, named_model
+from benchmarks.named_models import NAMES, RESULTS, named_model
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
 from mlx_tq.config import KVConfig

@@ -15,10 +15,10 @@ from unittest import mock
 
 import numpy as np
 
+from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
 from benchmarks.recall.bench_recall import STEP, read
-from benchmarks.recall.models import NAMES, named_model, survey_models
 from benchmarks.recall.scenes import config, frame, planted
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.conversation.recall import recall

@@ -197,26 +197,36 @@ def _rows(source: str, columns: dict[str, Callable[[Record], str]], keep: Callab
 
 def cost() -> Table:
     """What a round takes, beside the reading of 256 tokens."""
-    columns: dict[str, Callable[[Record], str]] = {
-        "context": lambda r: f"{r['context']:,}",
-        "evicted": lambda r: f"{r['evicted']:,}",
-        "round": lambda r: f"{r['round_seconds']:.3f} s",
-        "256 tokens of prefill": lambda r: f"{r['step_seconds']:.1f} s",
-        "share of the prefill": lambda r: f"{r['percent']:.2f} %",
-    }
-    return _rows("evict_cost.json", columns, lambda r: True)
+    about = report("evict_cost.json")
+    rows = [
+        [
+            r["model"],
+            f"{r['context']:,}",
+            f"{r['evicted']:,}",
+            f"{r['round_seconds']:.3f} s",
+            f"{r['step_seconds']:.1f} s",
+            f"{r['percent']:.2f} %",
+        ]
+        for r in about["rows"]
+    ]
+    columns = ["model", "context", "evicted", "round", "256 tokens of prefill", "share of the prefill"]
+    where = f"the models named, float32, {about['environment']['blas']}"
+    return Table("evict_cost.json", about["command"], machine(about), columns, rows, model=where)
 
 
 def key_formats() -> Table:
-    """Scores of packed keys against those of fp16 keys."""
-    columns: dict[str, Callable[[Record], str]] = {
-        "keys": lambda r: r["key"],
-        "Spearman": lambda r: f"{r['spearman']:.3f}",
-        "Jaccard at 10 %": lambda r: f"{r['jaccard_0.1']:.3f}",
-        "Jaccard at 25 %": lambda r: f"{r['jaccard_0.25']:.3f}",
+    """Scores of packed keys against those of fp16 keys, a column for each model."""
+    about = report("evict_formats.json")
+    models = in_order(about["rows"], "model")
+    found = {
+        (r["key"], r["model"]): f"{r['spearman']:.3f}, {r['jaccard_0.1']:.2f}, {r['jaccard_0.25']:.2f}"
+        for r in about["rows"]
     }
     # Coefficients of 8 and 16 bits choose the same.
-    return _rows("evict_formats.json", columns, lambda r: r["key"] != "fp16" and "int" not in r["key"])
+    keys = [key for key in in_order(about["rows"], "key") if key != "fp16" and "int" not in key]
+    rows = [[key, *(found.get((key, model), "-") for model in models)] for key in keys]
+    model = "the models named, float32"
+    return Table("evict_formats.json", about["command"], machine(about), ["keys", *models], rows, model=model)
 
 
 def spans() -> Table:

@@ -1,9 +1,9 @@
 """The tables of recall: what comes back, what a look costs, and which layers it needs."""
 
 from collections.abc import Callable
-from statistics import mean
+from statistics import mean, median
 
-from benchmarks.recall.models import NAMES
+from benchmarks.named_models import NAMES
 from benchmarks.tables.markdown import Record, Table, machine, machines, report
 
 
@@ -107,6 +107,23 @@ def worth() -> Table:
     return Table("recall_worth.json", about["command"], machine(about), columns, rows, model=model)
 
 
+def floor() -> Table:
+    """What comes back for whom, did a block have to be worth so much."""
+    about = report("recall_floor.json")
+    floors = (0, 0.1, 0.2, 0.3, 0.4)
+    rows = []
+    for row in about["rows"]:
+        asked, left = row["found"], row["about"] == "what left"
+        come = [each for each in asked if each["right"] or not left]
+        counts = [str(sum(each["worth"] >= floor for each in come)) for floor in floors]
+        worth = f"{median(each['worth'] for each in asked):.2f}"
+        rows.append([row["model"], f"{row['tokens']:,}", row["kind"], row["about"], str(len(asked)), worth, *counts])
+    columns = ["model", "tokens", "texts of", "asked about", "asked", "worth of the best block, median"]
+    columns += ["no floor", *(f"from {floor}" for floor in floors[1:])]
+    model = "the models named, float32, prefix 32, window 64, q8/tq4, 25% kept"
+    return Table("recall_floor.json", about["command"], machine(about), columns, rows, model=model)
+
+
 def neighbours() -> Table:
     """How often all evidence is back, by which neighbours come with a block."""
     about = report("recall_neighbours.json")
@@ -150,6 +167,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "recall": recall,
     "recall_look": looks,
     "recall_listening": listening,
+    "recall_floor": floor,
     "recall_layers": layers,
     "recall_neighbours": neighbours,
     "recall_text": text,

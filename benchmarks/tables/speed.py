@@ -5,6 +5,7 @@ from collections.abc import Callable
 from benchmarks.tables.markdown import Table, machine, report
 
 ARMS = ("safe", "balanced", "small")
+REPORTS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma 3 270M"}
 ONE_LAYER = "no model: one layer"
 
 
@@ -25,23 +26,55 @@ def decode() -> Table:
 def whole_model() -> Table:
     """A real model: what each cache takes, and how fast it reads and answers."""
     about = report("bench_model_smollm2.json")
+    off = {(f["dtype"], f["tokens"]): f for f in about["figures"] if f["arm"] == "off"}
     rows = []
     for f in about["figures"]:
-        off = next(
-            each
-            for each in about["figures"]
-            if each["arm"] == "off" and (each["dtype"], each["tokens"]) == (f["dtype"], f["tokens"])
-        )
         nbytes = [f"{f[name] / 1e6:.1f}" for name in ("kv_nbytes", "active_nbytes", "peak_nbytes")]
         speeds = [f"{f['prefill_tps']:.0f}", f"{f['first_token']:.1f}", f"{f['decode_tps']:.1f}"]
-        share = f"{f['decode_tps'] / off['decode_tps']:.2f}"
+        share = f"{f['decode_tps'] / off[f['dtype'], f['tokens']]['decode_tps']:.2f}"
         rows.append([f"{f['dtype']}, {f['tokens']:,}", f"`{f['arm']}`", *nbytes, *speeds, share])
     columns = ["type, tokens", "cache", "KV, MB", "held, MB", "peak, MB", "read, tok/s", "first token, s"]
     columns += ["answer, tok/s", "of `off`'s"]
-    command = "python -m mlx_tq bench --model smollm2 --dequantize --tokens 1024 4096 --dtypes float32 \\\n"
-    command += "    --profiles balanced small --kv-evict none --kv-bits --batches 1 --rounds 2 --max-tokens 16"
+    command = "python -m mlx_tq bench --model smollm2 --dequantize --tokens 1024 4096 --dtypes float32 bfloat16 \\\n"
+    command += "    --profiles balanced --kv-evict none --kv-bits --batches 1 --rounds 1 --max-tokens 32"
     where = f"SmolLM2-135M-Instruct, {about['environment']['blas']}"
     return Table("bench_model_smollm2.json", command, machine(about), columns, rows, model=where)
+
+
+def report_of_models() -> Table:
+    """What `mlx_tq.bench --report` has of two real models: all caches, one and several answers at once."""
+    files = {f"bench_report_{name}.json": label for name, label in REPORTS.items()}
+    rows = []
+    for source, label in files.items():
+        figures = report(source)["figures"]
+        rates = {(f["arm"], f["batch"]): f["decode_tps"] for f in figures}
+        batches = sorted({f["batch"] for f in figures})
+        for f in figures:
+            if f["batch"] == 1:
+                nbytes = [f"{f[name] / 1e9:.4f}" for name in ("kv_nbytes", "active_nbytes", "peak_nbytes")]
+                together = [f"{rates[f['arm'], n]:.1f}" if (f["arm"], n) in rates else "-" for n in batches]
+                share = f"{f['decode_tps'] / rates['off', 1]:.2f}"
+                rows.append([label, f"`{f['arm']}`", *nbytes, f"{f['prefill_tps']:.0f}", *together, share])
+    columns = ["model", "cache", "KV, GB", "held, GB", "peak, GB", "read, tok/s", "answer, tok/s"]
+    columns += [*(f"{n} answers" for n in batches[1:]), "of `off`'s"]
+    command = "python -m mlx_tq bench --model M --dequantize --tokens 1024 --dtypes float32 --rounds 2 --report FILE"
+    first, *also = files
+    about = report(first)
+    where = f"the models named, float32, 1,024 tokens, {about['environment']['blas']}"
+    return Table(first, command, machine(about), columns, rows, model=where, also=tuple(also))
+
+
+def step_parts() -> Table:
+    """Where a step of an answer spends its time."""
+    about = report("step_parts.json")
+    rows = [
+        [f"{r['tokens']:,}", f"`{r['cache']}`"]
+        + [f"{r[part]:.1f}" for part in ("step_ms", "asked_ms", "computed_ms", "packing_ms")]
+        for r in about["rows"]
+    ]
+    columns = ["tokens", "cache", "a step, ms", "asked for in Python", "computed", "packing, on average"]
+    where = f"SmolLM2-135M-Instruct, float32, {about['environment']['blas']}"
+    return Table("step_parts.json", about["command"], machine(about), columns, rows, model=where)
 
 
 def streams() -> Table:
@@ -224,6 +257,8 @@ def batch() -> Table:
 
 TABLES: dict[str, Callable[[], Table]] = {
     "whole_model": whole_model,
+    "report_of_models": report_of_models,
+    "step_parts": step_parts,
     "decode": decode,
     "streams": streams,
     "flood": flood,
