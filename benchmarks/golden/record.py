@@ -47,7 +47,7 @@ _LEFT_OUT = {
         "evict_seconds",
         "seconds",
     ),
-    *("restore_seconds", "tiers", "archived", "archived_nbytes"),  # said since, with nothing to compare with
+    *("restore_seconds", "tiers", "archived", "archived_nbytes", "back"),  # said since, with nothing to compare with
     *("median", "low", "high", "id", "created", "index", "versions"),
 }
 _MASKS = (

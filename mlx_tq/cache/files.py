@@ -158,8 +158,8 @@ def read_caches(path: str | Path, *, model: Any, config: KVConfig | None = None)
     if header.get("model") != fingerprint(model):
         name = read_header(path).model_name or "the embedded model"
         raise CacheFormatError(
-            f"{path} was made with {name}, whose weights, or the type in which they were loaded, are not this model's. "
-            "Pass that model, with the dtype of then (--dtype, --dequantize)."
+            f"{path} was made with {name}, whose weights are not this model's, or not in this type (--dtype, "
+            "--dequantize). Pass that model."
         )
     try:
         plain = {"condition": False} if header["version"] == _PLAIN else {}

@@ -28,7 +28,7 @@ class CacheStats:
         rounds: in which they did.
         evict_seconds: that these took.
         archived, archived_nbytes: of those that left, the tokens whose rows are on the disk, and the bytes there.
-        recalled: of those that left, the tokens whose rows are back.
+        back: of those that left, the tokens whose rows are live again.
     """
 
     tokens: int
@@ -40,13 +40,13 @@ class CacheStats:
     evict_seconds: float = 0.0
     archived: int = 0
     archived_nbytes: int = 0
-    recalled: int = 0
+    back: int = 0
 
     @property
     def tiers(self) -> Tiers:
         """Where the tokens are."""
         lost = max(0, self.evicted - self.archived)
-        live = self.tokens - self.evicted + self.recalled
+        live = self.tokens - self.evicted + self.back
         return Tiers(live, self.nbytes, self.archived, self.archived_nbytes, lost)
 
     @property
@@ -90,7 +90,7 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
         evict_seconds=gone.seconds,
         archived=sum(len(extent.positions) for extent in extents),
         archived_nbytes=sum(extent.size for extent in extents),
-        recalled=len(sequence.recalled) if sequence else 0,
+        back=len(sequence.recalled) if sequence else 0,
     )
 
 
