@@ -87,8 +87,8 @@ CODE = [
     ),
     Reason(
         "`demo`",
-        "it has no flag for plain keys; where they are the default in the code, it prints what it printed, but that the "
-        "last paragraph of the text that it is told asks, too, and is answered by a quotation",
+        "it has no flag for plain keys; where they are the default in the code, it prints what it printed, but that "
+        "the last paragraph of the text that it is told asks, too, and is answered by a quotation",
         r"^demo",
     ),
     Reason("`doctor`", "float32 sums in another order; at most 1e-5 is allowed", r"^doctor .*measured$"),
