@@ -63,7 +63,6 @@ def filled(model: Any, length: int) -> list[Any]:
     for cache in caches:
         if cache not in compressed_ones:
             fill(cache.update_and_fetch, cache, plan.layers[0].slot, length, STEP, rng)
-            mx.eval(cache.state)
     return caches
 
 

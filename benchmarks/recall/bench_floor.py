@@ -16,10 +16,9 @@ import numpy as np
 from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
-from benchmarks.recall.bench_recall import STEP, read
+from benchmarks.recall.bench_recall import STEP
 from benchmarks.recall.needles import KINDS, Needle
-from benchmarks.recall.scenes import Scene, config, frame, planted
-from mlx_tq import compressed, make_prompt_cache
+from benchmarks.recall.scenes import Scene, frame, readings
 from mlx_tq.conversation.recall import recall
 
 BUDGET = "25%"
@@ -49,20 +48,15 @@ def absent(kind: str, made: Scene, count: int) -> list[Needle]:
 def answers(model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int) -> Iterator[dict[str, Any]]:
     """What each question of each text finds."""
     around = frame(tokenizer, "")
-    for seed in range(texts):
-        made = planted(tokenizer, around.head, kind, tokens, needles, random.Random(seed))
-        places = made.evidence()
-        caches = make_prompt_cache(model, config("q8", "tq4", [span for each in places for span in each], BUDGET))
-        with compressed(model):
-            read(model, caches, made.ids)
-            asked = [(FOUND, needle, spans) for needle, spans in zip(made.hidden.needles, places, strict=True)]
-            asked += [(ABSENT, needle, []) for needle in absent(kind, made, needles)]
-            asked += [(NOTHING, Needle((), request, ("",)), []) for request in REQUESTS]
-            for about, needle, spans in asked:
-                found = recall(model, copy.deepcopy(caches), asked_of(tokenizer, around, needle).ids, STEP)
-                back = np.array(found.positions)
-                right = any(inside(back, span) for span in spans)
-                yield {"about": about, "worth": round(found.ranked[0].score, 4), "right": right, "back": len(back)}
+    for made, caches in readings(model, tokenizer, kind, tokens, needles, texts, BUDGET):
+        asked = [(FOUND, needle, spans) for needle, spans in zip(made.hidden.needles, made.evidence(), strict=True)]
+        asked += [(ABSENT, needle, []) for needle in absent(kind, made, needles)]
+        asked += [(NOTHING, Needle((), request, ("",)), []) for request in REQUESTS]
+        for about, needle, spans in asked:
+            found = recall(model, copy.deepcopy(caches), asked_of(tokenizer, around, needle).ids, STEP)
+            back = np.array(found.positions)
+            right = any(inside(back, span) for span in spans)
+            yield {"about": about, "worth": round(found.ranked[0].score, 4), "right": right, "back": len(back)}
 
 
 def cells(name: str) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,6 @@ python -m benchmarks.recall.bench_worth --models embedded,smollm2
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,9 +16,8 @@ import numpy as np
 from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
-from benchmarks.recall.bench_recall import STEP, read
-from benchmarks.recall.scenes import config, frame, planted
-from mlx_tq import compressed, make_prompt_cache
+from benchmarks.recall.bench_recall import STEP
+from benchmarks.recall.scenes import frame, readings
 from mlx_tq.conversation.recall import recall
 from mlx_tq.ranks.group import Ranks
 from mlx_tq.sequence import recall as search
@@ -78,26 +76,21 @@ def judged(worth: np.ndarray, evidence: np.ndarray) -> dict[str, Any]:
 def asked(model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int) -> Iterator[dict[str, Any]]:
     """What each rule makes of each question."""
     around = frame(tokenizer, "")
-    for seed in range(texts):
-        made = planted(tokenizer, around.head, kind, tokens, needles, random.Random(seed))
-        places = made.evidence()
-        caches = make_prompt_cache(model, config("q8", "tq4", [span for each in places for span in each], BUDGET))
-        with compressed(model):
-            read(model, caches, made.ids)
-            for needle, spans in zip(made.hidden.needles, places, strict=True):
-                seen: dict[str, Any] = {}
+    for made, caches in readings(model, tokenizer, kind, tokens, needles, texts, BUDGET):
+        for needle, spans in zip(made.hidden.needles, made.evidence(), strict=True):
+            seen: dict[str, Any] = {}
 
-                def ranked(question: Question, ranks: Ranks, seen: dict[str, Any] = seen) -> list[Scored]:
-                    question.archive.settle()
-                    layers = [np.exp(found) for found in search._log_weights(question)]
-                    seen.update(extents=question.extents, layers=layers)
-                    return rank(question, ranks)
+            def ranked(question: Question, ranks: Ranks, seen: dict[str, Any] = seen) -> list[Scored]:
+                question.archive.settle()
+                layers = [np.exp(found) for found in search._log_weights(question)]
+                seen.update(extents=question.extents, layers=layers)
+                return rank(question, ranks)
 
-                with mock.patch.object(search, "rank", ranked):
-                    recall(model, copy.deepcopy(caches), asked_of(tokenizer, around, needle).ids, STEP)
-                evidence = np.array([[inside(e.positions, span) > 0 for e in seen["extents"]] for span in spans])
-                if evidence.any():
-                    yield {rule: judged(worth(seen["layers"]), evidence) for rule, worth in RULES.items()}
+            with mock.patch.object(search, "rank", ranked):
+                recall(model, copy.deepcopy(caches), asked_of(tokenizer, around, needle).ids, STEP)
+            evidence = np.array([[inside(e.positions, span) > 0 for e in seen["extents"]] for span in spans])
+            if evidence.any():
+                yield {rule: judged(worth(seen["layers"]), evidence) for rule, worth in RULES.items()}
 
 
 def cells(name: str) -> Iterator[dict[str, Any]]:

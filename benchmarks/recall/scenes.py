@@ -2,13 +2,15 @@
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.recall.bench_recall import BLOCK, Given
+from benchmarks.recall.bench_recall import BLOCK, Given, read
 from benchmarks.recall.needles import KINDS, Hidden
+from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
@@ -89,6 +91,20 @@ def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: ran
 def planted(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
     """A text of so many tokens with needles of a kind."""
     return scene(tokenizer, head, KINDS[kind](rng, needles), tokens, rng)
+
+
+def readings(
+    model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int, budget: str
+) -> Iterator[tuple[Scene, list[Any]]]:
+    """Texts of a kind, each with caches that lost what it is asked for while they read it; in reach of the model."""
+    head = frame(tokenizer, "").head
+    for seed in range(texts):
+        made = planted(tokenizer, head, kind, tokens, needles, random.Random(seed))
+        spans = [span for each in made.evidence() for span in each]
+        caches = make_prompt_cache(model, config("q8", "tq4", spans, budget))
+        with compressed(model):
+            read(model, caches, made.ids)
+            yield made, caches
 
 
 def config(

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_tq.conversation.plain_text import check_answer, check_text
 from mlx_tq.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what the rescue service takes
+SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # what the rescue service takes
 
 
 def check_settings(
@@ -20,7 +20,7 @@ def check_settings(
     if system_prompt is not None:
         check_text(system_prompt, "system prompt")
     check_answer(max_tokens)
-    if session_id is not None and not (isinstance(session_id, str) and _NAME.fullmatch(session_id)):
+    if session_id is not None and not (isinstance(session_id, str) and SESSION_NAME.fullmatch(session_id)):
         raise ConfigError(f"session_id is {session_id!r:.80}; it must be 1 to 64 letters, digits, _ and -.")
     if not _is_whole(prefill_step_size, 1):
         raise ConfigError(f"prefill_step_size is {prefill_step_size!r}; it must be a whole number of 1 or more.")

@@ -24,5 +24,5 @@ def threads() -> int:
     path = library()
     if path is None or not path.name.startswith("libopenblas"):
         return 1
-    count: int = ctypes.CDLL(str(path)).openblas_get_num_threads()
-    return count
+    count = getattr(ctypes.CDLL(str(path)), "openblas_get_num_threads", None)
+    return 1 if count is None else int(count())

@@ -7,7 +7,6 @@ begins anew with it: a kept session saves time and memory, and no answer depends
 
 import asyncio
 import logging
-import re
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.recall import NOWHERE, archive_warning, live_positions
+from mlx_tq.conversation.settings import SESSION_NAME
 from mlx_tq.conversation.transcript import Transcript, quotation_limit
 from mlx_tq.rescue import RescueClient
 from mlx_tq.sequence.passes import sequence_in
@@ -31,7 +31,6 @@ from mlx_tq.server.schemas import ChatRequest
 log = logging.getLogger(__name__)
 
 HEADER = "X-Session-Id"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @dataclass(eq=False)
@@ -125,7 +124,7 @@ class Sessions:
             InvalidRequestError: no such name can be, or no sessions are kept.
             QueueFullError: too many wait, or every session is in use.
         """
-        if not _NAME.fullmatch(name):
+        if not SESSION_NAME.fullmatch(name):
             raise InvalidRequestError(
                 f"{HEADER} is {name[:80]!r}; it must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -", HEADER
             )
