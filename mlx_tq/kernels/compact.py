@@ -27,8 +27,11 @@ def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     """`compact` in mlx's own operations."""
     if kept.size == 0:
         return _nothing(rows, capacity)
+    batch, heads, count, words = rows.shape
     index = mx.concatenate([kept, mx.zeros(capacity - kept.size, mx.int32)])
-    return mx.take(rows, index, axis=2)
+    each = mx.arange(batch * heads, dtype=mx.int32)[:, None] * count + index
+    found = mx.take(rows.reshape(-1, words), each, axis=0)  # axis 2 takes eight times as long
+    return found.reshape(batch, heads, capacity, words)
 
 
 def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:

@@ -1,12 +1,13 @@
 """Scoring packed keys by virtual queries, once an eviction round."""
 
-from functools import partial
+from functools import cache, partial
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
+from mlx_tq.codec.conditioning import Conditioning, decode_rotated
 from mlx_tq.codec.formats import Codec, Encoded
-from mlx_tq.codec.rotation import WalshHadamard
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
@@ -38,7 +39,7 @@ def score(
         queries: turned virtual queries, fp32 [H, G, Dk].
         weights: of the lengths of the RoPE pairs, fp32 [H, G, F]; F may be 0.
         pairs: dims of each pair, int32 [2, F].
-        conditioning: of the keys.
+        conditioning: of the keys, with one weight for both dims of a pair.
 
     Returns:
         fp32 [B, H, G, body].
@@ -57,7 +58,12 @@ def score_ref(
     conditioning: Conditioning | None = None,
 ) -> mx.array:
     """`score` in mlx's own operations."""
-    keys = _decode(layout.key, layout.keys(rows[:, :, :body]), conditioning)
+    encoded = layout.keys(rows[:, :, :body])
+    if _in_halves(layout.key.rotation, pairs):
+        return _score_halves(layout.key, encoded, queries, weights, conditioning)
+    keys = rotated_back(decode_rotated(layout.key, encoded, conditioning), layout.key.rotation)
+    if conditioning is not None:
+        keys = keys / conditioning.scale[:, :, None]
     found = queries @ keys.swapaxes(-1, -2)
     if pairs.shape[1]:
         first, second = (_dims(keys, index) for index in pairs)
@@ -66,13 +72,36 @@ def score_ref(
     return found
 
 
-def _decode(codec: Codec, encoded: Encoded, conditioning: Conditioning | None) -> mx.array:
-    """As `decode`, without its fixed order of sums: a tenth of the time where the transform is mlx's own."""
-    rotation = codec.rotation
-    if not isinstance(rotation, WalshHadamard) or rotation.dim != codec.head_dim or rotation.dim & (rotation.dim - 1):
-        return decode(codec, encoded, conditioning)
-    whole = mx.hadamard_transform(decode_rotated(codec, encoded, conditioning)) * rotation.signs
-    return whole if conditioning is None else whole / conditioning.scale[:, :, None]
+def _in_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
+    """Whether Sylvester's transform covers all dims and RoPE turns each of the first half with one of the second."""
+    if not isinstance(rotation, WalshHadamard) or not rotation.sylvester:
+        return False
+    return pairs.size == rotation.dim and bool((np.array(pairs).ravel() == np.arange(rotation.dim)).all())
+
+
+def _score_halves(
+    codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, conditioning: Conditioning | None
+) -> mx.array:
+    """`score_ref` without rotating whole keys back, two thirds of its time.
+
+    The last step of Sylvester's transform makes (a + b) / sqrt(2) and (a - b) / sqrt(2) of the halves' own transforms a
+    and b; a pair's length is sqrt(a^2 + b^2), without that step and the signs, over the weight that its dims share.
+    """
+    keys, half = decode_rotated(codec, encoded, conditioning), codec.head_dim // 2
+    if conditioning is not None:
+        scale = conditioning.scale[:, :, None]
+        queries, weights = queries / scale, weights / scale[..., :half]
+    halves = keys.reshape(*keys.shape[:-1], 2, half) @ _hadamard(half)
+    lengths = mx.linalg.norm(halves, axis=-2)
+    asked = rotated(queries, codec.rotation)
+    # Keys times queries take two thirds of the time of queries times keys.
+    return (keys @ asked.swapaxes(-1, -2) + lengths @ weights.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+@cache
+def _hadamard(dim: int) -> mx.array:
+    """Sylvester's matrix, orthogonal, fp32 [D, D]: on a CPU its product takes half the time of mlx's transform."""
+    return mx.hadamard_transform(mx.eye(dim))
 
 
 def _dims(keys: mx.array, index: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """What a model's RoPE does to which dims, learned by running it: no variant is known by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ class Rope:
     pairs: mx.array
     gain: mx.array
     free: mx.array
+    _mean_turns: dict[tuple[int, ...], mx.array] = field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> "Rope":
         return self
@@ -38,6 +40,25 @@ class Rope:
         """Vectors [..., D], all at position `offset`."""
         flat = x.reshape(1, -1, 1, x.shape[-1])
         return self.module(flat, offset=offset).reshape(x.shape)  # type: ignore[no-any-return]
+
+    def ahead(self, x: mx.array, offsets: tuple[int, ...]) -> mx.array:
+        """The mean of vectors [..., D] turned by each of `offsets`, without the gain.
+
+        One that turns is a rotation of each pair, so their mean is one matrix, which is asked of the module once.
+        """
+        if not self.pairs.size:
+            return x
+        first, second = self.pairs
+        if offsets not in self._mean_turns:
+            probe = mx.zeros(x.shape[-1])
+            probe[first] = 1 / self.gain
+            mean = reduce(mx.add, (self.turn(probe, offset) for offset in offsets)) / len(offsets)
+            self._mean_turns[offsets] = mx.stack([mean[first], mean[second]])
+        cosine, sine = self._mean_turns[offsets]
+        turned = mx.array(x)
+        turned[..., first] = cosine * x[..., first] - sine * x[..., second]
+        turned[..., second] = sine * x[..., first] + cosine * x[..., second]
+        return turned
 
     def lengths(self, x: mx.array) -> mx.array:
         """The length of each pair of vectors [..., D]: [..., F]."""

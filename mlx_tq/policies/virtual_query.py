@@ -3,8 +3,6 @@
 Source: TriAttention (Mao et al., arXiv 2604.04921) section 4, equations of the trigonometric and the norm score.
 """
 
-from functools import reduce
-
 import mlx.core as mx
 
 from mlx_tq.policies.queries import QueryStats
@@ -19,7 +17,7 @@ def virtual_query(rope: Rope, centre: mx.array, last: int, *, unrotated: bool = 
 
     Unless `unrotated`, the dims that RoPE leaves alone are zero.
     """
-    turned = reduce(mx.add, (rope.turn(centre, last + offset) for offset in OFFSETS)) / len(OFFSETS)
+    turned = rope.turn(rope.ahead(centre, OFFSETS), last)
     if not unrotated and rope.free.size:
         turned[..., rope.free] = 0
     return turned
