@@ -92,6 +92,12 @@ CODE = [
         r"^demo",
     ),
     Reason("`doctor`", "float32 sums in another order; at most 1e-5 is allowed", r"^doctor .*measured$"),
+    Reason("trellis codes", "tcq4, tcq3 and tcq2 are new", r"^(?:library qwen3 tcq\d|doctor .*/ checks / \d+$)", _NONE),
+    Reason(
+        "a rescued chat that is told a text",
+        "its last paragraph asks, too, and is answered by a quotation, so that the turns after it see other tokens",
+        r"^chat rescued / 0 / out / \d+$",
+    ),
     Reason("names in a sweep", "a variant is named as --kv-evict takes it", r"^evaluate sweep .*(?:name|variant)$"),
 ]
 

@@ -105,7 +105,7 @@ class Runs:
                 input=case.stdin.format(**self._words),
                 capture_output=True,
                 encoding="utf-8",
-                env=self._environment,
+                env=self._environment | {"RESCUE_EMBEDDER": case.embedder},
                 timeout=LIMIT_S,
                 check=False,
             )
