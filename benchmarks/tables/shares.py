@@ -30,6 +30,8 @@ MODES = {
     "triattention:granularity=8": "v3, blocks of 8",
     "triattention:granularity=16": "v3, blocks of 16",
     "triattention:granularity=32": "v3, blocks of 32",
+    "triattention:granularity=32:mode=v1": "v1 (no prefix, no segments), blocks of 32",
+    "triattention:granularity=32:aggregation=v3": "v3, blocks of 32, aggregation v3",
     "random": "random, single tokens",
     "random:granularity=32": "random, blocks of 32",
 }

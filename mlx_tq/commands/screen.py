@@ -102,8 +102,7 @@ def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
             soft_wrap=True,
         )
     if any(layer.spec.cold for layer in plan.layers):
-        gone = "" if plan.eviction is None else "; what leaves is gone"
-        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first{gone}", style="dim")
+        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
     if plan.eviction is not None:
         console.print(describe_eviction(plan.eviction, beside), style="dim", markup=False, soft_wrap=True)
         console.print(describe_tiers(planned_tiers(plan, tokens)), style="dim", markup=False, soft_wrap=True)
