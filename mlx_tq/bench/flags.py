@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         "with --model a whole model.",
     )
     add = parser.add_argument
-    add("--model", help="measure this model: folder, hub name or GGUF file (default: one layer's attention)")
+    add("--model", help="measure this model: folder, hub name, .gguf file or smollm2 (default: one layer's attention)")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run its own code")
     add("--dequantize", action="store_true", help="make the model's packed weights dense")
     add(

@@ -31,12 +31,14 @@ SHORTER = {
 }
 TEXT = "LICENSE"
 LAUNCH = "mlx.launch"  # two processes: in `make test-full` alone
+CHAT = "mlx_tq.chat --model smollm2"  # a model that is asked questions first: there, too
+DENSE = ["--dequantize", "--dtype", "float32"]  # what a CPU takes a fifth of the time for
 PAGES = [
     *[pytest.param(page, False, id=name(page)) for page in PASTED],
     *[
         pytest.param(page, True, id=f"{name(page)} in full", marks=pytest.mark.full)
         for page in PASTED
-        if any({*SHORTER, LAUNCH, TEXT} & set(line.split()) for line in commands(page))
+        if any({*SHORTER, LAUNCH, TEXT} & set(line.split()) or line.startswith(CHAT) for line in commands(page))
     ],
 ]
 
@@ -77,6 +79,9 @@ class Reader:
         elif words[0] == LAUNCH:
             if self.full:
                 self.launch(words[1:])
+        elif line.startswith(CHAT):
+            if self.full:
+                self.command([*words, *DENSE])
         elif not is_setup(line):
             self.command(words)
 
