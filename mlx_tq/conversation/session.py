@@ -177,7 +177,7 @@ class Session:
         message = [*before, *self._plain.encode(text), *self._around.closing()]
         room = self._room(len(message))
         self._ranks.check("the tokens of the turn", np.array(message))
-        document = self._document(message)
+        document = self._ranks.tell(lambda: self._document(message))  # the first alone knows of a service
         turn, looks = TurnStats(len(message)), Looks(self.cache, Recalled())
         try:
             with ExitStack() as stack:
