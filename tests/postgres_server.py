@@ -88,12 +88,16 @@ class PostgresServer:
 
     def kill(self) -> None:
         """End it as a power cut would, with all processes that answer for it."""
-        answering = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
-        for process in answering:
+        postmaster = psutil.Process(self.process.pid)
+        postmaster.suspend()  # else it may start one more that outlives it, and answers beside the next server
+        while postmaster.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+        ending = [postmaster, *postmaster.children(recursive=True)]
+        for process in ending:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+        psutil.wait_procs(ending)
 
     def stop(self, keep: bool = False) -> None:
         """End it without waiting for clients, and delete what it held unless that is to be kept."""
