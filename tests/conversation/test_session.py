@@ -17,6 +17,7 @@ from mlx_tq.conversation.looks import RECALL_EVERY
 from mlx_tq.conversation.quote import MARK, OPENING
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.sequence.recall import LONGEST_QUESTION
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
 SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
@@ -107,10 +108,12 @@ def test_what_was_evicted_comes_back(chat, service):
     assert [w for w in chat.warned if "or --rescue auto" in w] == chat.warned[:1]
 
 
-def test_what_a_text_made_leave_is_told_while_it_is_answered(chat, service):
+@pytest.mark.parametrize("letters", [600, 1200], ids=["read with its question", "read before it"])
+def test_what_a_text_made_leave_is_told_while_it_is_answered(chat, service, letters):
     session = chat(EVICTS, rescue=at(service))
-    answer = session.respond(page())
+    answer = session.respond(page(letters))
     next(answer)
+    assert (len(session.ids) > LONGEST_QUESTION) == (letters == 1200)
     assert session.client.flush(60)
     assert session.client.stats.written > 0
     assert "".join(answer)
