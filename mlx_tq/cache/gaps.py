@@ -30,7 +30,7 @@ class Gaps:
         start = max(self.floor, prefix) - prefix
         later = np.arange(start // MEAN_TOKENS, -(-(packed - prefix) // MEAN_TOKENS))
         numbers = np.concatenate([(self.kept - prefix) // MEAN_TOKENS, later])  # ascending
-        return numbers[np.flatnonzero(np.diff(numbers, prepend=-1))]
+        return numbers[np.diff(numbers, prepend=-1) > 0]
 
     def before(self, length: int, prefix: int) -> "Gaps":
         """Those before position `length`, as if nothing had ever been behind it."""

@@ -99,16 +99,16 @@ def profiles_above_98():
     return "alone is below 98 %"
 
 
-def share(source, own, other):
+def ratio(source, own, other):
     results = report(source)["results"]
     return results[own]["kld"] / results[other]["kld"]
 
 
 def formats_by_layer():
     pairs = (("4.33bits", "tq4/tq4"), ("3.33bits", "tq3/tq3"))
-    smollm2 = [share("by_layer_smollm2.json", *pair) for pair in pairs]
+    smollm2 = [ratio("by_layer_smollm2.json", *pair) for pair in pairs]
     pairs = (("4.21bits", "tq4/tq4"), ("3.21bits", "tq3/tq3"))
-    embedded = [share("by_layer_embedded.json", *pair) for pair in pairs]
+    embedded = [ratio("by_layer_embedded.json", *pair) for pair in pairs]
     assert [*smollm2, *embedded] == pytest.approx([4 / 5, 2 / 5, 1 / 9, 1 / 8], rel=0.05)
     return (
         "on SmolLM2 is four fifths of that of at its bits and two fifths of that of ; "
@@ -118,7 +118,7 @@ def formats_by_layer():
 
 def trellis_codes():
     models = ("embedded", "smollm2", "gemma3-270m")
-    found = [share(f"trellis_divergence_{model}.json", "tcq3/tcq3", "tq3/tq3") for model in models]
+    found = [ratio(f"trellis_divergence_{model}.json", "tcq3/tcq3", "tq3/tq3") for model in models]
     assert found == pytest.approx([3 / 5] * 3, rel=0.06)
     return "loses two fifths less than , and reads prompts slower"
 
