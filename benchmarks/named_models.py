@@ -27,7 +27,6 @@ def survey_models(
     source: str,
     rows_of: Callable[[str], Iterable[dict[str, Any]]],
     names: Iterable[str] = NAMES,
-    **more: Any,
 ) -> None:
     """Measure the models of the command line, print their rows, and write them.
 
@@ -37,7 +36,6 @@ def survey_models(
         source: file of benchmarks/results.
         rows_of: a model, by its name.
         names: of the models that are measured where no flag says which.
-        more: what else the report says.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--models", default=",".join(names), help="of these, joined by commas")
@@ -47,5 +45,5 @@ def survey_models(
         for row in rows_of(name):
             print(row, flush=True)
             rows.append(row)
-    report = {"command": f"python -m {module} --models {args.models}", "environment": environment()}
-    (RESULTS / source).write_text(json.dumps({**report, **more, "rows": rows}, indent=1) + "\n")
+    report = {"command": f"python -m {module} --models {args.models}", "environment": environment(), "rows": rows}
+    (RESULTS / source).write_text(json.dumps(report, indent=1) + "\n")
