@@ -32,6 +32,11 @@ class Gaps:
         numbers = np.concatenate([(self.kept - prefix) // MEAN_TOKENS, later])  # ascending
         return numbers[np.diff(numbers, prepend=-1) > 0]
 
+    def missing(self, start: int, stop: int) -> np.ndarray:
+        """Positions of [start, stop) that left, ascending, int64 [n]; `start` is behind the prefix."""
+        first, last = np.searchsorted(self.kept, (start, stop))
+        return np.setdiff1d(np.arange(start, min(stop, self.floor)), self.kept[first:last], assume_unique=True)
+
     def before(self, length: int, prefix: int) -> "Gaps":
         """Those before position `length`, as if nothing had ever been behind it."""
         floor, kept = min(self.floor, length), self.kept[self.kept < length]

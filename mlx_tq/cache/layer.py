@@ -44,6 +44,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         spec: formats and sizes.
         offset: tokens seen; the logical position of the next one, which RoPE uses.
         number: of the layer among those of its sequence, from 0.
+        gaps: what has left.
         sequence: that the layer belongs to, where tokens may leave; None where all stay.
     """
 
@@ -52,7 +53,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.offset = 0
         self.number = number
         self.sequence = sequence
-        self._gaps = NO_GAPS
+        self.gaps = NO_GAPS
         # Positions [0, prefix) and [packed, offset) lie side by side in the model's type, in a pair of buffers
         # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]. Those in [prefix, packed) lie in the body; the slack
         # [B, H, packed - kept, D] holds the originals of [kept, packed).
@@ -83,7 +84,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of the next N tokens over those stored, as mlx-lm's own cache makes it."""
-        if not self._gaps.evicted or (window_size is None and not return_array):
+        if not self.gaps.evicted or (window_size is None and not return_array):
             return make_causal_mask(N, self.offset, return_array, window_size)  # type: ignore[no-any-return]
         queries = np.arange(self.offset, self.offset + N)[:, None]
         keys = np.concatenate([self.positions, queries[:, 0]])
@@ -92,7 +93,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def size(self) -> int:
         """Tokens stored."""
-        return self.offset - self._gaps.evicted
+        return self.offset - self.gaps.evicted
 
     def empty(self) -> bool:
         """Whether nothing has been stored yet."""
@@ -107,8 +108,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def positions(self) -> np.ndarray:
         """Logical positions of the stored tokens, ascending, int64 [size()]."""
         prefix = min(self.spec.prefix, self.offset)
-        rest = np.arange(max(self._gaps.floor, prefix), self.offset)
-        return np.concatenate([np.arange(prefix), self._gaps.kept, rest])
+        rest = np.arange(max(self.gaps.floor, prefix), self.offset)
+        return np.concatenate([np.arange(prefix), self.gaps.kept, rest])
 
     def is_trimmable(self) -> bool:
         """The last tokens can be dropped."""
@@ -118,38 +119,33 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Drop the last n tokens; returns how many were dropped.
 
         Up to 32 tokens back from the longest length, this leads to exactly the cache that never saw them. Deeper,
-        tokens that were packed stay packed.
+        tokens that were packed stay packed. Past an eviction, what the window then needs comes back from the archive.
 
         Raises:
             ConfigError: n is no whole number from 0 on.
-            CacheFormatError: that would lead back past an eviction, to tokens that are gone.
+            CacheFormatError: that would lead back past an eviction, to tokens that are not in the archive.
         """
         if not isinstance(n, int) or n < 0:
             raise ConfigError(f"a trim of {n!r} tokens; it must be a whole number from 0 on.")
-        n, floor = min(self.offset, n), self._gaps.floor
-        if self.offset - n < floor:
+        n, prefix = min(self.offset, n), self.spec.prefix
+        whole = self.sequence is None or self.sequence.rewind(self, self.offset - n)
+        floor = self.gaps.floor
+        if self.offset - n < floor and not whole:
             raise CacheFormatError(
                 f"a trim of {n} tokens from {self.offset} leads back past an eviction: some positions before {floor} "
-                f"are gone. Trim at most {self.offset - floor}, or read the text anew."
+                f"are gone, and not in the archive. Trim at most {self.offset - floor}, or read the text anew."
             )
-        if self.sequence is not None:
-            self.sequence.withdraw()
+        self.gaps = self.gaps.before(self.offset - n, prefix)
         start, packed, length = self._kept, self._packed(self.offset), self.offset
         self.offset -= n
         self._last = None
-        self._kept = max(self.spec.prefix, min(start, self.offset))
+        self._kept = max(prefix, min(start, self.offset))
         if self.spec.condition:
-            blocks = self._gaps.blocks(self.spec.prefix, self._packed(self.offset))
+            blocks = self.gaps.blocks(prefix, self._packed(self.offset))
             self._known = self._known.trimmed(self.offset, len(blocks))
         if self._full is not None and self._packed(self.offset) < packed:
             self._lay_out(self._full, self._originals(self._full, start, packed, length), start)
         return n
-
-    def rewind(self, length: int) -> None:
-        """Trim to `length` tokens, also past an eviction: no block that the window then reaches may miss a token."""
-        self._gaps = self._gaps.before(length, self.spec.prefix)
-        self.trim(self.offset - length)
-        self._mean_of_row = self._row_index()
 
     @classmethod
     def merge(cls, caches: list["CompressedKVCache"]) -> Any:
@@ -174,7 +170,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.number = about["number"]
         self.sequence = None if part is None else SavedPart(tuple(part))
         gone = None if kept is None else Gaps(about["evicted"], about["floor"], np.array(kept, np.int64).reshape(-1))
-        self._gaps = gone or NO_GAPS
+        self.gaps = gone or NO_GAPS
         self._known = Conditioner(*(known[0] if known else ()))
         self._full = self._slack = self._fitted = self._last = None
         if keys is not None:
@@ -199,11 +195,11 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         about = {
             "spec": self.spec.to_dict(),
             "number": self.number,
-            "evicted": self._gaps.evicted,
-            "floor": self._gaps.floor,
+            "evicted": self.gaps.evicted,
+            "floor": self.gaps.floor,
         }
         part = None if self.sequence is None else self.sequence.part_state(self.number)
-        kept = mx.array(self._gaps.kept, mx.int32) if self._gaps.evicted else None  # `mx.compile` could not read it
+        kept = mx.array(self.gaps.kept, mx.int32) if self.gaps.evicted else None  # `mx.compile` could not read it
         known = (self._known.queries, self._known.scale, self._known.means)
         return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(about), kept, part, known
 
@@ -251,9 +247,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             means: of blocks of MEAN_TOKENS positions that come back, fp16 [H, D] by their numbers.
         """
         packed, prefix = self._packed(self.offset), self.spec.prefix
-        before, evicted = self._gaps.blocks(prefix, packed), packed - prefix - len(positions)
-        self._gaps = Gaps(evicted, packed, positions) if evicted else NO_GAPS
-        self._known = self._known.rearranged(before, self._gaps.blocks(prefix, packed), means or {})
+        before, evicted = self.gaps.blocks(prefix, packed), packed - prefix - len(positions)
+        self.gaps = Gaps(evicted, packed, positions) if evicted else NO_GAPS
+        self._known = self._known.rearranged(before, self.gaps.blocks(prefix, packed), means or {})
         self._mean_of_row = self._row_index()
         self._body = Body(rows)
         # Originals of packed tokens would let a trim lead back to rows that are gone.
@@ -301,7 +297,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         twin._slack, twin._fitted = self._slack, self._fitted  # never written to
         twin._body = self._body.fork()
         twin._health = self._health[:]
-        twin._gaps, twin.number = self._gaps, self.number
+        twin.gaps, twin.number = self.gaps, self.number
         twin._known, twin._mean_of_row = self._known, self._mean_of_row
         twin.sequence = None if self.sequence is None else self.sequence.part(self.number)
         return twin
@@ -386,9 +382,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _row_index(self) -> mx.array | None:
         """Which mean each row of the body has, int32 [body_tokens], where that does not follow from its number."""
-        if not self.spec.condition or not self._gaps.evicted:
+        if not self.spec.condition or not self.gaps.evicted:
             return None
-        blocks = self._gaps.blocks(self.spec.prefix, self._packed(self.offset))
+        blocks = self.gaps.blocks(self.spec.prefix, self._packed(self.offset))
         return mx.array(np.searchsorted(blocks, (self.body_positions - self.spec.prefix) // MEAN_TOKENS), mx.int32)
 
     # Regions and buffers.
@@ -405,7 +401,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _row(self, position: int) -> int:
         """The row of a packed position, or that of the first position behind the body."""
-        return position - self.spec.prefix - self._gaps.evicted
+        return position - self.spec.prefix - self.gaps.evicted
 
     def _index(self, position: int, tail: int) -> int:
         """Where a position lies in the full buffers when position `tail` follows the prefix."""
@@ -446,7 +442,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         if self.spec.condition:
             rotation = self._layout(full).key.rotation
             self._known, conditioning, clamped = self._known.extended(
-                full[0][:, :, prefix:], packed, target, self.spec, self._gaps, rotation
+                full[0][:, :, prefix:], packed, target, self.spec, self.gaps, rotation
             )
             self._health = self._health + mx.stack([clamped, mx.array(0, mx.int32)])
         encoded = encode(keys, values, self._layout(full), conditioning)

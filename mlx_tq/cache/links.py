@@ -6,11 +6,14 @@ sequence along, and the next forward pass puts the parts together again.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
 from mlx_tq.errors import CacheFormatError
+
+if TYPE_CHECKING:
+    from mlx_tq.cache.layer import CompressedKVCache
 
 
 class Observer(Protocol):
@@ -37,8 +40,8 @@ class SequencePart(Protocol):
         """Raise unless a forward pass up to position `stop` was announced."""
         ...
 
-    def withdraw(self) -> None:
-        """Tokens were dropped: the next pass has to be announced anew."""
+    def rewind(self, layer: "CompressedKVCache", length: int) -> bool:
+        """A layer is about to be trimmed; returns whether it has all that its window then needs."""
         ...
 
     def observer(self, number: int, start: int, stop: int) -> Observer | None:
@@ -76,8 +79,9 @@ class SavedPart:
         """
         raise went_around()
 
-    def withdraw(self) -> None:
-        """Do nothing: nothing was announced."""
+    def rewind(self, layer: "CompressedKVCache", length: int) -> bool:
+        """Always False: a saved part has no archive."""
+        return False
 
     def observer(self, number: int, start: int, stop: int) -> Observer | None:
         """Always None: a saved part asks for nothing."""

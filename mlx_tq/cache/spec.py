@@ -135,6 +135,10 @@ class CacheSpec:
         """The position from which originals are kept for trims when tokens before `packed` are packed."""
         return self.packed_until(packed + self.window - BLOCK)
 
+    def needed_from(self, length: int) -> int:
+        """The position from which no token may miss that left, at a new end `length`: blocks come back whole."""
+        return self.prefix + max(0, length - self.window - self.prefix) // BLOCK * BLOCK
+
     def full_capacity(self, packed: int, length: int) -> int:
         """Tokens that prefix and tail have room for when `length` have been seen, and those before `packed` packed.
 

@@ -205,7 +205,7 @@ class TieredKVCache(CompressedKVCache):
 
     def _stored(self, position: int) -> int:
         """How many tokens are stored between the prefix and a position."""
-        gaps = self._gaps
+        gaps = self.gaps
         if position < gaps.floor:
             return int(np.searchsorted(gaps.kept, position))
         return position - self.spec.prefix - gaps.evicted

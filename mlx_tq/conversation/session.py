@@ -37,7 +37,7 @@ from mlx_tq.rescue.wire import Range
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import cache_parts, compressed_caches, sequence_in, sequence_layers
+from mlx_tq.sequence.passes import cache_parts, compressed_caches
 from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.recall import LONGEST_QUESTION
 from mlx_tq.sequence.statistics import cache_stats
@@ -334,9 +334,6 @@ class Session:
         """Take the caches back to `length` tokens, if all can."""
         parts = [part for part in cache_parts(self.cache) if hasattr(part, "offset")]
         with suppress(CacheFormatError):
-            sequence = sequence_in(self.cache)
-            if sequence is not None:
-                sequence.rewind(sequence_layers(self.cache), length)
             for part in parts:
                 part.trim(part.offset - length)
         return all(part.offset == length for part in parts)

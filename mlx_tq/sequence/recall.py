@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.cache.blocks import Block
 from mlx_tq.cache.departures import conditioning_of, leaving
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear
@@ -315,6 +316,6 @@ def holding(extents: Iterable[Extent], ranges: Iterable[tuple[int, int]], live: 
     return list(chosen)
 
 
-def positions_of(extents: Iterable[Extent]) -> np.ndarray:
+def positions_of(extents: Iterable[Extent | Block]) -> np.ndarray:
     """All positions of blocks, ascending, int64 [N]."""
     return np.sort(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))

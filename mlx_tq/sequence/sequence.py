@@ -7,6 +7,7 @@ together again.
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -89,6 +90,7 @@ class Sequence:
         self._listeners: dict[int, Listener] = {}
         self._asking = False  # a question is read over a copy, in which no round is held
         self._departed: list[np.ndarray] = []
+        self._returning: list[Block] = []  # by trims since the last pass, to layers that were not trimmed yet
         self._admitted = 0  # the position up to which passes were announced
 
     # Before a pass.
@@ -122,6 +124,7 @@ class Sequence:
             raise CacheFormatError(
                 f"the layers of a sequence hold {lengths} tokens: a pass was interrupted. Trim all to the least."
             )
+        self._returning = []
         self.make_room(layers, 0)
         self._admitted = first.offset + count
         return any(calibrator.listens for calibrator in self.calibrators.values())
@@ -264,8 +267,19 @@ class Sequence:
             layers: all of the sequence, by number.
             extents: blocks of the archive that are not back.
         """
+        blocks = self._read(list(extents))
+        if not blocks:
+            return 0
+        for number, layer in enumerate(layers):
+            mx.eval(returning(layer, [(block.positions, block.layers[number]) for block in blocks]))
+        back = np.concatenate([block.positions for block in blocks])
+        self.recalled = np.union1d(self.recalled, back)
+        self.ranks.check("what comes back", self.recalled, layers[0].positions)
+        return len(back)
+
+    def _read(self, wanted: list[Extent]) -> list[Block]:
+        """Of these blocks those that all ranks have undamaged; the others leave the archive."""
         assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
-        wanted = list(extents)
         found = [self.archive.undamaged(extent) for extent in wanted]
         self.archive.drop(extent for extent, block in zip(wanted, found, strict=True) if block is None)
         missing = self.ranks.any([block is None for block in found])
@@ -276,14 +290,7 @@ class Sequence:
             if block is not None and extent not in gone:
                 blocks.append(block)
                 extent.recalls += 1
-        if not blocks:
-            return 0
-        for number, layer in enumerate(layers):
-            mx.eval(returning(layer, [(block.positions, block.layers[number]) for block in blocks]))
-        back = np.concatenate([block.positions for block in blocks])
-        self.recalled = np.union1d(self.recalled, back)
-        self.ranks.check("what comes back", self.recalled, layers[0].positions)
-        return len(back)
+        return blocks
 
     def release(self, layers: list[CompressedKVCache]) -> None:
         """Let what was recalled leave again."""
@@ -302,38 +309,6 @@ class Sequence:
                 extent.recalls += int(extent.positions[0] in missing)
         _drop(layers, np.flatnonzero(np.isin(positions, leaving)))
         self.recalled = np.setdiff1d(self.recalled, leaving)
-
-    def rewind(self, layers: list[CompressedKVCache], length: int) -> None:
-        """Trim to `length` tokens, also past an eviction: what the window then needs comes back, for good.
-
-        Rows behind the new end leave the archive; what left before the window stays in it.
-
-        Args:
-            layers: all of the sequence, by number.
-            length: tokens that stay, at most those of the shortest layer.
-
-        Raises:
-            CacheFormatError: the archive has not all of what the window needs.
-        """
-        prefix, window = layers[0].spec.prefix, layers[0].spec.window
-        since = prefix + max(0, length - window - prefix) // BLOCK * BLOCK  # blocks come back whole
-        needed = np.setdiff1d(np.arange(since, length), layers[0].positions)
-        if len(needed):
-            near = (extent for extent in self.archived if extent.positions[0] in needed)
-            behind = kept_by_all(near, self.ranks)
-            held, before = np.concatenate([_NONE, *(extent.positions for extent in behind)]), self.recalled
-            if len(np.setdiff1d(needed, held)) or self.recall(layers, behind) < len(held):
-                self._leave_again(layers, np.setdiff1d(self.recalled, before))
-                raise CacheFormatError(
-                    f"a trim to {length} tokens leads back past an eviction: some positions before it are gone, and "
-                    "not in the archive. Trim less, or read the text anew."
-                )
-        for layer in layers:
-            layer.rewind(length)
-        self.archived = tuple(extent for extent in self.archived if extent.positions[0] < since)
-        self.recalled = self.recalled[self.recalled < since]
-        self._departed = [positions[positions < since] for positions in self._departed]
-        self.stats = replace(self.stats, tokens=length - layers[0].size() + len(self.recalled))
 
     def archived_blocks(self) -> Blocks:
         """What the archive holds, for a file."""
@@ -383,9 +358,36 @@ class Sequence:
         if stop > self._admitted:
             raise went_around()
 
-    def withdraw(self) -> None:
-        """Tokens were dropped: the next pass has to be announced anew."""
+    def rewind(self, layer: CompressedKVCache, length: int) -> bool:
+        """A layer is about to be trimmed: what left, but its window then needs, comes back, for good.
+
+        Rows behind the new end leave the archive; what left before the window stays in it. Layers are trimmed one after
+        the other: what the first had read is kept for the others until the next pass, which has to be announced anew.
+
+        Args:
+            layer: of the sequence.
+            length: tokens of it that will stay.
+
+        Returns:
+            Whether the layer has all that its window then needs; if not, nothing was changed.
+        """
         self._admitted = 0
+        since = layer.spec.needed_from(length)
+        needed = layer.gaps.missing(since, length)
+        if len(needed):
+            missing = np.setdiff1d(needed, positions_of(self._returning))
+            near = kept_by_all((extent for extent in self.archived if extent.positions[0] in missing), self.ranks)
+            self._returning += self._read(near) if np.isin(missing, positions_of(near)).all() else []
+            coming = [block for block in self._returning if block.positions[0] in needed]
+            if not np.isin(needed, positions_of(coming)).all():
+                return False
+            mx.eval(returning(layer, [(block.positions, block.layers[layer.number]) for block in coming]))
+        self.archived = self.archived[: bisect_left(self.archived, since, key=lambda extent: extent.positions[0])]
+        self.recalled = self.recalled[self.recalled < since]
+        self._departed = [positions[positions < since] for positions in self._departed]
+        evicted = layer.gaps.before(length, layer.spec.prefix).evicted
+        self.stats = replace(self.stats, tokens=evicted + len(self.recalled))
+        return True
 
     def observer(self, number: int, start: int, stop: int) -> Observer | None:
         """What wants to see the queries of layer `number` at positions [start, stop), or None."""

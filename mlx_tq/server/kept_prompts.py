@@ -53,7 +53,7 @@ class KeptPrompts:
             return None, 0
         try:
             caches, rest = self._kept.fetch_nearest_cache(_ONE_MODEL, asked)
-        except CacheFormatError:  # the beginning that is shared has lost tokens to eviction
+        except CacheFormatError:  # what left of the beginning that is shared is not archived
             return None, 0
         if caches is None or rest:
             return caches, len(asked) - len(rest)

@@ -65,7 +65,7 @@ def test_a_model_evicts_within_its_forecast_from_both_tiers_or_what_comes_back_f
             layers = compressed_caches(caches)
             left = Departures(start + 24, 1)
             slot, spec = plan.layers[0].slot, layers[0].spec
-            most = layer_footprint(slot, spec, layers[0].size(), left if layers[0]._gaps.evicted else None)
+            most = layer_footprint(slot, spec, layers[0].size(), left if layers[0].gaps.evicted else None)
             assert layers[0].nbytes <= most.allocated
     assert sequence_in(caches).stats.rounds > 3
     assert layers[0].size() <= 120 + 16 + 24

@@ -62,6 +62,7 @@ class Model:
         self.originals = self.recents = spec.prefix
         self.floor = 0
         self.archived, self.back = frozenset(), frozenset()  # positions that can come back, and that are back for now
+        self.alone = False  # layers from a state, which are no sequence until the next pass
         self.stored = []  # of each packed position: its key, value and cold key as they are read, [H, D] each
         self.weights, self.means = None, {}  # of conditioned keys; the means by block
         self.forgets = True  # the weights, in a trim to where they were unknown
@@ -161,16 +162,18 @@ class Model:
             self.originals, self.recents, self.floor = self.packed, self.cold, self.packed if self.gone else 0
 
     def rewind(self, count):
-        """Trim past a round: blocks that the window then reaches come back, for good. False if one is gone."""
+        """Before a trim: blocks that the window then reaches come back, for good. False where they cannot."""
         length = len(self.tokens) - count
         since = self.spec.prefix + max(0, length - self.spec.window - self.spec.prefix) // BLOCK * BLOCK
-        if {p for p in self.gone if since <= p < length} - self.archived:
-            return False
+        needed = {p for p in self.gone if since <= p < length}
+        if needed - self.archived or self.alone:
+            return length >= self.floor
+        if needed:
+            self.originals, self.recents = self.packed, self.cold
         self.gone, self.archived, self.back = (
             frozenset(p for p in positions if p < since) for positions in (self.gone, self.archived, self.back)
         )
-        self.trim(count)
-        self.floor = min(self.floor, length)
+        self.floor = min(self.packed if needed else self.floor, length) if self.gone else 0
         return True
 
 
@@ -243,6 +246,7 @@ class CacheMachine(RuleBasedStateMachine):
         """What a pass of `count` tokens begins with."""
         model, length = self.model, len(self.model.tokens)
         assert not before_pass(self.caches, count)
+        model.alone = False
         sequence = sequence_in(self.caches)
         if sequence is None:
             return
@@ -263,7 +267,7 @@ class CacheMachine(RuleBasedStateMachine):
     def recall(self, which):
         """Have some blocks of the archive back, and no others."""
         if self.recalls and self.model.tokens:
-            sequence = sequence_in(self.caches)
+            sequence, self.model.alone = sequence_in(self.caches), False
             assert {p for extent in sequence.archived for p in extent.positions.tolist()} == self.model.archived
             chosen = [extent for number, extent in enumerate(sequence.archived) if number % 8 in which]
             wanted = frozenset(p for extent in chosen for p in extent.positions.tolist())
@@ -274,30 +278,21 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self):
         if self.recalls:
             sequence_in(self.caches).release(self.caches)
+            self.model.alone = False
             self.model.exchange(frozenset())
 
     @rule(count=st.one_of(st.integers(0, 40), st.integers(0, 300)))
     def trim(self, count):
         length = len(self.model.tokens)
-        if self.recalls and length - min(count, length) < self.model.floor:
-            self.rewind(min(count, length))
-            return
+        fits = self.model.rewind(min(count, length))
         for cache in self.caches:
-            if length - min(count, length) < self.model.floor:
-                with pytest.raises(CacheFormatError, match="back past an eviction"):
-                    cache.trim(count)
-            else:
+            if fits:
                 assert cache.trim(count) == min(count, length)
-        if length - min(count, length) >= self.model.floor:
+            else:
+                with pytest.raises(CacheFormatError, match="back past an eviction: some positions"):
+                    cache.trim(count)
+        if fits:
             self.model.trim(count)
-
-    def rewind(self, count):
-        length = len(self.model.tokens) - count
-        if self.model.rewind(count):
-            sequence_in(self.caches).rewind(self.caches, length)
-        else:
-            with pytest.raises(CacheFormatError, match="leads back past an eviction: some positions"):
-                sequence_in(self.caches).rewind(self.caches, length)
 
     @rule(onto_copy=st.booleans(), how=st.sampled_from(["fork", "merge", "extract"]))
     def copy(self, onto_copy, how):
@@ -315,11 +310,12 @@ class CacheMachine(RuleBasedStateMachine):
     def store(self, through):
         if through == "state":
             again = [type(cache).from_state(cache.state) for cache in self.caches]
-            self.model.archived = frozenset()
+            self.model.archived, self.model.alone = frozenset(), True
         else:
             path = Path(self.folder.name) / "cache.safetensors"
             save_prompt_cache(path, self.caches, model=MODEL, config=self.config)
             again = load_prompt_cache(path, model=MODEL, config=self.config).caches
+            self.model.alone = False
         assert all(same_bits(new.state, old.state) for new, old in zip(again, self.caches, strict=True))
         self.caches = again
 

@@ -11,6 +11,7 @@ import pytest
 from cache.tools import MODEL, make_spec, random_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_tq.cache.departures import conditioning_of, leaving
 from mlx_tq.codec.conditioning import decode
@@ -53,12 +54,13 @@ def layers(spec, budget=None, policy="random:trigger=8:granularity=1"):
     return [make_cache(spec, number, sequence) for number in range(LAYERS)]
 
 
-def append(caches, start, stop, step):
+def append(caches, start, stop, step, other=0):
+    """Tokens at positions [start, stop): those at the same places of KEYS, or so many behind."""
     for first in range(start, stop, step):
         last = min(first + step, stop)
         before_pass(caches, last - first)
         for number, cache in enumerate(caches):
-            keys, values = (mx.roll(x, number, axis=-1)[:, :, first:last] for x in (KEYS, VALUES))
+            keys, values = (mx.roll(x, number, axis=-1)[:, :, first + other : last + other] for x in (KEYS, VALUES))
             cache.append(keys, values)
 
 
@@ -336,9 +338,13 @@ def test_without_a_file_the_conversation_goes_on(monkeypatch):
     granularity=st.sampled_from([1, 16, 32]),
     share=st.floats(0, 1, exclude_max=True),
     back=st.booleans(),
+    copied=st.booleans(),
 )
-def test_a_trim_past_evictions(key, condition, prefix, window, granularity, share, back):
-    """Rows, means and positions are those of a cache that lost nothing, trimmed likewise; what is gone is archived."""
+def test_a_trim_past_evictions(key, condition, prefix, window, granularity, share, back, copied):
+    """Rows, means and positions are those of a cache that lost nothing, trimmed likewise; what is gone is archived.
+
+    By mlx-lm's function, which trims layer by layer, also copies that are no sequence again yet.
+    """
     spec = make_spec(key, "tq4", prefix=prefix, window=window, condition=condition)
     plain = layers(spec)
     caches = layers(spec, prefix + window + 40, f"random:trigger=8:granularity={granularity}")
@@ -348,10 +354,13 @@ def test_a_trim_past_evictions(key, condition, prefix, window, granularity, shar
     if back:
         sequence.recall(caches, sequence.archived[::2])
     length = int(share * sequence.archived[-1].positions[-1])
-    sequence.rewind(caches, length)
+    if copied:
+        caches = [cache.fork() for cache in caches]
+    assert trim_prompt_cache(caches, 333 - length) == 333 - length
+    sequence = sequence_in(caches)
     for cache in plain:
         cache.replace_body(cache.body()[0], cache.body_positions)  # a round takes originals of packed tokens too
-        cache.rewind(length)
+        cache.trim(333 - length)
     live, archived = caches[0].positions.tolist(), [p for each in sequence.archived for p in each.positions.tolist()]
     assert set(range(max(0, length - window), length)) <= set(live)
     assert sorted({*live, *archived}) == list(range(length)) == list(range(caches[0].offset))
@@ -365,6 +374,22 @@ def test_a_trim_past_evictions(key, condition, prefix, window, granularity, shar
         sequence.recall(caches, sequence.archived)
         assert_same_stored(caches, plain)
         sequence.release(caches)
+
+
+def test_what_a_trim_brought_back_is_forgotten_once_other_tokens_are_read():
+    """The block in which it ended holds other tokens when the next trim asks for it."""
+    spec = make_spec("tq4", "tq4", prefix=4, window=60)
+    plain, caches = layers(spec), layers(spec, 90, "recency:trigger=8:granularity=32")
+    for length in (150, 155):
+        for each in (plain, caches):
+            append(each, each[0].offset, 300, 20, other=length)
+        for cache in plain:
+            cache.replace_body(cache.body()[0], cache.body_positions)  # a round takes originals of packed tokens too
+        for each in (plain, caches):
+            trim_prompt_cache(each, 300 - length)
+    sequence = sequence_in(caches)
+    sequence.recall(caches, sequence.archived)
+    assert_same_stored(caches, plain)
 
 
 def assert_same_stored(caches, others):
@@ -396,8 +421,8 @@ def test_a_trim_past_evictions_without_the_rows_is_refused(every):
         os.pwrite(sequence.archive._file, b"\xff\x00\xff\x00", extent.start + extent.size - 4)
     for caches in (lossy, damaged):
         live = caches[0].positions.tolist()
-        with pytest.raises(CacheFormatError, match=r"a trim to 150 tokens .* not in the archive\. Trim less"):
-            sequence_in(caches).rewind(caches, 150)
+        with pytest.raises(CacheFormatError, match=r"a trim of 150 tokens from 300 .* not in the archive\. Trim at"):
+            trim_prompt_cache(caches, 150)
         assert [cache.offset for cache in caches] == [300, 300]
         assert caches[0].positions.tolist() == live
 
