@@ -166,14 +166,17 @@ def test_keys_of_two_formats():
 
 
 def test_plain_data_and_back():
-    evicts = KVConfig(key="tq4", evict=EvictConfig("knorm:trigger=8", budget=1000, recall=96, archive_limit=10**9))
+    evict = EvictConfig("knorm:trigger=8", budget=1000, recall=96, recall_every=16, archive_limit=10**9)
+    evicts = KVConfig(key="tq4", evict=evict)
     for config in (KVConfig(), evicts):
         assert KVConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     before = json.loads(json.dumps(evicts.to_dict()))
-    del before["evict"]["archive_limit"]  # as in files of before there was one
-    assert KVConfig.from_dict(before).evict.archive_limit is None
+    del before["evict"]["archive_limit"], before["evict"]["recall_every"]  # as in files of before there were any
+    assert KVConfig.from_dict(before).evict == replace(evict, recall_every=64, archive_limit=None)
     assert before["evict"]["policy"] == "knorm:trigger=8:granularity=32"
     before["evict"]["policy"] = "knorm:trigger=8"  # as in files of before blocks left by default
     assert KVConfig.from_dict(before).evict.policy == KeyNorm(trigger=8, granularity=1)
     with pytest.raises(ConfigError, match=r"archive_limit is 0; write bytes above 0 \(10\*\*9\), or None for 20 GB"):
         EvictConfig(archive_limit=0)
+    with pytest.raises(ConfigError, match=r"recall_every is 0; write tokens from 1 on"):
+        EvictConfig(recall_every=0)

@@ -23,7 +23,6 @@ from benchmarks.named_models import NAMES, RESULTS, named_model
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.looks import RECALL_EVERY
 from mlx_tq.policies import EvictConfig
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
@@ -31,19 +30,20 @@ from mlx_tq.sequence.plan import Plan
 from mlx_tq.sequence.recall import looking
 
 LIVE, STEP, ROUNDS = 512, 512, 5
+STEPS = EvictConfig().recall_every  # between two looks, whose queries the second asks with
 
 
-def filled(model: Any, plan: Plan, archived: int) -> list[Any]:
+def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]:
     """Caches of which so many tokens have left; random keys, so that no model has to read them."""
     config = KVConfig(
-        key=plan.config.key, value=plan.config.value, evict=EvictConfig("recency:trigger=256", LIVE, "auto")
+        key=plan.config.key, value=plan.config.value, evict=EvictConfig("recency:trigger=256", live, "auto")
     )
     caches = make_prompt_cache(model, config)
     slots = [planned.slot for planned in plan.layers]
     sequence = sequence_in(caches)
     assert sequence is not None
     sequence.plan = replace(sequence.plan, positions=None)  # no model reads these
-    for start in range(0, archived + LIVE, STEP):
+    for start in range(0, archived + live, STEP):
         before_pass(caches, STEP)
         for slot, cache in zip(slots, sequence_layers(caches), strict=True):
             shape = (1, slot.heads, STEP, slot.key_dim)
@@ -72,12 +72,12 @@ def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int]) -> t
         hear = sequence.listener(planned.slot.index)
         if hear is None:
             continue
-        queries = mx.random.normal((1, heads, RECALL_EVERY, planned.slot.key_dim))
+        queries = mx.random.normal((1, heads, STEPS, planned.slot.key_dim))
         mx.eval(queries)
         hear(queries, 0.125)
     most = sequence.plan.recall_tokens(layers[0].offset)
     began = time.perf_counter()
-    sequence.look(layers, RECALL_EVERY, most)
+    sequence.look(layers, STEPS, most)
     seconds = time.perf_counter() - began
     shapes = [sequence.archive.shapes[number] for number in numbers]
     nbytes = sum(2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in shapes)
@@ -92,7 +92,7 @@ def steps(model: Any, config: KVConfig) -> float:
         token = mx.array([[5]])
         mx.eval(model(token, cache=caches))
         began = time.perf_counter()
-        for _ in range(RECALL_EVERY):
+        for _ in range(STEPS):
             mx.eval(model(token, cache=caches))
         return time.perf_counter() - began
 

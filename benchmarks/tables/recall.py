@@ -59,6 +59,24 @@ def looks() -> Table:
     return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
 
 
+def live() -> Table:
+    """What the sum of all live weights takes of a look while answering."""
+    about = report("recall_live.json")
+    rows = [
+        [
+            row["model"],
+            f"{row['looking']} of {row['layers']}",
+            f"{row['live']:,}",
+            f"{row['sums_ms']:,.0f} ms",
+            f"{row['steps_ms']:,.0f} ms",
+            f"{100 * row['share']:.1f} %",
+        ]
+        for row in about["rows"]
+    ]
+    columns = ["model", "layers that look", "live tokens", "their sums", "64 steps", "of them"]
+    return Table("recall_live.json", about["command"], machine(about), columns, rows, model="the models named, float32")
+
+
 def listening() -> Table:
     """What a step takes longer of which the queries are kept for the next look."""
     about = report("recall_listening.json")
@@ -166,6 +184,7 @@ def _answers(rows: list[Record], arm: str) -> str:
 TABLES: dict[str, Callable[[], Table]] = {
     "recall": recall,
     "recall_look": looks,
+    "recall_live": live,
     "recall_listening": listening,
     "recall_floor": floor,
     "recall_layers": layers,

@@ -120,6 +120,12 @@ RECALL = Option(
     "with --kv-evict: bring back what the question asks for of all that left, up to so many tokens; auto is a tenth of "
     "the budget, at least 128, and off beside --draft-model, --image and --kv-shadow (default: auto)",
 )
+RECALL_EVERY = Option(
+    "--kv-recall-every",
+    "recall_every",
+    int,
+    "tokens of an answer after which its own queries look into what left again; more where much did (default: 64)",
+)
 ARCHIVE = Option(
     "--kv-archive",
     "archive",
@@ -128,11 +134,11 @@ ARCHIVE = Option(
 )
 ARCHIVE_LIMIT = Option(
     "--kv-archive-limit",
-    "size",
+    "archive_limit",
     lambda text: parse_size(text),
     "bytes of a conversation's archive (default: 20GB, or a tenth of the free disk where that is less)",
 )
-RECALL_OPTIONS = (RECALL, ARCHIVE, ARCHIVE_LIMIT)
+RECALL_OPTIONS = (RECALL, RECALL_EVERY, ARCHIVE, ARCHIVE_LIMIT)
 STORE = Option(
     "--kv-store",
     "dir|auto|off",
@@ -321,22 +327,23 @@ def evict_from_args(
             raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
         return None
     recall = _chosen_recall(args, environ, given) if has_recall else _OFF
-    limit = None
-    if recall != _OFF:
-        limit = option_value(args, ARCHIVE_LIMIT, environ) or (None if given is None else given.archive_limit)
-    elif has_recall and option_value(args, ARCHIVE_LIMIT, {}) is not None:
-        raise ConfigError(
-            f"--kv-archive-limit is given, but nothing is archived: take {how_to_recall(args, environ)}, or drop it."
-        )
+    more: dict[str, Any] = {}
+    for option in (RECALL_EVERY, ARCHIVE_LIMIT) if has_recall else ():
+        if recall != _OFF:
+            more[option.field] = option_value(args, option, environ)
+        elif option_value(args, option, {}) is not None:
+            how = how_to_recall(args, environ)
+            raise ConfigError(f"{option.flag} is given, but nothing is archived: take {how}, or drop it.")
+        if more.get(option.field) is None and given is not None:
+            more[option.field] = getattr(given, option.field)
     stats = option_value(args, STATS, environ)
     policy = parse_policy(text, **defaults, **({} if stats is None else {"stats": stats}))
     named = option_value(args, STATS, {})
     if named is not None and named != getattr(policy, "stats", None):
         why = "names another file" if isinstance(policy, CalibratedPolicy) else "asks no queries"
         raise ConfigError(f"--kv-stats {named} is given, but the policy {policy.name} {why}; drop one of the two.")
-    budget = option_value(args, BUDGET, environ) or (None if given is None else given.budget)
-    more = {} if budget is None else {"budget": budget}
-    return EvictConfig(policy, recall=recall, archive_limit=limit, **more)
+    more["budget"] = option_value(args, BUDGET, environ) or (None if given is None else given.budget)
+    return EvictConfig(policy, recall=recall, **{name: value for name, value in more.items() if value is not None})
 
 
 def recall_value(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:

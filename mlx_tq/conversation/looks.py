@@ -11,15 +11,12 @@ from mlx_tq.conversation.recall import Recalled
 from mlx_tq.rescue.wire import Range
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import Scored, deciding, looking, positions_of
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, deciding, looking, positions_of
 from mlx_tq.sequence.sequence import Sequence as Layers
 
-# Tokens between two looks, whose queries the next one asks with.
-RECALL_EVERY = 64
-# Archived tokens that all layers may weigh after RECALL_EVERY tokens: a look is then a twentieth of the steps before it
-# (docs/measurements/recall.md); of more the next one waits longer. Counted, not timed: an answer must not depend on how
-# busy the machine is.
-_WEIGHED = 1600
+# Archived tokens that all layers may weigh for each token of an answer: a look is then a twentieth of the steps before
+# it (docs/measurements/recall.md). Counted, not timed: an answer must not depend on how busy the machine is.
+_WEIGHED = 25
 
 
 class Looks:
@@ -31,20 +28,17 @@ class Looks:
         seconds: that they took.
     """
 
-    def __init__(
-        self, caches: list[Any], recalled: Recalled, every: int = RECALL_EVERY, quoted: Sequence[Range] = ()
-    ) -> None:
+    def __init__(self, caches: list[Any], recalled: Recalled, quoted: Sequence[Range] = ()) -> None:
         """None yet, before `begin`.
 
         Args:
             caches: of the conversation, in whose list the store may put others until then.
             recalled: for the question. What a search named stays, and the layers that decided its best blocks look;
                 where nothing was archived yet, all that look for a question.
-            every: tokens between looks.
             quoted: positions [start, stop) that came back as text; a block in one of them need not come as rows too.
         """
-        self._caches, self._recalled, self._every, self._next = caches, recalled, every, every
-        self._quoted, self._since = quoted, 0
+        self._caches, self._recalled, self._quoted = caches, recalled, quoted
+        self._since, self._next = 0, 0
         self.positions: list[int] = []
         self.count, self.seconds = 0, 0.0
         self._sequence: Layers | None = None
@@ -80,14 +74,15 @@ class Looks:
     def _wait(self, sequence: Layers) -> int:
         """Tokens until the next look; all ranks look at once."""
         weighed = len(positions_of(sequence.archived)) * len(self._numbers) / len(sequence_layers(self._caches))
-        waits = sequence.ranks.most(np.array([self._every * weighed / _WEIGHED]))
-        return max(self._every, int(waits[0]))
+        waits = sequence.ranks.most(np.array([weighed / _WEIGHED]))
+        return max(sequence.plan.config.recall_every, int(waits[0]))
 
     def _look(self, sequence: Layers) -> None:
         began = time.perf_counter()
         layers = sequence_layers(self._caches)
         spec, seen = layers[0].spec, layers[0].offset
-        asking = max(1, min(self._every, spec.window))  # all of them are in the window
+        latest = min(sequence.plan.config.recall_every, LONGEST_QUESTION)
+        asking = max(1, min(latest, spec.window))  # all of them are in the window
         self._ranked, found = sequence.look(layers, asking, sequence.plan.recall_tokens(seen), back=True)
         wanted = dict.fromkeys([*self._recalled.named, *(extent for extent in found if not self._is_quoted(extent))])
         self.positions += sequence.exchange(layers, list(wanted)).tolist()

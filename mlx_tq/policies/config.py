@@ -56,6 +56,7 @@ class EvictConfig:
         budget: what may stay: tokens (4096), a share of those seen ("90%"), or bytes of all layers ("2GB").
         recall: whether what leaves is archived and comes back when a question asks for it: tokens that may be back at
             once; "auto" for a tenth of the budget and at least 128, and none where it cannot be combined; or "off".
+        recall_every: tokens of an answer between two looks for what it needs itself; more where much is archived.
         archive_limit: bytes of a conversation's archive, beyond which its oldest, least recalled blocks leave it; None
             for 20 GB, or a tenth of the free disk where that is less.
 
@@ -66,6 +67,7 @@ class EvictConfig:
     policy: Policy
     budget: int | str
     recall: int | str
+    recall_every: int
     archive_limit: int | None
 
     def __init__(
@@ -73,16 +75,21 @@ class EvictConfig:
         policy: Policy | str = "triattention",
         budget: int | str = "90%",
         recall: int | str = "auto",
+        *,
+        recall_every: int = 64,
         archive_limit: int | None = None,
     ) -> None:
         object.__setattr__(self, "policy", parse_policy(policy) if isinstance(policy, str) else policy)
         object.__setattr__(self, "budget", budget)
         object.__setattr__(self, "recall", recall)
+        object.__setattr__(self, "recall_every", recall_every)
         object.__setattr__(self, "archive_limit", archive_limit)
         check_types(self)
         parse_budget(budget)
         if recall not in ("auto", "off") and (not isinstance(recall, int) or recall < 1):
             raise ConfigError(f"recall is {recall!r}; write tokens that may be back at once (256), auto, or off.")
+        if recall_every < 1:
+            raise ConfigError(f"recall_every is {recall_every}; write tokens from 1 on (64).")
         if archive_limit is not None and archive_limit < 1:
             raise ConfigError(
                 f"archive_limit is {archive_limit}; write bytes above 0 (10**9), or None for 20 GB or a tenth of the "

@@ -13,6 +13,7 @@ from mlx_tq.commands.args import (
     OPTIONS,
     PROFILE,
     RECALL,
+    RECALL_EVERY,
     STATS,
     add_cache_arguments,
     config_from_args,
@@ -76,6 +77,11 @@ def test_a_profile_that_evicts_gives_what_flags_do_not_say():
     assert limited.evict == replace(PROFILES["long"].evict, archive_limit=2 * 10**9)
     assert read(*words, **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit == 10**9
     assert read(*words, RECALL.flag, "off", **{name_of(ARCHIVE_LIMIT): "1GB"}).evict.archive_limit is None
+    often = read(*words, RECALL_EVERY.flag, "16", **{name_of(RECALL_EVERY): "32"})
+    assert often.evict == replace(PROFILES["long"].evict, recall_every=16)
+    assert read(*words, **{name_of(RECALL_EVERY): "32"}).evict.recall_every == 32
+    with pytest.raises(ConfigError, match=r"--kv-recall-every is given, but nothing is archived: take --kv-recall aut"):
+        read(*words, RECALL.flag, "off", RECALL_EVERY.flag, "16")
     assert read(*words, EVICT.flag, "none").evict is None
     long = build_parser().parse_args([*words])
     assert with_blocks(PROFILES["long"], long, {}) == PROFILES["long"]  # which has chosen its blocks

@@ -196,7 +196,7 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
     """The disk takes nothing until the last token is there; looks meanwhile bring back what waits for it."""
     model, tokenizer = exact
     config = evicting(96, "recency")
-    cache = make_prompt_cache(model, replace(config, evict=replace(config.evict, recall="auto")))
+    cache = make_prompt_cache(model, replace(config, evict=replace(config.evict, recall="auto", recall_every=BLOCK)))
     sequence, write = sequence_in(cache), os.pwrite
     done, in_time = threading.Event(), []
 
@@ -207,7 +207,7 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
     monkeypatch.setattr(os, "pwrite", late)
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
     with compressed(model):
-        looks = Looks(cache, Recalled(), every=BLOCK)
+        looks = Looks(cache, Recalled())
         looks.begin()
         for _ in generate_step(ids, model, prompt_cache=cache, max_tokens=COUNTED):
             looks.token()

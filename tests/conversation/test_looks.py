@@ -19,7 +19,7 @@ from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import LONGEST_QUESTION, Listener, looking, positions_of
 
 MOST, EVERY = 96, 8
-EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST)
+EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST, recall_every=EVERY)
 CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
 
 
@@ -36,7 +36,7 @@ def test_the_latest_queries_decide_what_is_back(exact):
         asked = tokenizer.encode(question)
         named = sequence.archived[-1]
         sequence.recall(layers, [named])
-        looks = Looks(caches, Recalled(named=(named,)), every=EVERY)
+        looks = Looks(caches, Recalled(named=(named,)))
         looks.begin()
         steps = generate_step(mx.array(asked), model, prompt_cache=caches, max_tokens=36)
         for _ in steps:
@@ -77,9 +77,10 @@ def test_what_is_quoted_comes_by_no_look(exact):
         with compressed(model):
             for ids in np.array_split(tokenizer.encode(text), 8):
                 mx.eval(model(mx.array(ids)[None], cache=caches))
-            looks = Looks(caches, Recalled(), every=EVERY, quoted=spans)
+            looks = Looks(caches, Recalled(), quoted=spans)
             looks.begin()
-            for _ in generate_step(mx.array(tokenizer.encode(question)), model, prompt_cache=caches, max_tokens=EVERY):
+            asked = mx.array(tokenizer.encode(question))
+            for _ in generate_step(asked, model, prompt_cache=caches, max_tokens=looks._next):
                 looks.token()
         assert looks.count == 1
         came.append(looks.positions)
@@ -91,7 +92,7 @@ def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch)
     """The more is archived, and the more layers look, the later; also where a look takes an hour."""
     model, tokenizer = exact
     text, question = facts(40)
-    monkeypatch.setattr("mlx_tq.conversation.looks._WEIGHED", 50)
+    monkeypatch.setattr("mlx_tq.conversation.looks._WEIGHED", 6)
     came = []
     for step in (0.0, 3600.0):
         clock = iter(np.arange(10_000) * step)
@@ -100,7 +101,7 @@ def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch)
         with compressed(model):
             for ids in np.array_split(tokenizer.encode(text), 8):
                 mx.eval(model(mx.array(ids)[None], cache=caches))
-            looks, at = Looks(caches, Recalled(), every=EVERY), []
+            looks, at = Looks(caches, Recalled()), []
             looks.begin()
             archived, layers = len(positions_of(sequence_in(caches).archived)), len(sequence_layers(caches))
             for number, _ in enumerate(
@@ -109,7 +110,7 @@ def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch)
                 before = looks.count
                 looks.token()
                 at += [number + 1] * (looks.count - before)
-        assert at[0] == int(EVERY * archived * len(looking(layers)) / layers / 50) > EVERY
+        assert at[0] == int(archived * len(looking(layers)) / layers / 6) > EVERY
         came.append(at)
     assert came[0] == came[1]
 

@@ -13,7 +13,6 @@ from rescue.harness import Server
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
-from mlx_tq.conversation.looks import RECALL_EVERY
 from mlx_tq.conversation.quote import MARK, OPENING
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.sequence.passes import sequence_in
@@ -143,7 +142,7 @@ def test_what_the_service_names_comes_back_as_rows_and_else_as_text(chat, servic
     say(session, page())
     fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
     seen = []
-    for _ in session.respond(QUESTION, max_tokens=RECALL_EVERY + 8):
+    for _ in session.respond(QUESTION, max_tokens=evict.recall_every + 8):
         seen.append(set(map(int, session._live())))
     turn = session.turns[-1]
     assert "417295" in session.last_exchange[1]

@@ -4,7 +4,6 @@ import mlx.core as mx
 
 from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.conversation.looks import RECALL_EVERY
 from mlx_tq.prefixes.folder import Folder
 
 SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
@@ -40,12 +39,12 @@ def test_an_answer_looks_into_the_archive_of_a_prompt_that_was_stored(exact, tmp
         with Session(
             *exact,
             config,
-            max_tokens=RECALL_EVERY + 1,
+            max_tokens=config.evict.recall_every + 1,
             prefill_step_size=64,
             store=str(tmp_path),
             sampler=lambda _: mx.array([word]),
         ) as session:
-            assert len(list(session.respond(load_text()[:800]))) >= RECALL_EVERY
+            assert len(list(session.respond(load_text()[:800]))) >= config.evict.recall_every
             found.append(session.turns[0])
     assert not found[0].cached_tokens
     assert found[1].cached_tokens >= 64

@@ -7,7 +7,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.looks import RECALL_EVERY, Looks
+from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.recall import question_of, read, recall
 from mlx_tq.conversation.transcript import Rehydration
 from mlx_tq.policies import EvictConfig
@@ -23,7 +23,7 @@ from .engines import GREEDY, LIMITS, make_engine, outcome, serve
 CONFIG = KVConfig("q8", "tq4", prefix=16, window=64, evict=EvictConfig("recency:trigger=32", 160, recall=96))
 ENDLESS = make_logits_processors({0: -100.0, 2: -100.0})  # the end-of-text tokens of the embedded model
 STEP = LIMITS["prefill_step_size"]
-TOKENS = RECALL_EVERY + 8  # one look; when the next one comes depends on how long it took
+TOKENS = CONFIG.evict.recall_every + 8  # one look; when the next one comes depends on how long it took
 
 
 def asked(loaded, code=417295, lines=40):
