@@ -12,7 +12,7 @@ from mlx_tq.evaluate.scenes import questions
 from mlx_tq.evaluate.settings import Setting, grid
 from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
 from mlx_tq.evaluate.sweep_table import sweep_lines
-from mlx_tq.policies import EvictConfig, TriAttention
+from mlx_tq.policies import EvictConfig, Random, TriAttention
 
 BASE = KVConfig(prefix=0, window=32)
 
@@ -23,6 +23,8 @@ def test_variants_are_policies_with_options_that_win():
         TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
     assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm:granularity=1", "50%", "off")
+    assert Setting("random", 50).config(BASE, 32, 7).evict.policy == Random(seed=7, granularity=1, trigger=128)
+    assert Setting("random:seed=3", 50).config(BASE, 32, 7).evict.policy.seed == 3
     for variant in DEFAULT_VARIANTS.split(","):
         assert grid([variant], [90], [1], [128], [0])[0].config(BASE, 64).evict.budget == "90%"
 
@@ -59,6 +61,20 @@ def ask(model, tokenizer, settings, records, **changes):
     options |= {"lengths": [512], "depths": [0.5], "seeds": [0]}
     options |= {"warmup": 64, "step": 64, "max_tokens": 8, "known": records.get, "report": records}
     sweep_needles(model, tokenizer, load_text(), settings, BASE, **{**options, **changes})
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_what_leaves_at_random_is_drawn_anew_for_each_text(tiny, embedded, monkeypatch, once):
+    """Else all texts lose the same blocks, and however many there are, they are one draw."""
+    drawn, score = [], Random.score
+
+    def heard(policy, body):
+        drawn.append(policy.seed)
+        return score(policy, body)
+
+    monkeypatch.setattr(Random, "score", heard)
+    ask(tiny, embedded[1], [Setting("random", 50, trigger=16, prefix=0, once=once)], Records(), seeds=[4, 5])
+    assert list(dict.fromkeys(drawn)) == [4, 5]
 
 
 def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_ones(tiny, embedded):
