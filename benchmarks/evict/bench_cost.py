@@ -29,7 +29,7 @@ from mlx_tq.sequence.passes import before_pass, compressed_caches, sequence_in
 from mlx_tq.sequence.plan import LayerPlan
 
 STEP = 256
-EVICT = EvictConfig("triattention:stats=text", "90%", "off")
+POLICY = "triattention"
 ROUNDS = 5
 CONTEXTS = (4096, 8192, 16384, 32768)
 
@@ -41,14 +41,20 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - started
 
 
-def filled(model: Any, length: int) -> list[Any]:
+def evicting(policy: str) -> EvictConfig:
+    """What a round does: any statistics will do."""
+    return EvictConfig(f"{policy}:stats=text", "90%", "off")
+
+
+def filled(model: Any, length: int, policy: str) -> list[Any]:
     """Caches that hold `length` random tokens, ready to evict; those of sliding layers hold their window."""
-    plan = plan_caches(model, KVConfig(evict=EVICT))
+    plan = plan_caches(model, KVConfig(evict=evicting(policy)))
     rng = np.random.default_rng(0)
 
     def calibrated(layer: LayerPlan) -> LayerPlan:
         dim, pairs, heads = layer.slot.key_dim, layer.rope.pairs.shape[1], model.args.num_attention_heads
-        stats = QueryStats(mx.array(rng.standard_normal((heads, dim), np.float32)), 2 * mx.ones((heads, pairs)))
+        centre, moment = mx.array(rng.standard_normal((heads, dim), np.float32)), mx.zeros((heads, dim, dim))
+        stats = QueryStats(centre, 2 * mx.ones((heads, pairs)), moment + centre[:, None] * centre[..., None])
         return replace(layer, queries=stats)
 
     plan = replace(plan, layers=[calibrated(layer) for layer in plan.layers])
@@ -78,9 +84,9 @@ def fill(
         mx.eval(cache.state)
 
 
-def measure(model: Any, length: int) -> dict[str, Any]:
+def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
     """One context."""
-    caches = filled(model, length)
+    caches = filled(model, length, policy)
     rounds = []
     for _ in range(ROUNDS):
         twins = copy.deepcopy(caches)
@@ -96,7 +102,7 @@ def measure(model: Any, length: int) -> dict[str, Any]:
         for _ in range(ROUNDS):
             twins = copy.deepcopy(caches)
             steps.append(seconds(lambda twins=twins: mx.eval(model(ids, cache=twins))))
-    every = EVICT.policy.trigger / (1 - 0.9)
+    every = evicting(policy).policy.trigger / (1 - 0.9)
     round_cost, step = statistics.median(rounds), statistics.median(steps)
     return {
         "context": length,

@@ -12,11 +12,15 @@ from typing import Any
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import read_text
+from mlx_tq.evaluate.draws import draw_anew
 from mlx_tq.policies import CalibratedPolicy, EvictConfig, ExpectedAttention, Recency, TriAttention
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.passes import before_pass, sequence_in
 from mlx_tq.sequence.plan import Plan
+
+# Makes caches that hold a text, from its tokens and its number.
+Make = Callable[[list[int], int], list[Any]]
 
 
 class Readings:
@@ -49,11 +53,12 @@ class Readings:
         reader = ExpectedAttention if covariance else TriAttention
         return replace(config, evict=EvictConfig(reader(warmup=calibrated[0].warmup, stats=TEXT), "100%", "off"))
 
-    def maker(self, config: KVConfig) -> Callable[[list[int]], list[Any]]:
+    def maker(self, config: KVConfig) -> Make:
         """Caches that hold a text, from which was evicted as `config` says."""
 
-        def make(ids: list[int]) -> list[Any]:
+        def make(ids: list[int], number: int) -> list[Any]:
             caches = under(self._plans[config], self._caches(ids, config.prefix))
+            draw_anew(caches, number)
             before_pass(caches, 1)  # the round comes here, once, and not with every question
             return caches
 

@@ -12,6 +12,7 @@ from mlx_tq.cache.spec import READY, CacheSpec
 from mlx_tq.config import SCHEDULE
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.evaluate.draws import draw_anew
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.compressed import compressed, planner
@@ -164,8 +165,10 @@ def read_side_by_side(
     attended, packed, nbytes = 0, [0] * len(makers), [0] * len(makers)
     rounds, kept, seconds = [0] * len(makers), [1.0] * len(makers), [0.0] * len(makers)
     with compressed(model):
-        for ids in chunks:
+        for chunk, ids in enumerate(chunks):
             readers = [make() for make in makers]
+            for caches in readers:
+                draw_anew(caches, chunk)
             seconds = [0.0] * len(makers)  # kernels were compiled in an earlier chunk
             for start, stop in steps(len(ids) - 1, step):
                 attended += sum(range(start + 1, stop + 1)) if start else 0

@@ -34,19 +34,13 @@ class Setting:
         about = f"{self.variant} {self.retention:g}% blocks {self.granularity} trigger {self.trigger}"
         return f"{about} prefix {self.prefix}{' once' if self.once else ''}"
 
-    def config(self, base: KVConfig, warmup: int, scene: int = 0) -> KVConfig:
+    def config(self, base: KVConfig, warmup: int) -> KVConfig:
         """The whole configuration, with everything else as in `base`.
-
-        Args:
-            base: the rest.
-            warmup: tokens that calibrate.
-            scene: number of the text: what leaves at random is drawn anew for each, or all lose the same positions.
 
         Raises:
             ConfigError: a value that cannot be met.
         """
-        options = {"granularity": self.granularity, "trigger": self.trigger, "warmup": warmup, "seed": scene}
-        policy = parse_policy(self.variant, **options)
+        policy = parse_policy(self.variant, granularity=self.granularity, trigger=self.trigger, warmup=warmup)
         return replace(base, prefix=self.prefix, evict=EvictConfig(policy, f"{self.retention}%", "off"))
 
 

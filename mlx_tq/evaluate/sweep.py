@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,15 +12,15 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
 from mlx_tq.evaluate.divergence import summarize_divergence
+from mlx_tq.evaluate.draws import draw_anew
 from mlx_tq.evaluate.needle import VOID
-from mlx_tq.evaluate.once import Readings
+from mlx_tq.evaluate.once import Make, Readings
 from mlx_tq.evaluate.passes import Advance, evicted, read_side_by_side
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.scenes import SPREAD, Planted, plant
 from mlx_tq.evaluate.settings import Setting
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.sequence.compressed import planner
-from mlx_tq.sequence.plan import Plan
 
 # Text is read by this many settings beside one fp16 cache: few, so that a stopped sweep loses little.
 _SIDE_BY_SIDE = 9
@@ -184,16 +184,16 @@ def sweep_needles(
         ConfigError: a scene or a setting that cannot be met, or one that evicts nothing.
     """
     check_protected(prefix, base.window, min(lengths))
-    makers = lru_cache(maxsize=1)(partial(_makers, model, planner(model), settings, base, warmup, step))
+    makers = _makers(model, settings, base, warmup, step)
     for seed, length, kind in product(seeds, lengths, kinds):
         for depth in (0.5,) if kind in SPREAD else depths:
             planted = plant(kind, tokenizer, text, depth, seed, tokens=length, prefix=prefix, window=base.window)
             void: set[int] = set()
-            for setting, make in makers(seed):
+            for setting, make in makers:
                 keys = {index: needle_key(setting, kind, length, depth, seed, index) for index in planted.asked}
                 found = {index: known(key) for index, key in keys.items()}
                 if any(record is None for record in found.values()):
-                    caches = make(planted.scene.ids)
+                    caches = make(planted.scene.ids, seed)
                 for index, key in keys.items():
                     record = found[index]
                     if record is None:
@@ -214,24 +214,20 @@ def sweep_needles(
 
 
 def _makers(
-    model: Any,
-    plan: Callable[[KVConfig], Plan],
-    settings: Sequence[Setting],
-    base: KVConfig,
-    warmup: int,
-    step: int,
-    seed: int,
-) -> list[tuple[Setting | None, Callable[[list[int]], list[Any]]]]:
-    """For the fp16 cache and each setting, what makes caches that hold the text of a scene."""
+    model: Any, settings: Sequence[Setting], base: KVConfig, warmup: int, step: int
+) -> list[tuple[Setting | None, Make]]:
+    """For the fp16 cache and each setting, what makes caches that hold a text."""
 
-    def reads(make: Callable[[], list[Any]], ids: list[int]) -> list[Any]:
+    def reads(make: Callable[[], list[Any]], ids: list[int], number: int) -> list[Any]:
         caches = make()
+        draw_anew(caches, number)
         read_text(model, ids, caches, step)
         return caches
 
-    configs = {setting: setting.config(base, warmup, seed) for setting in settings}
+    configs = {setting: setting.config(base, warmup) for setting in settings}
+    plan = planner(model)
     readings = Readings(model, plan, [config for setting, config in configs.items() if setting.once], step)
-    made: list[tuple[Setting | None, Callable[[list[int]], list[Any]]]] = [(None, partial(reads, OFF.caches(model)))]
+    made: list[tuple[Setting | None, Make]] = [(None, partial(reads, OFF.caches(model)))]
     for setting, config in configs.items():
         own = readings.maker(config) if setting.once else partial(reads, Arm(setting.name, config).caches(model, plan))
         made.append((setting, own))

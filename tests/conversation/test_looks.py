@@ -88,11 +88,12 @@ def test_what_is_quoted_comes_by_no_look(exact):
     assert came[1:] == [[], came[0]]
 
 
-def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch):
-    """The more is archived, and the more layers look, the later; also where a look takes an hour."""
+@pytest.mark.parametrize("weighed", [6, 10**9])
+def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch, weighed):
+    """The more is archived, and the more layers look, the later, but no sooner than is said; by no clock."""
     model, tokenizer = exact
     text, question = facts(40)
-    monkeypatch.setattr("mlx_tq.conversation.looks._WEIGHED", 6)
+    monkeypatch.setattr("mlx_tq.conversation.looks._WEIGHED", weighed)
     came = []
     for step in (0.0, 3600.0):
         clock = iter(np.arange(10_000) * step)
@@ -110,7 +111,9 @@ def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch)
                 before = looks.count
                 looks.token()
                 at += [number + 1] * (looks.count - before)
-        assert at[0] == int(archived * len(looking(layers)) / layers / 6) > EVERY
+        wait = int(archived * len(looking(layers)) / layers / weighed)
+        assert at[0] == max(EVERY, wait)
+        assert (wait > EVERY) == (weighed == 6)
         came.append(at)
     assert came[0] == came[1]
 

@@ -7,7 +7,9 @@ from mlx_tq.commands.calibrating import queries_of_text, save_queries
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.flags import DEFAULT_VARIANTS
+from mlx_tq.evaluate.passes import cut_chunks, read_side_by_side
 from mlx_tq.evaluate.scenes import questions
 from mlx_tq.evaluate.settings import Setting, grid
 from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
@@ -23,8 +25,6 @@ def test_variants_are_policies_with_options_that_win():
         TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
     assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm:granularity=1", "50%", "off")
-    assert Setting("random", 50).config(BASE, 32, 7).evict.policy == Random(seed=7, granularity=1, trigger=128)
-    assert Setting("random:seed=3", 50).config(BASE, 32, 7).evict.policy.seed == 3
     for variant in DEFAULT_VARIANTS.split(","):
         assert grid([variant], [90], [1], [128], [0])[0].config(BASE, 64).evict.budget == "90%"
 
@@ -73,8 +73,13 @@ def test_what_leaves_at_random_is_drawn_anew_for_each_text(tiny, embedded, monke
         return score(policy, body)
 
     monkeypatch.setattr(Random, "score", heard)
-    ask(tiny, embedded[1], [Setting("random", 50, trigger=16, prefix=0, once=once)], Records(), seeds=[4, 5])
-    assert list(dict.fromkeys(drawn)) == [4, 5]
+    setting = Setting("random:seed=3", 50, trigger=16, prefix=0, once=once)
+    ask(tiny, embedded[1], [setting], Records(), seeds=[4, 5])
+    assert list(dict.fromkeys(drawn)) == [7, 8]
+    drawn.clear()
+    chunks = cut_chunks(embedded[1], load_text(), 2, 256)
+    read_side_by_side(tiny, chunks, [Arm("random", setting.config(BASE, 32))], 64)
+    assert list(dict.fromkeys(drawn)) == [3, 4]
 
 
 def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_ones(tiny, embedded):
