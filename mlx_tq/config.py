@@ -223,7 +223,8 @@ PROFILES: dict[str, KVConfig] = {
     "safe": KVConfig(key="q8", value="q8"),
     "balanced": KVConfig(key="q8", value="tq4"),
     "small": KVConfig(key="tq4", value="tq4"),
-    "tiny": KVConfig(key="tq3", value="tq3"),
+    # With 3-bit keys, or values coded one by one, the next token would be another in more than one of 50.
+    "tiny": KVConfig(key="tq4", value="tcq3"),
     # Tokens leave in the blocks in which the archive gives them back.
     "long": KVConfig(evict=EvictConfig(TriAttention(), "50%", "auto")),
 }

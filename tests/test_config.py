@@ -94,7 +94,7 @@ def test_profiles():
         "safe": ("q8", "q8"),
         "balanced": ("q8", "tq4"),
         "small": ("tq4", "tq4"),
-        "tiny": ("tq3", "tq3"),
+        "tiny": ("tq4", "tcq3"),
         "long": ("q8", "tq4"),
     }
     assert PROFILES["tiny"].condition

@@ -188,7 +188,7 @@ def tq3_0() -> list[Row]:
             "cache of 73,728 tokens, 80 layers, 8 KV heads",
             "5,040 MiB",
             REACHED,
-            f"{own:,.0f} MiB by definition (`tiny`, all packed)",
+            f"{own:,.0f} MiB by definition (`tq3` keys and values, all packed)",
             FORMATS,
         ),
         Row("longest context on two RTX 3090", "about 80K; 16K with 16 bits", NOT_MEASURED, "-"),

@@ -70,12 +70,11 @@ def quality() -> str:
     columns = ["cache", *(f"{name}: {what}" for name in MODELS.values() for what in ("KLD", "top-1 %"))]
     files = ", ".join(f"[{name}](../../benchmarks/results/quality_profiles_{name}.json)" for name in MODELS)
     command = (
-        "python -m mlx_tq evaluate divergence --profiles safe,balanced,small,tq3/tq3 --dtype float32 --length 2048"
+        "python -m mlx_tq evaluate divergence --profiles safe,balanced,small,tq3/tq3,tq4/tq3,tq4/tcq3 \\\n"
+        "    --dtype float32 --length 2048 --chunks N [--model M] --text wiki.test.raw"
     )
     about = f"*{machine(reports['embedded'])}; {files}.*"
-    return "\n".join(
-        ["```", f"{command} --chunks N [--model M] --text wiki.test.raw", "```", "", about, "", lines(columns, rows)]
-    )
+    return "\n".join(["```", command, "```", "", about, "", lines(columns, rows)])
 
 
 def _top1(config: KVConfig, found: Record) -> str:
