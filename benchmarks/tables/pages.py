@@ -26,6 +26,7 @@ from benchmarks.tables import (
     shares,
     speed,
     store,
+    sweep,
     trellis,
 )
 from benchmarks.tables.markdown import Table
@@ -44,6 +45,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **four_arms.TABLES,
     **eviction.TABLES,
     **shares.TABLES,
+    **sweep.TABLES,
     **recall.TABLES,
     **recall_grid.TABLES,
     **rescue.TABLES,

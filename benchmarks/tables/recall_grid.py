@@ -1,14 +1,15 @@
 """The tables of the recall grid: where the evidence ranks, what is answered, prompts, and policies of eviction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import mean
 from typing import Any
 
 from benchmarks.recall.parts import ARMS
-from benchmarks.tables.markdown import Record, Table, in_order, machine, report
+from benchmarks.tables.markdown import Record, Table, in_order, machine, machines, report
 
-FILE, POLICIES = "recall_grid.json", "recall_policies.json"
+FILE = "recall_grid.json"
+POLICIES = ("recall_policies.json", "recall_policies_gemma3-270m.json", "recall_policies_embedded.json")
 _WHOLE = 0.999
 _SEARCHES = ("queries", "words", "meaning")
 _RETURNS = ("queries", "words", "meaning", "both", "random")
@@ -71,27 +72,33 @@ def prompts() -> Table:
 
 def policies() -> Table:
     """What a policy of eviction leaves of the evidence, and what recall makes of it."""
-    about = report(POLICIES)
-    rows, settings, lines = about["rows"], about["about"]["settings"], []
+    lines = [line for file in POLICIES for line in _by_policy(file)]
+    columns = ["model, tokens", "policy", "kept", "asked", "never left", "of the others first", "whole with recall"]
+    first, *also = POLICIES
+    settings = report(first)["about"]["settings"]
+    given = " ".join(f"--{name} {settings[name]}" for name in ("policies", "budgets", "arms"))
+    command = f"python -m benchmarks.recall.bench_grid --model M --kind K --tokens L {given} \\\n    --json FILE"
+    columns += ["full", "evicted", "queries"]
+    model = "the models named, float32, prefix 32, window 64, q8/tq4"
+    return Table(first, command, machines(POLICIES), columns, lines, model=model, also=tuple(also))
+
+
+def _by_policy(file: str) -> Iterator[list[str]]:
+    about = report(file)
+    rows, model, tokens = about["rows"], about["about"]["model"], about["about"]["settings"]["tokens"]
     for policy, budget in product(in_order(rows, "policy"), in_order(rows, "budget")):
         own = [row for row in rows if (row["policy"], row["budget"]) == (policy, budget)]
         left = [row for row in own if not _lives(row)]
-        lines.append(
-            [
-                f"`{policy}`",
-                budget,
-                str(len(own)),
-                str(len(own) - len(left)),
-                _of(left, lambda row: _first(row, "queries"), "queries"),
-                str(sum(whole(row, "queries") for row in own)),
-                *(_answers(own, arm) for arm in ("full", "evicted", "queries")),
-            ]
-        )
-    columns = ["policy", "kept", "asked", "never left", "of the others first", "whole with recall"]
-    given = " ".join(f"--{name} {settings[name]}" for name in ("kind", "tokens", "policies", "budgets", "arms"))
-    command = f"python -m benchmarks.recall.bench_grid --model smollm2 {given} --json benchmarks/results/{POLICIES}"
-    columns += ["full", "evicted", "queries"]
-    return Table(POLICIES, command, machine(about), columns, lines, model=_measured_on(about["about"]))
+        yield [
+            f"{model}, {tokens:,}",
+            f"`{policy}`",
+            budget,
+            str(len(own)),
+            str(len(own) - len(left)),
+            _of(left, lambda row: _first(row, "queries"), "queries"),
+            str(sum(whole(row, "queries") for row in own)),
+            *(_answers(own, arm) for arm in ("full", "evicted", "queries")),
+        ]
 
 
 def whole(row: Record, arm: str) -> bool:

@@ -32,6 +32,7 @@ MODES = {
     "triattention:granularity=32": "v3, blocks of 32",
     "triattention:granularity=32:mode=v1": "v1 (no prefix, no segments), blocks of 32",
     "triattention:granularity=32:aggregation=v3": "v3, blocks of 32, aggregation v3",
+    "expected_attention:granularity=32": "`expected_attention`, blocks of 32",
     "random": "random, single tokens",
     "random:granularity=32": "random, blocks of 32",
 }
