@@ -6,14 +6,11 @@ sequence along, and the next forward pass puts the parts together again.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_tq.errors import CacheFormatError
-
-if TYPE_CHECKING:
-    from mlx_tq.cache.layer import CompressedKVCache
 
 
 class Observer(Protocol):
@@ -40,8 +37,8 @@ class SequencePart(Protocol):
         """Raise unless a forward pass up to position `stop` was announced."""
         ...
 
-    def rewind(self, layer: "CompressedKVCache", length: int) -> bool:
-        """A layer is about to be trimmed; returns whether it has all that its window then needs."""
+    def rewind(self, layer: Any, length: int) -> bool:
+        """A layer, a `CompressedKVCache`, is about to be trimmed; returns whether it has all its window then needs."""
         ...
 
     def observer(self, number: int, start: int, stop: int) -> Observer | None:
@@ -79,7 +76,7 @@ class SavedPart:
         """
         raise went_around()
 
-    def rewind(self, layer: "CompressedKVCache", length: int) -> bool:
+    def rewind(self, layer: Any, length: int) -> bool:
         """Always False: a saved part has no archive."""
         return False
 

@@ -188,9 +188,10 @@ def test_stopping_ends_every_job(loaded):
     assert not engine.is_healthy
 
 
-def test_with_eviction(loaded, monkeypatch):
-    """Rows lose tokens in a batch; a prompt that shares a beginning which lost some is read anew."""
-    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", budget=80))
+@pytest.mark.parametrize(("recall", "shared"), [("auto", 60), ("off", 0)])
+def test_with_eviction(loaded, monkeypatch, recall, shared):
+    """Rows lose tokens in a batch; a prompt that shares a beginning which lost some has it back, or is read anew."""
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, recall))
     engine = make_engine(loaded, config)
     kept = []
     keep = engine._kept_prompts.keep
@@ -209,7 +210,7 @@ def test_with_eviction(loaded, monkeypatch):
         return await outcome(job)
 
     _, later = serve(engine, [first, make_job(280, seed=9)], then=again)
-    assert later[0] == Started(cached=0)
+    assert later[0] == Started(cached=shared)
     assert later[-1].finish
     assert all(length == offset for length, offset, _ in kept)
     assert max(length for length, _, _ in kept) > 300 > 250 > max(stored for _, _, stored in kept)

@@ -110,7 +110,9 @@ def test_what_was_edited_is_read_anew_and_its_text_forgotten(evicting, service):
     ask(evicting, "edited", page())
     wait_for(lambda: len(stored(service) - before) == 1)
     answer, said = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(FACT + QUESTION))
-    assert counts(answer)[1:] == (0, 0)
+    _, cached, rescued = counts(answer)
+    assert cached < 8, "more than what the template puts before any message"
+    assert not rescued
     assert "417295" in said["content"]
     wait_for(lambda: stored(service) <= before)
 
