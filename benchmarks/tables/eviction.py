@@ -9,7 +9,7 @@ from functools import cache, partial
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables.markdown import Record, Table, in_order, machine, report
+from benchmarks.tables.markdown import Record, Table, by_row, in_order, machine, report
 
 SWEEP, HYBRID = "quality_sweep.json", "quality_sweep_hybrid.json"
 HYBRID_MODEL = "a hybrid of 3.65 million weights"
@@ -61,6 +61,12 @@ SCENE = {"kind": "multi", "length": 800, "granularity": 1, "trigger": 32}
 ONCE, ROUNDS = {**SCENE, "once": True}, {**SCENE, "once": False}
 TEXT = {"text": "3 x 1000", "granularity": 1, "trigger": 32}
 Show = Callable[[list[Record]], str]
+# What a round takes.
+_COST: dict[str, Callable[[Record], str]] = {
+    "round": lambda r: f"{r['round_seconds']:.3f} s",
+    "256 tokens of prefill": lambda r: f"{r['step_seconds']:.1f} s",
+    "share of the prefill": lambda r: f"{r['percent']:.2f} %",
+}
 
 
 @cache
@@ -189,29 +195,29 @@ def smollm2() -> Table:
     return _table("policy", rows, columns, source=SMOLLM2, command=SMOLLM2_COMMAND, model="SmolLM2-135M-Instruct")
 
 
-def _rows(source: str, columns: dict[str, Callable[[Record], str]], keep: Callable[[Record], bool]) -> Table:
-    about = report(source)
-    rows = [[show(row) for show in columns.values()] for row in about["rows"] if keep(row)]
-    return Table(source, about["command"], machine(about), list(columns), rows)
-
-
 def cost() -> Table:
     """What a round takes, beside the reading of 256 tokens."""
-    about = report("evict_cost.json")
-    rows = [
-        [
-            r["model"],
-            f"{r['context']:,}",
-            f"{r['evicted']:,}",
-            f"{r['round_seconds']:.3f} s",
-            f"{r['step_seconds']:.1f} s",
-            f"{r['percent']:.2f} %",
-        ]
-        for r in about["rows"]
-    ]
-    columns = ["model", "context", "evicted", "round", "256 tokens of prefill", "share of the prefill"]
-    where = f"the models named, float32, {about['environment']['blas']}"
-    return Table("evict_cost.json", about["command"], machine(about), columns, rows, model=where)
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "context": lambda r: f"{r['context']:,}",
+        "evicted": lambda r: f"{r['evicted']:,}",
+        **_COST,
+    }
+    return by_row("evict_cost.json", columns, _timed("evict_cost.json"))
+
+
+def cost_by_policy() -> Table:
+    """The same of each calibrated policy."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "policy": lambda r: f"`{r['policy']}`",
+        **_COST,
+    }
+    return by_row("evict_policies.json", columns, _timed("evict_policies.json"))
+
+
+def _timed(source: str) -> str:
+    return f"the models named, float32, {report(source)['environment']['blas']}"
 
 
 def key_formats() -> Table:
@@ -238,7 +244,7 @@ def spans() -> Table:
         "stored / evicted tokens": lambda r: f"{r['ratio']:.2f}",
         "JSON bytes a token": lambda r: f"{r['wire_bytes']:.1f}",
     }
-    return _rows("evict_blocks.json", columns, lambda r: not r["segment_tokens"])
+    return by_row("evict_blocks.json", columns, segment_tokens=0)
 
 
 def oracle() -> Table:
@@ -267,6 +273,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     "evict_hybrid": hybrid,
     "evict_smollm2": smollm2,
     "evict_cost": cost,
+    "evict_policies": cost_by_policy,
     "evict_formats": key_formats,
     "evict_oracle": oracle,
 }

@@ -1,7 +1,7 @@
 """A table of measurements as Markdown: how it was measured, then its rows."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,14 @@ class Table:
         files = ", ".join(f"[{name}](../../benchmarks/results/{name})" for name in (self.source, *self.also))
         about = f"*Measured on {self.model}; {self.machine}; {files}.*"
         return "\n".join(["```", self.command, "```", "", about, "", lines(self.columns, self.rows)])
+
+
+def by_row(source: str, columns: dict[str, Callable[[Record], str]], model: str = EMBEDDED, **fields: Any) -> Table:
+    """The rows of a JSON with these fields, one for one: under each head what is shown of a row."""
+    about = report(source)
+    rows = [row for row in about["rows"] if fields.items() <= row.items()]
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    return Table(source, about["command"], machine(about), list(columns), cells, model=model)
 
 
 def with_missing(table: Table, missing: list[str]) -> str:

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from statistics import mean, median
 
 from benchmarks.named_models import NAMES
-from benchmarks.tables.markdown import Record, Table, machine, machines, report
+from benchmarks.tables.markdown import Record, Table, by_row, machine, machines, report
+
+_MODELS = "the models named, float32"
 
 
 def recall() -> Table:
@@ -32,67 +34,55 @@ def recall() -> Table:
 
 def looks() -> Table:
     """What a look of 64 queries takes beside the 64 steps between two looks."""
-    about = report("recall_look.json")
-    rows = [
-        [
-            row["model"],
-            {"question": "for a question", "answer": "while answering"}[row["when"]],
-            f"{row['looking']} of {row['layers']}",
-            f"{row['archived']:,}",
-            f"{row['nbytes'] / 1e6:.1f} MB",
-            f"{row['look_ms']:,.0f} ms",
-            f"{row['steps_ms']:,.0f} ms",
-            f"{100 * row['share']:.1f} %",
-        ]
-        for row in about["rows"]
-    ]
-    columns = [
-        "model",
-        "a look",
-        "layers that look",
-        "archived tokens",
-        "keys read",
-        "it takes",
-        "64 steps",
-        "of them",
-    ]
-    return Table("recall_look.json", about["command"], machine(about), columns, rows, model="the models named, float32")
+    when = {"question": "for a question", "answer": "while answering"}
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "a look": lambda r: when[r["when"]],
+        "layers that look": _looking,
+        "archived tokens": lambda r: f"{r['archived']:,}",
+        "keys read": lambda r: f"{r['nbytes'] / 1e6:.1f} MB",
+        "it takes": lambda r: f"{r['look_ms']:,.0f} ms",
+        "64 steps": _steps,
+        "of them": _of_steps,
+    }
+    return by_row("recall_look.json", columns, _MODELS)
 
 
 def live() -> Table:
     """What the sum of all live weights takes of a look while answering."""
-    about = report("recall_live.json")
-    rows = [
-        [
-            row["model"],
-            f"{row['looking']} of {row['layers']}",
-            f"{row['live']:,}",
-            f"{row['sums_ms']:,.0f} ms",
-            f"{row['steps_ms']:,.0f} ms",
-            f"{100 * row['share']:.1f} %",
-        ]
-        for row in about["rows"]
-    ]
-    columns = ["model", "layers that look", "live tokens", "their sums", "64 steps", "of them"]
-    return Table("recall_live.json", about["command"], machine(about), columns, rows, model="the models named, float32")
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "layers that look": _looking,
+        "live tokens": lambda r: f"{r['live']:,}",
+        "their sums": lambda r: f"{r['sums_ms']:,.0f} ms",
+        "64 steps": _steps,
+        "of them": _of_steps,
+    }
+    return by_row("recall_live.json", columns, _MODELS)
+
+
+def _looking(row: Record) -> str:
+    return f"{row['looking']} of {row['layers']}"
+
+
+def _steps(row: Record) -> str:
+    return f"{row['steps_ms']:,.0f} ms"
+
+
+def _of_steps(row: Record) -> str:
+    return f"{100 * row['share']:.1f} %"
 
 
 def listening() -> Table:
     """What a step takes longer of which the queries are kept for the next look."""
-    about = report("recall_listening.json")
-    rows = [
-        [
-            row["model"],
-            str(row["listening"]),
-            f"{row['step_ms']:.1f} ms",
-            f"{row['added']:+.1f} % ({row['error']:.1f})",
-        ]
-        for row in about["rows"]
-    ]
-    columns = ["model", "layers that listen", "a step without", "with it longer by (error)"]
-    turns = f"{about['rows'][0]['turns']} turns of 64 steps"
-    model = f"the models named, float32, {turns}"
-    return Table("recall_listening.json", about["command"], machine(about), columns, rows, model=model)
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "layers that listen": lambda r: str(r["listening"]),
+        "a step without": lambda r: f"{r['step_ms']:.1f} ms",
+        "with it longer by (error)": lambda r: f"{r['added']:+.1f} % ({r['error']:.1f})",
+    }
+    turns = report("recall_listening.json")["rows"][0]["turns"]
+    return by_row("recall_listening.json", columns, f"{_MODELS}, {turns} turns of 64 steps")
 
 
 def text() -> Table:

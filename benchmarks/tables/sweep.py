@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.tables.conditioned import MODELS
 from benchmarks.tables.eviction import RETENTIONS, Show, needles, text
 from benchmarks.tables.markdown import Table, machines, report
 
-MODELS = {"embedded": "embedded", "smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma 3 270M"}
 BLOCKS = ":granularity=32"
 POLICIES = {
     f"triattention{BLOCKS}": "`triattention`",

@@ -122,7 +122,7 @@ RECALL = Option(
 )
 RECALL_EVERY = Option(
     "--kv-recall-every",
-    "recall_every",
+    "tokens",
     int,
     "tokens of an answer after which its own queries look into what left again; more where much did (default: 64)",
 )
@@ -134,7 +134,7 @@ ARCHIVE = Option(
 )
 ARCHIVE_LIMIT = Option(
     "--kv-archive-limit",
-    "archive_limit",
+    "size",
     lambda text: parse_size(text),
     "bytes of a conversation's archive (default: 20GB, or a tenth of the free disk where that is less)",
 )
@@ -327,23 +327,21 @@ def evict_from_args(
             raise ConfigError(f"{idle[0]} is given, but no token leaves: add --kv-evict triattention, or drop it.")
         return None
     recall = _chosen_recall(args, environ, given) if has_recall else _OFF
-    more: dict[str, Any] = {}
-    for option in (RECALL_EVERY, ARCHIVE_LIMIT) if has_recall else ():
+    chosen: dict[str, Any] = {"budget": option_value(args, BUDGET, environ)}
+    for name, option in (("recall_every", RECALL_EVERY), ("archive_limit", ARCHIVE_LIMIT)) if has_recall else ():
         if recall != _OFF:
-            more[option.field] = option_value(args, option, environ)
+            chosen[name] = option_value(args, option, environ)
         elif option_value(args, option, {}) is not None:
             how = how_to_recall(args, environ)
             raise ConfigError(f"{option.flag} is given, but nothing is archived: take {how}, or drop it.")
-        if more.get(option.field) is None and given is not None:
-            more[option.field] = getattr(given, option.field)
     stats = option_value(args, STATS, environ)
     policy = parse_policy(text, **defaults, **({} if stats is None else {"stats": stats}))
     named = option_value(args, STATS, {})
     if named is not None and named != getattr(policy, "stats", None):
         why = "names another file" if isinstance(policy, CalibratedPolicy) else "asks no queries"
         raise ConfigError(f"--kv-stats {named} is given, but the policy {policy.name} {why}; drop one of the two.")
-    more["budget"] = option_value(args, BUDGET, environ) or (None if given is None else given.budget)
-    return EvictConfig(policy, recall=recall, **{name: value for name, value in more.items() if value is not None})
+    changes = {name: value for name, value in chosen.items() if value is not None}
+    return replace(given or EvictConfig(), policy=policy, recall=recall, **changes)
 
 
 def recall_value(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> str | None:
