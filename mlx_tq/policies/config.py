@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlx_tq.errors import ConfigError
-from mlx_tq.policies.options import check_types, names_settings
+from mlx_tq.policies.options import check_types, names_settings, write_spec
 from mlx_tq.policies.policy import Policy, parse_policy
+
+# Defaults of a policy's options that were others once.
+_EARLIER = {"granularity": 1, "aggregation": "paper"}
 
 _BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -103,11 +106,9 @@ class EvictConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "EvictConfig":
-        """The inverse of `to_dict`, which earlier versions wrote without a granularity where that was 1."""
-        return cls(**fields | {"policy": parse_policy(fields["policy"], granularity=1)})
+        """The inverse of `to_dict`; what a text leaves out has the default that it was written under."""
+        return cls(**fields | {"policy": parse_policy(fields["policy"], **_EARLIER)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; the policy is its text."""
-        text = str(self.policy)
-        named = text if ":granularity=" in text else f"{text}:granularity={self.policy.granularity}"
-        return vars(self) | {"policy": named}
+        """Plain data; the policy is its text, which names what once had another default."""
+        return vars(self) | {"policy": write_spec(self.policy.name, self.policy, always=_EARLIER)}

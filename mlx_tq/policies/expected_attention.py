@@ -17,6 +17,7 @@ from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.virtual_query import OFFSETS, virtual_query
+from mlx_tq.policies.weighing import weighed
 
 BLOCK_TOKENS = 1024  # decoded at a time
 
@@ -49,11 +50,9 @@ class ExpectedAttention(CalibratedPolicy):
             quadratic = ((keys @ covariance) * keys).sum(axis=-1)  # [H, G, S]
             linear = (mean[:, :, None] * keys).sum(axis=-1)
             logits.append(linear / dim**0.5 + quadratic / (2 * dim))
-            norms.append(mx.linalg.norm(layer.layout.value.decode_rotated(layer.layout.values(block.rows))[0], axis=-1))
+            norms.append(block.value_norms())
             mx.eval(logits[-1], norms[-1])
-        weights = mx.softmax(mx.concatenate(logits, axis=-1), axis=-1, precise=True)
-        found = (weights * mx.concatenate(norms, axis=-1)[:, None]).mean(axis=(0, 1))
-        return np.array(found, np.float64)
+        return weighed(mx.concatenate(logits, axis=-1), mx.concatenate(norms, axis=-1))
 
 
 def turned_covariance(rope: Rope, stats: QueryStats, last: int) -> mx.array:

@@ -1,7 +1,7 @@
 """The options of a dataclass: checked, and read from and written as text such as `aggregation=v3:warmup=512`."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import field, fields
 from functools import wraps
 from types import NoneType
@@ -117,12 +117,12 @@ def read_options(kind: type, name: str, texts: dict[str, str]) -> dict[str, Any]
     return found
 
 
-def write_spec(name: str, settings: Any) -> str:
-    """The name and the options that differ from their defaults, as `split_spec` and `read_options` take them."""
+def write_spec(name: str, settings: Any, always: Container[str] = ()) -> str:
+    """The name and options, as `split_spec` and `read_options` take them: those of `always`, and what is no default."""
     parts = [name]
     for each in fields(settings):
         value = getattr(settings, each.name)
-        if value != each.default:
+        if value != each.default or each.name in always:
             parts.append(f"{each.name}={_written(value)}")
     return _SEPARATOR.join(parts)
 

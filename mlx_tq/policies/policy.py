@@ -53,6 +53,10 @@ class PackedLayer:
         """The decoded keys of all rows, fp32 [1, H, S, D]."""
         return decode(self.layout.key, self.layout.keys(self.rows), self.conditioning)
 
+    def value_norms(self) -> mx.array:
+        """The norms of the values of all rows, as `Codec.norms` has them: fp32 [H, S]."""
+        return self.layout.value.norms(self.layout.values(self.rows))[0]
+
 
 @dataclass(frozen=True)
 class Body:

@@ -4,8 +4,9 @@ The mean query of a head, turned by the model's own RoPE to the positions of lat
 query w: <w, K> is the expected logit of a cached key K, times sqrt(D). What the queries scatter around their centre
 adds sum over f of (a_f - |c_f|)+ |K_f|, so that a token is not lost because its queries point everywhere.
 
-Source: TriAttention (Mao et al., arXiv 2604.04921) sections 3 and 4; TriAttention V3 (T. Turney). The dims that RoPE
-leaves alone can be counted too; a question looks there for what the mean of other queries does not point to.
+Source: TriAttention (Mao et al., arXiv 2604.04921) sections 3 and 4; TriAttention V3 (T. Turney); heads and layers are
+brought together as by Expected Attention (Devoto et al., kvpress). The dims that RoPE leaves alone can be counted too;
+a question looks there for what the mean of other queries does not point to.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from mlx_tq.policies.options import names_settings, option
 from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
 from mlx_tq.policies.queries import pooled_over_groups
 from mlx_tq.policies.virtual_query import spread, virtual_query
+from mlx_tq.policies.weighing import weighed
 
 BLOCK_TOKENS = 4096  # scored at a time
 
@@ -30,9 +32,10 @@ class TriAttention(CalibratedPolicy):
 
     Attributes:
         evict: "lowest" scores leave, or "highest": the sign of published ports, for comparison only.
-        aggregation: of scores over heads and layers. "paper": of unit deviation in each query head, the maximum over
-            the query heads of a KV head, the mean over KV heads and layers. "v3": one mean query for each KV head, the
-            sum over KV heads, the mean over layers.
+        aggregation: of scores over heads and layers. "weight": the weight of attention that the scores make, times the
+            norm of the value, the mean over query heads and layers. "paper": of unit deviation in each query head, the
+            maximum over the query heads of a KV head, the mean over KV heads and layers. "v3": one mean query for each
+            KV head, the sum over KV heads, the mean over layers.
         score_unrotated_dims: whether the dims that RoPE leaves alone count, where a model has such.
         skip_layers: first compressed layers that take no part in scoring (the published boundary skip).
     """
@@ -40,7 +43,7 @@ class TriAttention(CalibratedPolicy):
     name: ClassVar[str] = "triattention"
 
     evict: str = option("lowest", choices=("lowest", "highest"))
-    aggregation: str = option("paper", choices=("paper", "v3"))
+    aggregation: str = option("weight", choices=("weight", "paper", "v3"))
     score_unrotated_dims: bool = False
     skip_layers: int = option(0, least=0)
 
@@ -65,13 +68,16 @@ class TriAttention(CalibratedPolicy):
             stats = pooled_over_groups(stats, heads)
         query = virtual_query(rope, stats.centre, last, unrotated=self.score_unrotated_dims)
         query, weights = (x.reshape(heads, x.shape[0] // heads, x.shape[1]) for x in (query, spread(rope, stats)))
-        parts = []
+        parts, norms = [], []
         for start in range(0, tokens, BLOCK_TOKENS):
             block = layer.part(start, min(start + BLOCK_TOKENS, tokens))
             found = score(block.rows, block.rows.shape[2], layer.layout, query, weights, rope.pairs, block.conditioning)
             parts.append(found[0])
+            norms.append(block.value_norms())  # computed where they are used
             mx.eval(parts[-1])
         scores = mx.concatenate(parts, axis=-1)  # [H, G, S]
+        if self.aggregation == "weight":
+            return weighed(scores / layer.layout.key.head_dim**0.5, mx.concatenate(norms, axis=-1))
         if self.aggregation == "v3":
             return np.array(scores.sum(axis=(0, 1)), np.float64)
         deviation = mx.maximum(mx.std(scores, axis=-1, keepdims=True), 1e-12)

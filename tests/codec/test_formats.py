@@ -88,6 +88,15 @@ def test_vectors_that_no_model_makes(name):
 
 
 @every
+def test_norms_without_decoding(name):
+    """Are those of the vectors but for a factor and the format's error."""
+    x = gaussian((512, 128)) * np.exp(gaussian((512, 1), seed=1))
+    codec = make_codec(name, 128)
+    ratio = np.array(codec.norms(codec.encode(mx.array(x)))) / np.linalg.norm(x.astype(np.float64), axis=-1)
+    assert np.abs(ratio / np.median(ratio) - 1).max() < 2 * max(get_format(name).error, 1e-6) ** 0.5
+
+
+@every
 def test_rotated_and_original_space_are_one_vector(name):
     """What attention reads is the decoded vector, rotated; the rotation is a matrix, and its inverse the transpose."""
     codec = make_codec(name, 128)

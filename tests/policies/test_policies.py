@@ -49,6 +49,21 @@ def test_every_option_has_a_text_and_a_fingerprint(name):
     assert KVConfig.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
 
 
+@pytest.mark.parametrize(
+    ("written", "means"),
+    [
+        ("triattention:trigger=8", "triattention:trigger=8:granularity=1:aggregation=paper"),
+        ("triattention:aggregation=v3:granularity=16", "triattention:aggregation=v3:granularity=16"),
+        ("knorm", "knorm:granularity=1"),
+    ],
+)
+def test_what_was_saved_before_a_default_changed_means_what_it_meant(written, means):
+    saved = EvictConfig("recency").to_dict() | {"policy": written}
+    read = EvictConfig.from_dict(saved)
+    assert read.policy == parse_policy(means)
+    assert EvictConfig.from_dict(read.to_dict()) == read
+
+
 def test_values_of_each_type():
     """A policy that inherits takes no name away, and defaults are for what a text leaves out."""
 
@@ -74,7 +89,7 @@ def test_values_of_each_type():
         ("", "policy '' is unknown; valid are "),
         ("triattention:agregation=v3", "option of triattention 'agregation' is unknown; .* Did you mean aggregation"),
         ("knorm:warmup=64", "option of knorm 'warmup' is unknown; valid are granularity, mode, pooling, segment"),
-        ("triattention:aggregation=pape", "aggregation 'pape' is unknown; valid are paper, v3. Did you mean paper"),
+        ("triattention:aggregation=pape", "aggregation 'pape' is unknown; valid are weight, paper, v3. Did you"),
         ("triattention:highest", "'highest' in 'triattention:highest' is no option; write options as in "),
         ("knorm:trigger=1:trigger=2", "trigger stands twice in "),
         ("triattention:score_unrotated_dims=no", "score_unrotated_dims takes on or off."),

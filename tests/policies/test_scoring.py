@@ -181,13 +181,17 @@ def test_aggregations():
         )
 
     scores = of_heads(stats)
+    logits = np.exp(scores / DIM**0.5)
+    norms = np.linalg.norm(np.array(keys[0], np.float64), axis=-1).repeat(2, axis=0)  # the keys are values too
+    weight = (logits / logits.sum(axis=1, keepdims=True) * norms).mean(axis=0)
+    assert np.allclose(TriAttention().score(body), weight, rtol=1e-4)
     normed = (scores - scores.mean(axis=1, keepdims=True)) / scores.std(axis=1, keepdims=True)
     paper = normed.reshape(2, 2, tokens).max(axis=1).mean(axis=0)
-    assert np.allclose(TriAttention().score(body), paper, atol=1e-4)
+    assert np.allclose(TriAttention(aggregation="paper").score(body), paper, atol=1e-4)
     pooled = QueryStats(*(x.reshape(2, 2, -1).mean(axis=1) for x in (stats.centre, stats.amplitude)))
     v3 = of_heads(pooled).sum(axis=0)
     assert np.allclose(TriAttention(aggregation="v3").score(body), v3, atol=1e-3)
-    assert np.allclose(TriAttention(evict="highest").score(body), -paper, atol=1e-4)
+    assert np.allclose(TriAttention(evict="highest").score(body), -weight, rtol=1e-4)
 
 
 def test_expected_attention():

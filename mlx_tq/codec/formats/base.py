@@ -109,6 +109,10 @@ class Codec(ABC):
         found = reduce(mx.add, (queries[..., dims] @ column for dims, column in self.columns(encoded.codes)))
         return found if encoded.scale is None else found * self.gain(encoded.scale)[..., None, :]
 
+    def norms(self, encoded: Encoded) -> mx.array:
+        """The norms of vectors, fp32 [...], or what is proportional to them but for the format's error."""
+        return mx.linalg.norm(self.decode_rotated(encoded), axis=-1)
+
     @property
     def learned(self) -> mx.array | None:
         """What `fit` found, for a cache to keep; None where there is nothing to find."""

@@ -119,6 +119,11 @@ class TurboCodec(Codec):
         """Stored scale [...] over sqrt(D): fp32 [...]."""
         return scale.astype(mx.float32) * (1 / math.sqrt(self.head_dim))
 
+    def norms(self, encoded: Encoded) -> mx.array:
+        """The stored scales: codewords differ in length by about the format's error."""
+        assert encoded.scale is not None  # noqa: S101 - tells the type checker: every vector has one
+        return encoded.scale.astype(mx.float32)
+
 
 class Turbo(Format):
     """Packed codes of `bits` bits and an fp16 scale.
