@@ -102,8 +102,9 @@ def plot_sweep(report: dict[str, Any], path: Path) -> None:
                 if found is not None:
                     points.append((retention, found))
             if len(points) > 1:
-                label = LABELS.get(variant, variant)
-                axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=label, color=COLOURS.get(variant))
+                name = variant.removesuffix(":aggregation=paper")
+                label = LABELS.get(name, variant)
+                axis.plot(*zip(*points, strict=True), marker="o", ms=3, label=label, color=COLOURS.get(name))
         axis.set(title=title, xlabel="tokens that stay, %")
         axis.title.set_fontsize(9)
         axis.invert_xaxis()

@@ -17,7 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="length of the text")
     parser.add_argument("--depth", type=float, default=0.0, help="where the fact stands, 0 to 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the fact and the text around it")
-    parser.add_argument("--budget", default="50%", help="what may stay: tokens, a share, or bytes")
+    parser.add_argument("--budget", default="40%", help="what may stay: tokens, a share, or bytes")
     add_impl_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser

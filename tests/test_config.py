@@ -173,7 +173,7 @@ def test_plain_data_and_back():
     before = json.loads(json.dumps(evicts.to_dict()))
     del before["evict"]["archive_limit"], before["evict"]["recall_every"]  # as in files of before there were any
     assert KVConfig.from_dict(before).evict == replace(evict, recall_every=64, archive_limit=None)
-    assert before["evict"]["policy"] == "knorm:trigger=8:granularity=32"
+    assert before["evict"]["policy"] == "knorm:granularity=32:trigger=8"
     before["evict"]["policy"] = "knorm:trigger=8"  # as in files of before blocks left by default
     assert KVConfig.from_dict(before).evict.policy == KeyNorm(trigger=8, granularity=1)
     with pytest.raises(ConfigError, match=r"archive_limit is 0; write bytes above 0 \(10\*\*9\), or None for 20 GB"):

@@ -1,36 +1,36 @@
 """What text evicted tokens leave for the rescue service, by the tokens that leave together.
 
-python benchmarks/evict/bench_blocks.py [--length 1600] [--json FILE]
+python -m benchmarks.evict.bench_blocks --models embedded,smollm2,gemma-3-270m.gguf
 
-The embedded model reads WikiText-2 at a budget of 75 %; the positions of every round become spans as in a session. The
-text is counted in tokens of the same model, each span encoded by itself, and in bytes of the JSON that is sent.
+A model reads WikiText-2 at a budget of 75 %; the positions of every round become spans as in a session. The text is
+counted in tokens of the same model, each span encoded by itself, and in bytes of the JSON that is sent.
 """
 
-import argparse
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import mean
 from typing import Any
 
 import numpy as np
-from report import write
 
+from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.spans import make_spans
 from mlx_tq.evaluate.asking import read_text
-from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig, TriAttention
 from mlx_tq.sequence.compressed import make_prompt_cache
 from mlx_tq.sequence.passes import sequence_in
 
-STEP = 128
+STEP, LENGTH = 128, 1600
+GRANULARITIES = (1, 8, 16, 32, 64)
 
 
-def measure(model: Any, plain: PlainText, ids: list[int], **options: Any) -> dict[str, Any]:
-    """One way to evict."""
-    evict = EvictConfig(TriAttention(warmup=256, trigger=32, stats="text", **options), budget="75%", recall="off")
+def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> dict[str, Any]:
+    """Of tokens that leave by so many."""
+    policy = TriAttention(warmup=256, trigger=32, stats="text", granularity=granularity)
+    evict = EvictConfig(policy, budget="75%", recall="off")
     caches = make_prompt_cache(model, KVConfig(prefix=32, window=64, evict=evict))
     sequence = sequence_in(caches)
     assert sequence is not None
@@ -44,8 +44,7 @@ def measure(model: Any, plain: PlainText, ids: list[int], **options: Any) -> dic
     stored = sum(len(plain.encode(span.text)) for span in spans)
     wire = sum(len(json.dumps({"start": s.start, "stop": s.stop, "text": s.text}).encode()) for s in spans)
     return {
-        "granularity": options["granularity"],
-        "segment_tokens": options.get("segment_tokens", 0),
+        "granularity": granularity,
         "rounds": len(rounds),
         "evicted": evicted,
         "kept": 1 - evicted / len(ids),
@@ -58,21 +57,15 @@ def measure(model: Any, plain: PlainText, ids: list[int], **options: Any) -> dic
     }
 
 
-def main() -> None:
-    """Measure every granularity, and segments of a constant width."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--length", type=int, default=1600)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    model, tokenizer = load()
+def left(name: str) -> Iterator[dict[str, Any]]:
+    """By every granularity."""
+    model, tokenizer = named_model(name)
     plain = PlainText(tokenizer)
-    ids = plain.encode(load_text()[: 8 * args.length])[: args.length]
-    rows = []
-    for options in (*({"granularity": size} for size in (1, 8, 16, 32, 64)), {"granularity": 1, "segment_tokens": 64}):
-        rows.append(measure(model, plain, ids, **options))
-        print(rows[-1], flush=True)
-        write(args.json, f"python benchmarks/evict/bench_blocks.py --length {args.length}", rows)
+    ids = plain.encode(load_text()[: 8 * LENGTH])[:LENGTH]
+    for granularity in GRANULARITIES:
+        yield {"model": ALL_NAMES[name], **measure(model, plain, ids, granularity)}
 
 
 if __name__ == "__main__":
-    main()
+    about = __doc__.partition("\n")[0]
+    survey_models(about, "benchmarks.evict.bench_blocks", "evict_blocks.json", left, ALL_NAMES)

@@ -96,7 +96,7 @@ class Scene:
             same: queries of questions of this kind about other texts.
             other: queries of questions of another kind.
         """
-        caches, policy = self.caches, TriAttention()
+        caches, policy = self.caches, TriAttention(aggregation="paper")
         heads = self.model.args.num_key_value_heads
         samples = {
             "first 256 tokens": [x[:, SKIP : SKIP + WARMUP] for x in self.text],
@@ -128,7 +128,7 @@ class Scene:
 
     def measure(self, scores: np.ndarray, retention: float) -> dict[str, Any]:
         """Lose what a score says, and ask."""
-        caches, policy = self.caches, TriAttention()
+        caches, policy = self.caches, TriAttention(aggregation="paper")
         positions, offset = caches[0].body_positions, caches[0].offset
         count = offset - int(retention / 100 * offset)
         gone = select(scores, positions, count, PositionRange(PREFIX, offset - WINDOW), policy)

@@ -3,6 +3,8 @@
 python benchmarks/evict/run_sweep.py [PART ...] [--seeds N] runs the cells that are not there yet, after a calibration
 on questions where the current folder has no questions.safetensors. Remove results/quality_sweep.json to begin anew.
 
+TriAttention takes the maximum over heads (aggregation `paper`), the default when this was measured.
+
 The embedded model in float32: mlx's CPU wheel comes with the reference BLAS, and with another one before it, such as
 LD_PRELOAD=libopenblas.so, reads six times as fast.
 """
@@ -63,6 +65,12 @@ PARTS = {
 }
 
 
+def as_measured(policies: str) -> str:
+    """Policies as their cells are named."""
+    plain = [each for each in policies.split(",") if each.startswith("triattention") and "aggregation" not in each]
+    return ",".join(f"{each}:aggregation=paper" if each in plain else each for each in policies.split(","))
+
+
 def run(*words: str) -> None:
     """Run a command of mlx_tq; ends this one where it fails."""
     print(f"$ python -m mlx_tq {' '.join(words)}", flush=True)
@@ -81,6 +89,8 @@ def main() -> None:
         run("calibrate", "--text-share", "0", "--dtype", "float32", "--covariance", "-o", str(STATS))
     for part in args.parts or PARTS:
         words = f"{COMMON} --prefixes 32 --triggers 32 --seeds {args.seeds} {PARTS[part]}".split()
+        policies = words.index("--policies") + 1
+        words[policies] = as_measured(words[policies])
         run("evaluate", "sweep", *words, "--json", str(JSON))
 
 

@@ -68,7 +68,7 @@ def _policy(options: Options, then: bool) -> str:
     if own.get("aggregation") == "expected_attention":
         name = own.pop("aggregation")
     if name == "triattention" and then:
-        own = {"score_unrotated_dims": True, **own}
+        own = {"score_unrotated_dims": True, "aggregation": "paper", **own}
     texts = [f"{key}={ {True: 'on', False: 'off'}.get(value, value) }".replace(" ", "") for key, value in own.items()]
     return ":".join([name, *texts])
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 NOTHING = "(nothing)"
 # What a sweep calls its variants now, without what the defaults are spelled with, and what it called them before.
-_SPELLED = re.compile(r":(?:stats=text|score_unrotated_dims=(?:on|off))")
+_SPELLED = re.compile(r":(?:stats=text|score_unrotated_dims=(?:on|off)|aggregation=paper)")
 _CALLED = {
     "v3": "triattention",
     "v3:aggregation=v3": "triattention:aggregation=v3",

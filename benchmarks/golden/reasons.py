@@ -88,7 +88,8 @@ CODE = [
     Reason(
         "`demo`",
         "it has no flag for plain keys; where they are the default in the code, it prints what it printed, but that "
-        "the last paragraph of the text that it is told asks, too, and is answered by a quotation",
+        "the last paragraph of the text that it is told asks, too, and is answered by a quotation; a policy that keeps "
+        "more has to lose more tokens before it loses the fact, so 40 % stay in place of 50",
         r"^demo",
     ),
     Reason("`doctor`", "float32 sums in another order; at most 1e-5 is allowed", r"^doctor .*measured$"),
@@ -102,15 +103,19 @@ CODE = [
 ]
 
 # From then.json to today.json: what other defaults changed. Keys are conditioned, a policy that asks queries knows
-# those of questions, and the dims that RoPE leaves alone do not count. Tokens leave in blocks of 32; what leaves is
-# archived, and comes back. No run that packs nothing, or names all this, differs.
+# those of questions, the dims that RoPE leaves alone do not count, and TriAttention's scores are weights of attention.
+# Tokens leave in blocks of 32; what leaves is archived, and comes back. No run that packs nothing, or names all this,
+# differs.
 _PACKS = r"^(?!generate off|calibrate plain|evaluate spectrum|doctor|demo|bench).*"
 _CONDITIONED = "keys are conditioned, and nothing is packed before the first 128 tokens were read: other rounding"
 _ROUNDS = (
     "keys are conditioned, so that nothing is packed before 128 tokens were read, and nothing unpacked leaves; "
     "blocks of 32 leave whole"
 )
-_KNOWN = "where a policy asks queries, they are those of questions, and the dims that RoPE leaves alone do not count"
+_KNOWN = (
+    "where a policy asks queries, they are those of questions, the dims that RoPE leaves alone do not count, and "
+    "scores are weights of attention"
+)
 
 DEFAULTS = [
     Reason("plan", "it names the conditioning of keys", _PACKS, _NONE, '"keys are stored less the mean .*'),

@@ -17,6 +17,7 @@ SMOLLM2 = "quality_sweep_smollm2.json"
 # Policies as the records name them. *v1*, *v2* and *v3* are the modes in which TriAttention chooses the lowest.
 POLICY, STATS = "triattention:stats=text", "stats=questions.safetensors"
 QUESTIONS = f"triattention:{STATS}"
+PAPER = ":aggregation=paper"
 MAIN = (POLICY, QUESTIONS, "random")
 LABELS = {
     POLICY: "v3",
@@ -51,7 +52,8 @@ SMOLLM2_LABELS = {
 }
 SMOLLM2_COMMAND = """python -m mlx_tq calibrate --model smollm2 --dequantize --dtype float32 --text-share 0.5
 python -m mlx_tq evaluate sweep --model smollm2 --dequantize --dtype float32 --kv-window 64 \\
-    --prefixes 32 --triggers 32 --warmup 256 --policies triattention,triattention:stats=text,random \\
+    --prefixes 32 --triggers 32 --warmup 256 \\
+    --policies triattention:aggregation=paper,triattention:stats=text:aggregation=paper,random \\
     --retentions 90,75,50 --max-tokens 24 --once --chunks 0 --kinds multi --depths middle --seeds 4 --lengths 1000
 # and in place of the last line's, for the text: --seeds 0 --chunks 2 --length 1000"""
 RETENTIONS = (95, 90, 85, 80, 75, 65, 50, 25, 10)
@@ -71,10 +73,13 @@ _COST: dict[str, Callable[[Record], str]] = {
 
 @cache
 def records(source: str) -> list[Record]:
-    """What a sweep measured; of a text also which, as `text`."""
-    rows = report(source)["results"]
-    about = {name: name.partition(" | text ")[2] for name in rows}
-    return [{"once": False, **row, **({"text": about[name]} if about[name] else {})} for name, row in rows.items()]
+    """What a sweep measured; of a text also which, as `text`. That aggregation is `paper` goes without saying."""
+    found = []
+    for name, row in report(source)["results"].items():
+        text = name.partition(" | text ")[2]
+        more = {"variant": row["variant"].removesuffix(PAPER)} if "variant" in row else {}
+        found.append({"once": False, **row, **more, **({"text": text} if text else {})})
+    return found
 
 
 def find(source: str, fields: Record) -> list[Record]:
@@ -238,13 +243,14 @@ def key_formats() -> Table:
 def spans() -> Table:
     """The text that tokens which leave together leave behind."""
     columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
         "together": lambda r: str(r["granularity"]),
         "spans per 1,000 tokens": lambda r: f"{1000 * r['spans'] / r['evicted']:.0f}",
         "tokens a span": lambda r: f"{r['span_tokens']:.1f}",
         "stored / evicted tokens": lambda r: f"{r['ratio']:.2f}",
         "JSON bytes a token": lambda r: f"{r['wire_bytes']:.1f}",
     }
-    return by_row("evict_blocks.json", columns, segment_tokens=0)
+    return by_row("evict_blocks.json", columns, "the models named, float32")
 
 
 def oracle() -> Table:

@@ -12,36 +12,47 @@ MODELS = {
     "gemma3-270m": "Gemma 3 270M",
 }
 RETENTIONS = (90, 75, 50)
-SMOLLM2 = "evict_shares_smollm2.json"
+SMOLLM2 = ("evict_modes_smollm2.json", "evict_modes_text_smollm2.json")
 LABELS = {
-    "triattention:stats=questions.safetensors": "questions alone",
-    "triattention:stats=text25.safetensors": "a quarter of the text (the default share)",
-    "triattention:stats=text50.safetensors": "half of the text",
-    "triattention:stats=both.safetensors": "the larger of both scores",
+    "triattention:stats=questions.safetensors:aggregation=paper": "questions alone",
+    "triattention:stats=text25.safetensors:aggregation=paper": "a quarter of the text (the default share)",
+    "triattention:stats=text50.safetensors:aggregation=paper": "half of the text",
+    "triattention:stats=both.safetensors:aggregation=paper": "the larger of both scores",
     "random": "random",
 }
 COMMAND = """python benchmarks/evict/make_stats.py [--model M --dequantize] --dtype float32 FOLDER
 python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --text REST --kv-window 64 --prefixes 32 \\
     --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi --depths middle --seeds N \\
-    --lengths 1000 --chunks 3 --length 1000 --policies triattention:stats=FOLDER/text25.safetensors,...,random"""
+    --lengths 1000 --chunks 3 --length 1000 \\
+    --policies triattention:stats=FOLDER/text25.safetensors:aggregation=paper,...,random"""
 MODES = {
-    "triattention": "v3, single tokens",
-    "triattention:aggregation=v3": "v3, single tokens, aggregation v3",
-    "triattention:granularity=8": "v3, blocks of 8",
-    "triattention:granularity=16": "v3, blocks of 16",
-    "triattention:granularity=32": "v3, blocks of 32",
+    "triattention:granularity=32": "v3, blocks of 32 (the default)",
     "triattention:granularity=32:mode=v1": "v1 (no prefix, no segments), blocks of 32",
-    "triattention:granularity=32:aggregation=v3": "v3, blocks of 32, aggregation v3",
+    "triattention": "v3, single tokens",
+    "triattention:granularity=32:aggregation=paper": "aggregation paper, v3, blocks of 32",
+    "triattention:granularity=32:mode=v1:aggregation=paper": "aggregation paper, v1, blocks of 32",
+    "triattention:granularity=16:aggregation=paper": "aggregation paper, v3, blocks of 16",
+    "triattention:granularity=8:aggregation=paper": "aggregation paper, v3, blocks of 8",
+    "triattention:aggregation=paper": "aggregation paper, v3, single tokens",
+    "triattention:granularity=32:aggregation=v3": "aggregation v3, v3, blocks of 32",
+    "triattention:aggregation=v3": "aggregation v3, v3, single tokens",
     "expected_attention:granularity=32": "`expected_attention`, blocks of 32",
-    "random": "random, single tokens",
     "random:granularity=32": "random, blocks of 32",
+    "random": "random, single tokens",
+}
+# How a guide calls some of them.
+SHORT = {
+    "v3, blocks of 32 (the default)": "`triattention`",
+    "aggregation paper, v3, blocks of 32": "`triattention:aggregation=paper`",
+    "`expected_attention`, blocks of 32": "`expected_attention`",
+    "random, blocks of 32": "`random`",
 }
 MODES_COMMAND = """python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --kv-window 64 \\
     --prefixes 32 --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi \\
     --depths middle --seeds 6 --lengths 1000 --chunks 0 \\
     --policies triattention,triattention:granularity=32,...,random:granularity=32
 # and in place of --once and all behind it but the policies, for the text:
-#   --text REST --seeds 0 --chunks 3 --length 1000"""
+#   --text REST --seeds 0 --chunks 6 --length 1000"""
 
 
 def shares() -> Table:
@@ -73,12 +84,12 @@ def _by_variant(stem: str, labels: dict[str, str], command: str, what: str) -> T
 
 
 def in_short() -> str:
-    """Those of SmolLM2 without the command, for a guide."""
-    table = shares()
-    rows = [row[1:] for row in table.rows if row[0] == MODELS["smollm2"]]
-    file = f"[{SMOLLM2}](../../benchmarks/results/{SMOLLM2})"
-    about = f"*Tokens alive, answers found; then perplexity. {MODELS['smollm2']}, 1,000 tokens, four codes; {file}.*"
-    return f"{about}\n\n{lines(table.columns[1:], rows)}"
+    """Those of SmolLM2 in blocks of 32 without the command, for a guide."""
+    table = modes()
+    rows = [[SHORT[row[1]], *row[2:]] for row in table.rows if row[0] == MODELS["smollm2"] and row[1] in SHORT]
+    files = [f"[{name}](../../benchmarks/results/{name})" for name in SMOLLM2]
+    about = f"*Tokens alive, answers found; then perplexity. {MODELS['smollm2']}, 1,000 tokens, four codes; "
+    return f"{about}{', '.join(files)}.*\n\n{lines(['policy', *table.columns[2:]], rows)}"
 
 
 def _cell(own: list[tuple[str, Record]], share: int) -> str:
@@ -93,6 +104,6 @@ def _texts(own: list[tuple[str, Record]]) -> list[str]:
 
 TABLES: dict[str, Callable[[], Table | str]] = {
     "evict_shares": shares,
-    "evict_shares_in_short": in_short,
+    "evict_in_short": in_short,
     "evict_modes": modes,
 }

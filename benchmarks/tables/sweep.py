@@ -11,6 +11,8 @@ BLOCKS = ":granularity=32"
 POLICIES = {
     f"triattention{BLOCKS}": "`triattention`",
     f"triattention{BLOCKS}:stats=text": "`triattention`, statistics of the text",
+    f"triattention{BLOCKS}:aggregation=paper": "`triattention`, aggregation paper",
+    f"triattention{BLOCKS}:stats=text:aggregation=paper": "`triattention`, aggregation paper, statistics of the text",
     f"expected_attention{BLOCKS}": "`expected_attention`",
     f"random{BLOCKS}": "`random`",
     f"recency{BLOCKS}": "`recency`",
@@ -31,7 +33,7 @@ def by_model(stem: str, field: str, show: Show, command: str) -> Table:
         for variant, label in POLICIES.items():
             own = [record for record in records if record.get("variant") == variant]
             cells = [[record for record in own if record["retention"] == share] for share in RETENTIONS]
-            rows.append([MODELS[name], label, *map(show, cells)])
+            rows.append([MODELS[name], label, *(show(found) if found else "-" for found in cells)])
     first, *also = files.values()
     columns = ["model", "policy", *(f"{share} %" for share in RETENTIONS)]
     where = f"{machines(list(files.values()))}, float32"

@@ -1,6 +1,7 @@
 """`mlx_tq.evaluate`: run one measurement, show it, keep it."""
 
 import argparse
+import hashlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ def _read_text(path: str | None) -> str:
 def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], *, resume: bool = False) -> Results:
     """The results of a measurement under the settings called `names`."""
     settings = {"model": args.model or "embedded"}
-    settings |= {"text": args.text or "embedded"} if hasattr(args, "text") else {}
+    if hasattr(args, "text"):
+        settings |= {"text": args.text or "embedded"}
+        if args.text:  # a file can change, and what was read of another one must not be mixed in
+            settings |= {"text_sha256": hashlib.sha256(Path(args.text).read_bytes()).hexdigest()}
     settings |= {name: getattr(args, name) for name in names}
     settings |= {} if args.dtype is None else {"dtype": args.dtype}
     settings["arms"] = {arm.name: arm.config.to_dict() for arm in arms}

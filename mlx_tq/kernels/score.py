@@ -91,8 +91,8 @@ def _score_halves(
     if conditioning is not None:
         scale = conditioning.scale[:, :, None]
         queries, weights = queries / scale, weights / scale[..., :half]
-    halves = keys.reshape(*keys.shape[:-1], 2, half) @ _hadamard(half)
-    lengths = mx.linalg.norm(halves, axis=-2)
+    squares = mx.square(keys.reshape(*keys.shape[:-1], 2, half) @ _hadamard(half))
+    lengths = mx.sqrt(squares[..., 0, :] + squares[..., 1, :])
     asked = rotated(queries, codec.rotation)
     # Keys times queries take two thirds of the time of queries times keys.
     return (keys @ asked.swapaxes(-1, -2) + lengths @ weights.swapaxes(-1, -2)).swapaxes(-1, -2)

@@ -10,4 +10,4 @@ import numpy as np
 def weighed(logits: mx.array, norms: mx.array) -> np.ndarray:
     """The softmax over tokens of logits [H, G, S] times norms of values [H, S], the mean of all heads: float64 [S]."""
     weights = mx.softmax(logits, axis=-1, precise=True)
-    return np.array((weights * norms[:, None]).mean(axis=(0, 1)), np.float64)
+    return np.array((weights.mean(axis=1) * norms).mean(axis=0), np.float64)

@@ -46,6 +46,16 @@ def test_a_table_names_model_machine_and_command(table):
         assert (RESULTS / found.source).exists()
 
 
+def test_what_is_compared_over_a_text_was_read_over_the_same_one():
+    """Of the fp16 cache all cells of a text have the same perplexity."""
+    for path in RESULTS.glob("*.json"):
+        about, whole = json.loads(path.read_text()), {}
+        for key, row in about["results"].items() if about.get("command") == "sweep" else ():
+            if "delta" in row:
+                whole.setdefault(key.partition(" | text ")[2], set()).add(row["ppl"] / (1 + row["delta"] / 100))
+        assert all(max(each) < 1.0001 * min(each) for each in whole.values()), path.name
+
+
 def test_a_number_that_changes_changes_its_table(monkeypatch):
     """Nothing in between remembers a figure."""
     before = str(TABLES["perplexity"]())

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from mlx_tq.cli import main
+from mlx_tq.commands.needles.haystack import load_text
 
 READ = [
     "--dtype",
@@ -65,6 +66,18 @@ def test_formats_resume_and_refuse_other_settings(tmp_path, monkeypatch, capsys)
     target.write_text("{")
     assert main(words) == 2
     assert "no results to resume" in capsys.readouterr().err
+
+
+def test_results_of_a_text_that_has_changed_since_are_refused(tmp_path, capsys):
+    text, target = tmp_path / "text.txt", tmp_path / "formats.json"
+    words = ["evaluate", "formats", "--pairs", "q8/q8", *READ, "--text", str(text), "--json", str(target)]
+    text.write_text(load_text())
+    assert main(words) == main(words) == 0
+    text.write_text(load_text()[1:])
+    before = target.read_text()
+    assert main(words) == 2
+    assert "holds results of other settings" in capsys.readouterr().err
+    assert target.read_text() == before
 
 
 @pytest.mark.full
