@@ -128,7 +128,7 @@ class Scene:
 
     def measure(self, scores: np.ndarray, retention: float) -> dict[str, Any]:
         """Lose what a score says, and ask."""
-        caches, policy = self.caches, TriAttention(aggregation="paper")
+        caches, policy = self.caches, TriAttention()
         positions, offset = caches[0].body_positions, caches[0].offset
         count = offset - int(retention / 100 * offset)
         gone = select(scores, positions, count, PositionRange(PREFIX, offset - WINDOW), policy)

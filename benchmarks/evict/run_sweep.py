@@ -65,10 +65,10 @@ PARTS = {
 }
 
 
-def as_measured(policies: str) -> str:
-    """Policies as their cells are named."""
-    plain = [each for each in policies.split(",") if each.startswith("triattention") and "aggregation" not in each]
-    return ",".join(f"{each}:aggregation=paper" if each in plain else each for each in policies.split(","))
+def as_measured(policy: str) -> str:
+    """A policy as its cells are named."""
+    named = "aggregation" in policy or not policy.startswith("triattention")
+    return policy if named else f"{policy}:aggregation=paper"
 
 
 def run(*words: str) -> None:
@@ -90,7 +90,7 @@ def main() -> None:
     for part in args.parts or PARTS:
         words = f"{COMMON} --prefixes 32 --triggers 32 --seeds {args.seeds} {PARTS[part]}".split()
         policies = words.index("--policies") + 1
-        words[policies] = as_measured(words[policies])
+        words[policies] = ",".join(map(as_measured, words[policies].split(",")))
         run("evaluate", "sweep", *words, "--json", str(JSON))
 
 

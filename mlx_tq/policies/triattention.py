@@ -73,7 +73,7 @@ class TriAttention(CalibratedPolicy):
             block = layer.part(start, min(start + BLOCK_TOKENS, tokens))
             found = score(block.rows, block.rows.shape[2], layer.layout, query, weights, rope.pairs, block.conditioning)
             parts.append(found[0])
-            norms.append(block.value_norms())  # computed where they are used
+            norms.append(block.value_norms())  # not computed unless they count
             mx.eval(parts[-1])
         scores = mx.concatenate(parts, axis=-1)  # [H, G, S]
         if self.aggregation == "weight":

@@ -90,7 +90,10 @@ def test_values_of_each_type():
         ("", "policy '' is unknown; valid are "),
         ("triattention:agregation=v3", "option of triattention 'agregation' is unknown; .* Did you mean aggregation"),
         ("knorm:warmup=64", "option of knorm 'warmup' is unknown; valid are granularity, mode, pooling, segment"),
-        ("triattention:aggregation=pape", "aggregation 'pape' is unknown; valid are weight, paper, v3. Did you"),
+        (
+            "triattention:aggregation=pape",
+            "aggregation 'pape' is unknown; valid are weight, paper, v3. Did you mean paper",
+        ),
         ("triattention:highest", "'highest' in 'triattention:highest' is no option; write options as in "),
         ("knorm:trigger=1:trigger=2", "trigger stands twice in "),
         ("triattention:score_unrotated_dims=no", "score_unrotated_dims takes on or off."),
