@@ -6,6 +6,7 @@ import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,8 +46,16 @@ class ServerProcess:
             self.process = subprocess.Popen(command, env=environment, stdin=stdin, stderr=log)
         with killed_on_failure(self.process):
             self.url = self._wait_for_url()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=120)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._of_thread, self._clients = threading.local(), ExitStack()
+
+    @property
+    def http(self) -> httpx.Client:
+        """The calling thread's own client: threads that share one close connections that others were just given."""
+        if not hasattr(self._of_thread, "client"):
+            made = httpx.Client(base_url=self.url, headers=self._headers, timeout=120)
+            self._of_thread.client = self._clients.enter_context(made)
+        return self._of_thread.client
 
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_S
@@ -66,11 +75,11 @@ class ServerProcess:
         """End it as a power cut would."""
         self.process.kill()
         self.process.wait()
-        self.http.close()
+        self._clients.close()
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
         """End it by a signal; return its exit code."""
-        self.http.close()
+        self._clients.close()
         with self.process:
             try:
                 self.process.send_signal(sig)

@@ -1,8 +1,9 @@
 """What a look into the archive costs beside the steps of decoding between two looks, in one run.
 
-Layers of the model's own shape are filled with random keys and values, all but the budget is evicted, and the latest
-64 tokens' queries look: of all layers that look for a question, and of as many as decide one in the recall grid, which
-look while it is answered. The steps are the model's own over as many live tokens.
+Layers of the model's own shape are filled with random keys and values, all but the budget is evicted. Then queries
+look: of a question of 32 tokens (those of the recall grid have 16 to 39), and of one of 64, those of all layers that
+look for one; while it is answered, of the latest 64 tokens, those of as many layers as decide a question of the grid.
+The steps are the model's own over as many live tokens.
 
 python benchmarks/recall/bench_look.py --models smollm2 --archived 10000,100000
 """
@@ -19,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import NAMES, RESULTS, named_model
+from benchmarks.named_models import ALL_NAMES, RESULTS, named_model
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.commands.environment import environment
 from mlx_tq.config import KVConfig
@@ -31,6 +32,7 @@ from mlx_tq.sequence.recall import looking
 
 LIVE, STEP, ROUNDS = 512, 512, 5
 STEPS = EvictConfig().recall_every  # between two looks, whose queries the second asks with
+QUESTION = 32
 
 
 def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]:
@@ -61,23 +63,23 @@ def decided(model: str) -> int:
     return round(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
 
 
-def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int]) -> tuple[float, int]:
-    """Seconds of a look of 64 queries of each of these layers, and the bytes of keys that it reads."""
+def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], asked: int) -> tuple[float, int]:
+    """Seconds of a look of the latest `asked` queries of each of these layers, and the bytes of keys that it reads."""
     sequence, layers = sequence_in(caches), sequence_layers(caches)
     assert sequence is not None
     assert sequence.archive is not None
     sequence.archive.settle()
     sequence.listen(numbers, rounds=True)
-    for planned in plan.layers:
-        hear = sequence.listener(planned.slot.index)
+    for layer, planned in zip(layers, plan.layers, strict=True):
+        hear = sequence.listener(layer.number)
         if hear is None:
             continue
-        queries = mx.random.normal((1, heads, STEPS, planned.slot.key_dim))
+        queries = mx.random.normal((1, heads, asked, planned.slot.key_dim))
         mx.eval(queries)
         hear(queries, 0.125)
     most = sequence.plan.recall_tokens(layers[0].offset)
     began = time.perf_counter()
-    sequence.look(layers, STEPS, most)
+    sequence.look(layers, asked, most)
     seconds = time.perf_counter() - began
     shapes = [sequence.archive.shapes[number] for number in numbers]
     nbytes = sum(2 * shape.key_count(len(extent.positions)) for extent in sequence.archived for shape in shapes)
@@ -106,7 +108,7 @@ def steps(model: Any, caches: list[Any]) -> float:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default="embedded,smollm2", help="of these two, joined by commas")
+    parser.add_argument("--models", default="embedded,smollm2", help="of the three, joined by commas")
     parser.add_argument("--archived", default="10000,100000", help="tokens in the archive")
     args = parser.parse_args()
     rows, config = [], KVConfig()
@@ -115,25 +117,28 @@ def main() -> None:
         plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
         every = looking(len(plan.layers))
-        sets = {"question": every, "answer": every[: decided(NAMES[name])]}
-        taken: dict[str, list[float]] = {when: [] for when in sets}
+        answering = every[: decided(ALL_NAMES[name])]
+        sets = {("question", QUESTION): every, ("question", STEPS): every, ("answer", STEPS): answering}
+        taken: dict[tuple[str, int], list[float]] = {each: [] for each in sets}
         nbytes, between = {}, []
         for _ in range(ROUNDS):
-            for when, numbers in sets.items():
-                seconds, nbytes[when] = look(caches, plan, heads, numbers)
-                taken[when].append(seconds)
+            for each, numbers in sets.items():
+                seconds, nbytes[each] = look(caches, plan, heads, numbers, each[1])
+                taken[each].append(seconds)
             between.append(steps(model, just_read(model, config)))
-        for when, numbers in sets.items():
+        for each, numbers in sets.items():
+            when, asked = each
             row = {
-                "model": NAMES[name],
+                "model": ALL_NAMES[name],
                 "when": when,
+                "asked": asked,
                 "layers": len(plan.layers),
                 "looking": len(numbers),
                 "archived": archived,
-                "look_ms": 1000 * float(np.median(taken[when])),
-                "nbytes": nbytes[when],
+                "look_ms": 1000 * float(np.median(taken[each])),
+                "nbytes": nbytes[each],
                 "steps_ms": 1000 * float(np.median(between)),
-                "share": float(np.median(taken[when]) / np.median(between)),
+                "share": float(np.median(taken[each]) / np.median(between)),
             }
             print(row)
             rows.append(row)

@@ -33,11 +33,11 @@ def recall() -> Table:
 
 
 def looks() -> Table:
-    """What a look of 64 queries takes beside the 64 steps between two looks."""
-    when = {"question": "for a question", "answer": "while answering"}
+    """What a look takes beside the 64 steps between two looks."""
+    when = {"question": "for a question of {} tokens", "answer": "while answering, of {} tokens"}
     columns: dict[str, Callable[[Record], str]] = {
         "model": lambda r: r["model"],
-        "a look": lambda r: when[r["when"]],
+        "a look": lambda r: when[r["when"]].format(r["asked"]),
         "layers that look": _looking,
         "archived tokens": lambda r: f"{r['archived']:,}",
         "keys read": lambda r: f"{r['nbytes'] / 1e6:.1f} MB",

@@ -9,7 +9,6 @@ At its limit the blocks that were recalled least leave it, the oldest first.
 
 import contextlib
 import heapq
-import mmap
 import os
 import queue
 import shutil
@@ -21,7 +20,6 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from mlx_tq.cache.blocks import Block, LayerShape, from_bytes, keys_start, to_bytes
 from mlx_tq.errors import CacheFormatError
@@ -166,20 +164,16 @@ class ArchiveFile:
         return np.concatenate(keys, axis=1), np.concatenate(means)
 
     def _words(self, extents: list[Extent], before: int, count: int) -> np.ndarray:
-        """Of each block so many words, behind as many others, uint16 [extents, count]."""
-        waiting = [extent.waiting for extent in extents]  # asked before the file, in which all others are
-        found = np.empty((len(extents), count), "<u2")
-        for row, data in zip(found, waiting, strict=True):
-            if data is not None:
-                row[:] = np.frombuffer(data, "<u2", count, 2 * before)
-        rows = [row for row, data in enumerate(waiting) if data is None]
-        if rows:
-            with mmap.mmap(self._file, 0, prot=mmap.PROT_READ) as mapped:
-                words = np.frombuffer(mapped, "<u2", len(mapped) // 2)
-                starts = np.array([extents[row].start // 2 for row in rows]) + before
-                found[rows] = sliding_window_view(words, count)[starts]
-                del words  # the map can be closed only when nobody looks at it
-        return found
+        """Of each block so many words, behind as many others, uint16 [extents, count], as `_part` reads."""
+        parts = (self._part(extent, 2 * before, 2 * count) for extent in extents)
+        return np.frombuffer(b"".join(parts), "<u2").reshape(len(extents), count)
+
+    def _part(self, extent: Extent, start: int, size: int) -> bytes:
+        """So many bytes of a block, not checked; zeros where the disk gives no more."""
+        found = b""
+        with contextlib.suppress(OSError):
+            found = self._bytes(extent, start, size)
+        return found.ljust(size, b"\0")
 
     def read(self, extent: Extent) -> Block:
         """A block, checked.
@@ -188,7 +182,7 @@ class ArchiveFile:
             CacheFormatError: it is damaged, or the disk gives it no more.
         """
         try:
-            return from_bytes(self._bytes(extent), self.shapes)
+            return from_bytes(self._bytes(extent, 0, extent.size), self.shapes)
         except OSError as error:
             raise CacheFormatError(f"a block of packed rows cannot be read: {error.strerror}. It is lost.") from error
 
@@ -207,10 +201,7 @@ class ArchiveFile:
 
     def raw(self, extent: Extent) -> bytes:
         """A block as it is in the file, not checked; zeros where the disk gives no more."""
-        found = b""
-        with contextlib.suppress(OSError):
-            found = self._bytes(extent)
-        return found.ljust(extent.size, b"\0")
+        return self._part(extent, 0, extent.size)
 
     def make_room(self) -> None:
         """Wait until there is room for more to be written."""
@@ -232,9 +223,9 @@ class ArchiveFile:
         warning, self.warning = self.warning, None
         return warning
 
-    def _bytes(self, extent: Extent) -> bytes:
-        data = extent.waiting
-        return os.pread(self._file, extent.size, extent.start) if data is None else data
+    def _bytes(self, extent: Extent, start: int, size: int) -> bytes:
+        data = extent.waiting  # asked before the file, in which all others are
+        return os.pread(self._file, size, extent.start + start) if data is None else data[start : start + size]
 
     def _write(self, extent: Extent, data: bytes) -> None:
         """In the thread: fill a block's place, unless it left meanwhile."""
