@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlx_tq import __version__
 from mlx_tq.atomic_files import atomic_write
 from mlx_tq.commands import screen
+from mlx_tq.commands.environment import blas
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.passes import Advance
 
@@ -46,6 +47,7 @@ class Results:
             "command": command,
             "settings": json.loads(json.dumps(settings)),
             "versions": {"mlx_tq": __version__, "mlx": version("mlx"), "mlx_lm": version("mlx-lm")},
+            "blas": blas(),
         }
         if target in (None, STDOUT):
             return

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from mlx_tq.cli import main
+from mlx_tq.commands.environment import environment
 from mlx_tq.commands.needles.haystack import load_text
 
 READ = [
@@ -26,11 +27,12 @@ def test_json_on_stdout_and_nothing_else(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     found = json.loads(out)
-    assert set(found) == {"command", "settings", "versions", "results"}
+    assert set(found) == {"command", "settings", "versions", "blas", "results"}
     assert found["command"] == "divergence"
     assert {"model", "dtype", "text", "chunks", "length", "step", "arms"} == set(found["settings"])
     assert found["settings"]["arms"]["tq2/tq2"]["prefix"] == 16
     assert set(found["versions"]) == {"mlx_tq", "mlx", "mlx_lm"}
+    assert found["blas"] == environment()["blas"]
     assert set(found["results"]) == {"off", "tq2/tq2"}
     assert found["results"]["off"]["kld"] == 0 < found["results"]["tq2/tq2"]["kld"]
 
