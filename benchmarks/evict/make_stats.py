@@ -4,7 +4,7 @@ python benchmarks/evict/make_stats.py --model M --dtype float32 --dequantize FOL
 
 One reading serves all files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and
 `both.safetensors`, in which a KV head has the mean queries of questions beside those of the text, so that a token
-counts by the larger score.
+counts by the mean of its weights under each.
 """
 
 import argparse

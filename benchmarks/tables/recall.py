@@ -87,16 +87,17 @@ def listening() -> Table:
 
 def text() -> Table:
     """What eviction alone costs the text, by budget."""
-    files = {f"recall_text_{name}.json": model for name, model in NAMES.items()}
+    whose = {"": "`triattention`", "chance_": "`random`"}
+    files = {f"recall_text_{by}{name}.json": (model, whose[by]) for name, model in NAMES.items() for by in whose}
     rows = []
-    for name, model in files.items():
+    for name, (model, policy) in files.items():
         about = report(name)
         found = {arm.partition("@")[2]: cell for arm, cell in about["results"].items() if "@" in arm}
         changes = [f"{cell['delta']:+.1f} % ({cell['delta_error']:.1f})" for cell in found.values()]
-        rows.append([model, f"{about['settings']['length']:,}", *changes])
-    command = """python -m mlx_tq evaluate perplexity --profiles off,off@50%,off@25%,off@10% --kv-evict triattention \\
+        rows.append([model, f"{about['settings']['length']:,}", policy, *changes])
+    command = """python -m mlx_tq evaluate perplexity --profiles off,off@50%,off@25%,off@10% --kv-evict POLICY \\
     --length L --chunks 3 --step 256 --dtype float32 [--model smollm2 --dequantize]"""
-    columns = ["model", "tokens", *found]
+    columns = ["model", "tokens", "policy", *found]
     model, (first, *also) = "the models named, float32, prefix and window 128", files
     return Table(first, command, machines(files), columns, rows, model=model, also=tuple(also))
 

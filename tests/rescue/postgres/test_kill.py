@@ -58,7 +58,7 @@ def test_kill_of_a_service_while_it_and_another_write(survivor, store, serve, ro
     writers = []
     for number in range(rounds):
         service = serve(store=store, embed_batch=4)
-        pair = writing([service, survivor], f"service-{number}")
+        pair = writing([service, survivor], f"service-{rounds}-{number}")
         service.kill()
         pair[0].join()
         before = len(pair[1].acknowledged)
@@ -74,7 +74,7 @@ def test_kill_of_the_server_while_two_services_write(own, survivor, store, here,
     services = [survivor, here(store=store, embedder="none")]
     writers = []
     for number in range(rounds):
-        pair = writing(services, f"server-{number}")
+        pair = writing(services, f"server-{rounds}-{number}")
         own.kill()
         for writer in pair:
             writer.join()
