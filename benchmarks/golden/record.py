@@ -48,7 +48,7 @@ _LEFT_OUT = {
         "seconds",
     ),
     *("restore_seconds", "tiers", "archived", "archived_nbytes", "back"),  # said since, with nothing to compare with
-    *("median", "low", "high", "id", "created", "index", "versions"),
+    *("median", "low", "high", "ms", "id", "created", "index", "versions", "blas"),
 }
 _MASKS = (
     (r"[\d.,]+ tok/s", "# tok/s"),
