@@ -14,7 +14,7 @@ from mlx_tq.sequence.compressed import compressed, plan_caches
 from mlx_tq.sequence.footprint import Departures, layer_footprint
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
 
-from .tools import feed, make_cache, random_pair
+from .tools import contents, feed, filled, make_cache, make_spec, random_pair
 
 KEYS, VALUES = random_pair(500)
 MODEL = build("llama", mx.float32)
@@ -48,6 +48,22 @@ def test_policies_score_the_keys_that_attention_reads(key, condition):
         after = [read for _, read in scored_and_read(cache)]
         for a, b in zip(after, before, strict=True):  # a BLAS may sum otherwise for another number of rows: an ulp
             assert np.abs(a - b).max() <= 2**-10 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
+@pytest.mark.parametrize("length", [230, 260, 291])
+def test_a_trim_of_a_block_leads_back_to_recent_keys(length, condition):
+    """To the bits of a cache that never was longer, and so does what is read then."""
+    spec = make_spec("q8~tq2", "tq4", recent=64, condition=condition)
+    longer, never = (filled(spec, KEYS, VALUES, [200, count - 200]) for count in (length + 32, length))
+    assert longer.cold_tokens == never.cold_tokens + 32
+    assert longer.trim(32) == 32
+    for _ in range(2):
+        assert longer.cold_tokens == never.cold_tokens
+        for a, b in zip(contents(longer), contents(never), strict=True):
+            assert mx.array_equal(a, b)
+        for cache in (longer, never):
+            feed(cache, KEYS, VALUES, [40])
 
 
 @pytest.mark.parametrize(
