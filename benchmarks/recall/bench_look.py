@@ -70,11 +70,10 @@ def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], aske
     assert sequence.archive is not None
     sequence.archive.settle()
     sequence.listen(numbers, rounds=True)
-    for layer, planned in zip(layers, plan.layers, strict=True):
-        hear = sequence.listener(layer.number)
-        if hear is None:
-            continue
-        queries = mx.random.normal((1, heads, asked, planned.slot.key_dim))
+    for number in numbers:
+        hear = sequence.listener(number)
+        assert hear is not None
+        queries = mx.random.normal((1, heads, asked, plan.layers[number].slot.key_dim))
         mx.eval(queries)
         hear(queries, 0.125)
     most = sequence.plan.recall_tokens(layers[0].offset)
@@ -122,12 +121,12 @@ def main() -> None:
         taken: dict[tuple[str, int], list[float]] = {each: [] for each in sets}
         nbytes, between = {}, []
         for _ in range(ROUNDS):
-            for each, numbers in sets.items():
-                seconds, nbytes[each] = look(caches, plan, heads, numbers, each[1])
-                taken[each].append(seconds)
+            for (when, asked), numbers in sets.items():
+                seconds, nbytes[when, asked] = look(caches, plan, heads, numbers, asked)
+                taken[when, asked].append(seconds)
             between.append(steps(model, just_read(model, config)))
-        for each, numbers in sets.items():
-            when, asked = each
+        for (when, asked), numbers in sets.items():
+            seconds = float(np.median(taken[when, asked]))
             row = {
                 "model": ALL_NAMES[name],
                 "when": when,
@@ -135,10 +134,10 @@ def main() -> None:
                 "layers": len(plan.layers),
                 "looking": len(numbers),
                 "archived": archived,
-                "look_ms": 1000 * float(np.median(taken[each])),
-                "nbytes": nbytes[each],
+                "look_ms": 1000 * seconds,
+                "nbytes": nbytes[when, asked],
                 "steps_ms": 1000 * float(np.median(between)),
-                "share": float(np.median(taken[each]) / np.median(between)),
+                "share": seconds / float(np.median(between)),
             }
             print(row)
             rows.append(row)

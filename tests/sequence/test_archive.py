@@ -93,6 +93,22 @@ def test_what_does_not_fit_is_lost_and_said_once(tmp_path):
     assert (archive.lost, archive.left, archive.nbytes, archive.take_warning()) == (2, 0, 0, None)
 
 
+def test_of_a_disk_that_gives_no_more_keys_are_zeros_and_blocks_are_damaged(tmp_path):
+    """A file that lost its end, and one that cannot be read at all."""
+    stored, shapes = block()
+    archive = ArchiveFile(shapes, tmp_path)
+    extents = [archive.put(stored) for _ in range(3)]
+    archive.settle()
+    os.ftruncate(archive._file, extents[1].start)
+    for there in ([True, False, False], [False] * 3):
+        keys, _ = archive.keys(extents, 1)
+        assert np.array_equal(keys, np.concatenate([stored.layers[1].keys * found for found in there], axis=1))
+        assert [archive.undamaged(extent) is not None for extent in extents] == there
+        folder = os.open(tmp_path, os.O_RDONLY)  # each read of it is an error
+        os.dup2(folder, archive._file)
+        os.close(folder)
+
+
 def test_at_the_limit_what_was_recalled_least_leaves_the_oldest_first(tmp_path):
     stored, shapes = block()
     archive = ArchiveFile(shapes, tmp_path, limit=3 * len(to_bytes(stored)))
