@@ -28,6 +28,7 @@ python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --text 
 # and in place of --once and all behind it but the policies, for the text: --seeds 0 --chunks 6 --length 1000"""
 MODES = {
     "triattention:granularity=32": "v3, blocks of 32 (the default)",
+    "triattention:granularity=32:stats=questions.safetensors": "v3, blocks of 32, statistics of questions alone",
     "triattention:granularity=32:mode=v1": "v1 (no prefix, no segments), blocks of 32",
     "triattention": "v3, single tokens",
     "triattention:granularity=32:aggregation=paper": "aggregation paper, v3, blocks of 32",
