@@ -11,7 +11,7 @@ from mlx_tq.conversation.recall import Recalled
 from mlx_tq.rescue.wire import Range
 from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, deciding, looking, positions_of
+from mlx_tq.sequence.recall import LONGEST_QUESTION, Scored, deciding, looking, positions_of, weighed
 from mlx_tq.sequence.sequence import Sequence as Layers
 
 # Archived tokens that all layers may weigh for each token of an answer: a look is then a twentieth of the steps before
@@ -73,8 +73,9 @@ class Looks:
 
     def _wait(self, sequence: Layers) -> int:
         """Tokens until the next look; all ranks look at once."""
-        weighed = len(positions_of(sequence.archived)) * len(self._numbers) / len(sequence_layers(self._caches))
-        waits = sequence.ranks.most(np.array([weighed / _WEIGHED]))
+        layers, archived = sequence_layers(self._caches), len(positions_of(sequence.archived))
+        tokens = weighed(archived, self._numbers, sequence.plan.recall_tokens(layers[0].offset))
+        waits = sequence.ranks.most(np.array([tokens / len(layers) / _WEIGHED]))
         return max(sequence.plan.config.recall_every, int(waits[0]))
 
     def _look(self, sequence: Layers) -> None:

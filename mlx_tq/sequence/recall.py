@@ -6,7 +6,7 @@ attention weight that many heads would give one of its tokens for one token of t
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +27,10 @@ from mlx_tq.sequence.archive import ArchiveFile, Extent
 LONGEST_QUESTION = 256
 # Archived tokens scored at a time, a layer: of twice as many a CPU takes half as long again for each.
 TILE = 2048
+# Of more archived tokens a quarter of the layers lists so many for the others, or an eighth where that is more.
+SHORTLIST = 2048
+# In the others' sums of all weights one block stands for so many that are not on the list.
+STANDS_FOR = 16
 # What is worth less than this part of the best block does not come back: it misleads more often than it helps.
 # Where the best block is worth less than CERTAIN itself, so much smaller a part is enough.
 SURE, CERTAIN = 0.6, 0.8
@@ -37,6 +41,24 @@ DECIDED = 8
 def looking(count: int) -> range:
     """Numbers of the layers, of so many, whose queries look into the archive: the middle half finds what all find."""
     return range(count // 4, -(-3 * count // 4))
+
+
+def shortlist(archived: int, most: int) -> int:
+    """How many of so many archived tokens all layers weigh that look, where up to `most` may come back."""
+    return min(archived, max(SHORTLIST, archived // 8, 2 * most))
+
+
+def scouts(numbers: Collection[int], archived: int, most: int) -> list[int]:
+    """Of the layers that look, those that weigh all that is archived: where it is much, a quarter from the middle."""
+    if shortlist(archived, most) == archived:
+        return [*numbers]
+    return [*numbers][len(numbers) // 2 :][: -(-len(numbers) // 4)]
+
+
+def weighed(archived: int, numbers: Collection[int], most: int) -> int:
+    """Tokens that a look of these layers weighs, of all layers together."""
+    first, listed = len(scouts(numbers, archived, most)), shortlist(archived, most)
+    return first * archived + (len(numbers) - first) * (listed + (archived - listed) // STANDS_FOR)
 
 
 @dataclass
@@ -114,12 +136,14 @@ class Question(NamedTuple):
         prefix: tokens before the first block.
         archive: that holds the blocks.
         extents: the blocks, some of which may be lost.
+        most: tokens of the best blocks and their neighbours that may come back.
     """
 
     asked: dict[int, Asked]
     prefix: int
     archive: ArchiveFile
     extents: List[Extent]
+    most: int
 
 
 class Look(NamedTuple):
@@ -132,8 +156,8 @@ class Look(NamedTuple):
     chosen: list[Extent]
 
 
-def look(question: Question, ranks: Ranks, most: int) -> Look:
-    """The blocks by `rank`, and those of up to `most` tokens that should be back.
+def look(question: Question, ranks: Ranks) -> Look:
+    """The blocks by `rank`, and those that should be back.
 
     Keys are scored unchecked. If one of the chosen blocks is damaged, or one that outweighs all others for a token, or
     what it holds gave no number, all blocks are checked and scored once more: in the sums of all weights it took part.
@@ -143,10 +167,10 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
     def found() -> Look:
         ranked = rank(question, ranks)
         tokens = np.cumsum([len(piece.extent.positions) for piece in ranked])
-        room = int(np.searchsorted(tokens, most)) + 1  # and for no more
+        room = int(np.searchsorted(tokens, question.most)) + 1  # and for no more
         best = [piece for piece in ranked[:room] if piece.score and piece.score >= enough(ranked[0].score)]
         beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
-        return Look(ranked, choose(ranked, beside, question.prefix, most))
+        return Look(ranked, choose(ranked, beside, question.prefix, question.most))
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
@@ -160,24 +184,50 @@ def look(question: Question, ranks: Ranks, most: int) -> Look:
 def rank(question: Question, ranks: Ranks) -> list[Scored]:
     """Blocks by what the last tokens that were read would make of them, best first; those on all ranks.
 
+    Of much the `scouts` weigh all blocks, the other layers the best of these and, for their sums, some of the rest.
+
     Args:
         question: that was read.
         ranks: whose heads have a say.
     """
-    there = kept_by_all(question.extents, ranks)
+    there = sorted(kept_by_all(question.extents, ranks), key=lambda extent: len(extent.positions))  # one size together
     if not there:
         return []
-    there.sort(key=lambda extent: len(extent.positions))  # of one size side by side
+    sizes = np.array([len(extent.positions) for extent in there])
+    archived = int(sizes.sum())
+    first = scouts(question.asked, archived, question.most)
+    powers, most = _powers(question, first, there, [], ranks)
+    others = [number for number in question.asked if number not in first]
+    if others:
+        best = np.argsort(-singled_out(powers), kind="stable")
+        count = int(np.searchsorted(np.cumsum(sizes[best]), shortlist(archived, question.most), side="right"))
+        listed, some = np.sort(best[:count]), best[count + STANDS_FOR // 2 :: STANDS_FOR]
+        more, most_more = _powers(question, others, [there[i] for i in listed], [there[i] for i in some], ranks)
+        weighed_by_all = np.concatenate([listed, some])
+        powers[:, weighed_by_all] += more
+        most = np.pad(most, [(0, len(others)), (0, 0)])
+        most[len(first) :, weighed_by_all] = most_more
+    scores, leading = singled_out(powers), {*powers.argmax(axis=1).tolist()}
+    deciders = np.array([*first, *others])[most.argmax(axis=0)]
+    order = np.lexsort(([extent.positions[0] for extent in there], -scores))
+    return [Scored(there[i], float(scores[i]), int(deciders[i]), i in leading) for i in order]
+
+
+def _powers(
+    question: Question, numbers: Collection[int], extents: List[Extent], some: List[Extent], ranks: Ranks
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fourth powers of the weights that heads of these layers give blocks, and some of the rest, beside what is live.
+
+    Returns:
+        Added up over all ranks' heads [L, N], and the largest of one token by layer, of this rank's [layers, N].
+    """
+    asked = {number: question.asked[number] for number in numbers}
     powers, most = np.zeros(()), []
-    for found in _log_weights(question._replace(extents=there)):
+    for found in _log_weights(question._replace(asked=asked, extents=extents), some):
         own = np.exp(4 * found).sum(axis=(0, 1))
         powers = powers + own
         most.append(own.max(axis=0))
-    powers = ranks.mean(powers) * ranks.size  # of all heads: what is certain does not depend on ranks
-    scores, leading = singled_out(powers), {*powers.argmax(axis=1).tolist()}
-    deciders = np.array([*question.asked])[np.argmax(most, axis=0)]
-    order = np.lexsort(([extent.positions[0] for extent in there], -scores))
-    return [Scored(there[i], float(scores[i]), int(deciders[i]), i in leading) for i in order]
+    return ranks.mean(powers) * ranks.size, np.array(most)  # what is certain does not depend on ranks
 
 
 def kept_by_all(extents: Iterable[Extent | None], ranks: Ranks) -> list[Extent]:
@@ -235,14 +285,21 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
     return [1 if place % BLOCK >= BLOCK // 2 else -1 for place in places]
 
 
-def _log_weights(question: Question, *, tokens: bool = False) -> Iterator[np.ndarray]:
-    """Logarithms of the largest weight of each block, or token, by layer: float64 [H, G, L, N] of this rank's heads."""
-    tiles = _tiles(question.extents)
+def _log_weights(question: Question, some: List[Extent] = (), *, tokens: bool = False) -> Iterator[np.ndarray]:
+    """Logarithms of the largest weight of each block, or token, by layer: float64 [H, G, L, N] of this rank's heads.
+
+    Args:
+        question: that was read.
+        some: of other blocks, each of which counts for STANDS_FOR in sums; they are the last of N.
+        tokens: one by one.
+    """
+    tiles = [(tile, 0.0) for tile in _tiles(question.extents)]
+    tiles += [(tile, math.log(STANDS_FOR)) for tile in _tiles(some)]
     for number, (layer, queries, live) in question.asked.items():
         _, layout, known = leaving(layer)
         asking = grouped(queries, len(live), layout, known)
         maxima, totals = [], [live]
-        for tile in tiles:
+        for tile, times in tiles:
             keys, means = question.archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]
             which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
@@ -250,7 +307,7 @@ def _log_weights(question: Question, *, tokens: bool = False) -> Iterator[np.nda
             encoded = layout.split_keys(mx.array(keys)[None])
             found = recall_score(asking, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
             maxima.append(np.array(found.each))
-            totals.append(np.array(found.total))
+            totals.append(np.array(found.total) + times)
         with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
             total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))
             weights = np.concatenate(maxima, axis=-1) - total[..., None]

@@ -241,7 +241,7 @@ class Sequence:
         if self.archive is None or not extents:
             return Look([], [])
         asked = {number: listener.asked(layers[number], count) for number, listener in self._listeners.items()}
-        return look(Question(asked, layers[0].spec.prefix, self.archive, extents), self.ranks, most)
+        return look(Question(asked, layers[0].spec.prefix, self.archive, extents, most), self.ranks)
 
     def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
         """Have these blocks back and no others; returns the positions that came, ascending int64 [N].

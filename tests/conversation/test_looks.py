@@ -111,7 +111,7 @@ def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch,
                 before = looks.count
                 looks.token()
                 at += [number + 1] * (looks.count - before)
-        wait = int(archived * len(looking(layers)) / layers / weighed)
+        wait = int(archived * len(looking(layers)) / layers / weighed)  # all of it is a shortlist
         assert at[0] == max(EVERY, wait)
         assert (wait > EVERY) == (weighed == 6)
         came.append(at)
