@@ -184,6 +184,7 @@ def survey(
         for each in measure(model, tokenizer, args, tokens, seed, budget)
     ]
     command = f"{program} --model {args.model} --key {args.key} --value {args.value}"
+    command += f" --tokens {args.tokens} --seeds {args.seeds}"
     asked = {"command": command, "model": args.model, "key": args.key, "value": args.value, "settings": numbers}
     report = {**asked, "environment": environment(), **summed_up(found)}
     Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -147,6 +147,20 @@ def neighbours() -> Table:
     return Table("recall_neighbours.json", about["command"], machine(about), columns, rows, model=model)
 
 
+def shortlist() -> Table:
+    """What is found by how long a list a few layers make for the others."""
+    about = report("recall_shortlist.json")
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for row in about["rows"]:
+        cell = (row["model"], f"{row['tokens']:,}", row["kind"], f"{row['archived']:,}", str(row["asked"]))
+        same = "" if row["listed"] == "all" else f", {row['same']}"
+        cells.setdefault(cell, []).append(f"{row['first']}, {row['whole']}{same}")
+    columns = ["model", "tokens", "questions", "archived", "asked", *dict.fromkeys(r["listed"] for r in about["rows"])]
+    model = "the models named, float32, prefix 32, window 64, q8/tq4, 10% kept"
+    rows = [[*cell, *ways] for cell, ways in cells.items()]
+    return Table("recall_shortlist.json", about["command"], machine(about), columns, rows, model=model)
+
+
 def layers() -> Table:
     """Where the evidence ranks by what looks."""
     about = report("recall_layers.json")
@@ -180,6 +194,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "recall_floor": floor,
     "recall_layers": layers,
     "recall_neighbours": neighbours,
+    "recall_shortlist": shortlist,
     "recall_text": text,
     "recall_worth": worth,
 }

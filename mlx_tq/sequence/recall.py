@@ -195,12 +195,12 @@ def rank(question: Question, ranks: Ranks) -> list[Scored]:
         return []
     sizes = np.array([len(extent.positions) for extent in there])
     archived = int(sizes.sum())
-    first = scouts(question.asked, archived, question.most)
-    powers, most = _powers(question, first, there, [], ranks)
+    room, first = shortlist(archived, question.most), scouts(question.asked, archived, question.most)
     others = [number for number in question.asked if number not in first]
-    if others:
+    powers, most = _powers(question, first, there, [], ranks)
+    if room < archived:  # on all ranks, also where a layer looks alone
         best = np.argsort(-singled_out(powers), kind="stable")
-        count = int(np.searchsorted(np.cumsum(sizes[best]), shortlist(archived, question.most), side="right"))
+        count = int(np.searchsorted(np.cumsum(sizes[best]), room, side="right"))
         listed, some = np.sort(best[:count]), best[count + STANDS_FOR // 2 :: STANDS_FOR]
         more, most_more = _powers(question, others, [there[i] for i in listed], [there[i] for i in some], ranks)
         weighed_by_all = np.concatenate([listed, some])
@@ -222,12 +222,13 @@ def _powers(
         Added up over all ranks' heads [L, N], and the largest of one token by layer, of this rank's [layers, N].
     """
     asked = {number: question.asked[number] for number in numbers}
-    powers, most = np.zeros(()), []
-    for found in _log_weights(question._replace(asked=asked, extents=extents), some):
+    count = next(iter(question.asked.values())).queries.shape[2]
+    powers, most = np.zeros((count, len(extents) + len(some))), np.zeros((len(asked), len(extents) + len(some)))
+    for i, found in enumerate(_log_weights(question._replace(asked=asked, extents=extents), some)):
         own = np.exp(4 * found).sum(axis=(0, 1))
-        powers = powers + own
-        most.append(own.max(axis=0))
-    return ranks.mean(powers) * ranks.size, np.array(most)  # what is certain does not depend on ranks
+        powers += own
+        most[i] = own.max(axis=0)
+    return ranks.mean(powers) * ranks.size, most  # what is certain does not depend on ranks
 
 
 def kept_by_all(extents: Iterable[Extent | None], ranks: Ranks) -> list[Extent]:

@@ -15,6 +15,7 @@ from mlx_tq.models.sharding import divide
 from mlx_tq.policies import EvictConfig
 from mlx_tq.ranks.group import ALONE, join
 from mlx_tq.ranks.launched import is_launched
+from mlx_tq.sequence import recall
 from mlx_tq.sequence import sequence as sequences
 from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
@@ -97,6 +98,7 @@ def rounds(count, seed, differing=()):
     """
     ranks, rng, found, caught = join(), np.random.default_rng(seed), [], []
     wrong = list(differing)
+    recall.SHORTLIST = 128  # so few are archived
     while len(found) < count or wrong:
         model = random_model(rng, ranks.size)
         divide(model, ranks)
@@ -117,9 +119,9 @@ def rounds(count, seed, differing=()):
 
 
 def read(model, caches, tokens, found):
-    """Read, with a look into the archive between passes."""
+    """Read, with a look into the archive between passes, of other layers on each rank as while an answer is made."""
     sequence = sequence_in(caches)
-    sequence.listen(range(len(caches)), rounds=True)
+    sequence.listen(range(max(1, len(caches) - sequence.ranks.rank)), rounds=True)
     for start in range(0, len(tokens), 20):
         before = sequence.stats.rounds
         mx.eval(model(mx.array(tokens[start : start + 20])[None], cache=caches))
