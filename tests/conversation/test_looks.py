@@ -88,12 +88,13 @@ def test_what_is_quoted_comes_by_no_look(exact):
     assert came[1:] == [[], came[0]]
 
 
-@pytest.mark.parametrize("weighed", [6, 10**9])
-def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch, weighed):
-    """The more is archived, and the more layers look, the later, but no sooner than is said; by no clock."""
+@pytest.mark.parametrize(("weighed", "shortlist"), [(6, 2048), (6, 64), (10**9, 2048)])
+def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch, weighed, shortlist):
+    """The more a look reads, of what is archived and by layers, the later, but no sooner than is said; by no clock."""
     model, tokenizer = exact
     text, question = facts(40)
     monkeypatch.setattr("mlx_tq.conversation.looks._WEIGHED", weighed)
+    monkeypatch.setattr("mlx_tq.sequence.recall.SHORTLIST", shortlist)
     came = []
     for step in (0.0, 3600.0):
         clock = iter(np.arange(10_000) * step)
@@ -111,7 +112,11 @@ def test_when_a_look_comes_depends_on_counts_and_on_no_clock(exact, monkeypatch,
                 before = looks.count
                 looks.token()
                 at += [number + 1] * (looks.count - before)
-        wait = int(archived * len(looking(layers)) / layers / weighed)  # all of it is a shortlist
+        listed = min(archived, max(shortlist, 2 * MOST))
+        assert (listed < archived) == (shortlist == 64)
+        first = 1 if listed < archived else len(looking(layers))
+        read = first * archived + (len(looking(layers)) - first) * (listed + (archived - listed) // 16)
+        wait = int(read / layers / weighed)
         assert at[0] == max(EVERY, wait)
         assert (wait > EVERY) == (weighed == 6)
         came.append(at)
