@@ -2,7 +2,7 @@
 
 Texts and questions are those of the recall grid; nothing is answered. Each question is asked in every way of the same
 cache: all layers weigh everything, or the scouts do and the others a list, beside which some blocks stand for the rest
-in sums of weights, or none.
+in sums of weights, or none; or only the latter half of the layers looks, the third quarter of the model's.
 
 python -m benchmarks.recall.bench_shortlist --models embedded,smollm2,gemma-3-270m.gguf
 """
@@ -28,6 +28,7 @@ BUDGET, EVERYTHING, NONE = "10%", 1 << 40, 1 << 40
 # Tokens of the list, and for how many of the rest one stands.
 WAYS = {
     "all": (EVERYTHING, STANDS_FOR),
+    "all, third quarter": (EVERYTHING, STANDS_FOR),
     "2,048": (2048, STANDS_FOR),
     "1,024": (1024, STANDS_FOR),
     "512": (512, STANDS_FOR),
@@ -63,8 +64,10 @@ def asked(model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, text
             def looked(question: Question, ranks: Ranks, seen: dict[str, Any] = seen, spans: Any = spans) -> Look:
                 question.archive.settle()
                 for way, (size, others) in WAYS.items():
+                    latter = len(question.asked) // 2 if way.endswith("quarter") else 0
+                    asking = question._replace(asked=dict([*question.asked.items()][latter:]))
                     with mock.patch.object(search, "SHORTLIST", size), mock.patch.object(search, "STANDS_FOR", others):
-                        seen[way] = judged(look(question, ranks), spans)
+                        seen[way] = judged(look(asking, ranks), spans)
                 seen["archived"] = sum(len(extent.positions) for extent in question.extents)
                 return look(question, ranks)
 
