@@ -39,10 +39,16 @@ _FEW = ("every other", "middle half")  # layers, with fewer queries too
 class Look:
     """One question: logarithms of `powers` [layers, L, blocks] by each of WAYS, and which blocks hold evidence."""
 
+    tokens: int
     seed: int
     budget: int
     scores: dict[str, np.ndarray]
     evidence: np.ndarray
+
+    @property
+    def text(self) -> tuple[int, int, int]:
+        """What it is asked of, as it was read."""
+        return self.tokens, self.seed, self.budget
 
     def place(self, layers: Sequence[int], way: str = "keys") -> int:
         """The rank of the best block with evidence, by what these layers make of it."""
@@ -130,7 +136,7 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
             evidence = np.array([np.any((e.positions >= span[0]) & (e.positions < span[1])) for e in seen["extents"]])
             scores = {way: np.stack(rows) for way, rows in zip(WAYS, zip(*seen["each"], strict=True), strict=True)}
             if evidence.any():  # and not live still
-                found.append(Look(seed, budget, scores, evidence))
+                found.append(Look(tokens, seed, budget, scores, evidence))
     return found
 
 
@@ -154,7 +160,7 @@ def by_layers(found: Sequence[Look]) -> dict[str, list[int]]:
     ranks |= {f"layer {layer}": [look.place([layer]) for look in found] for layer in every}
     ranks |= {f"all, {way}": [look.place(every, way) for look in found] for way in WAYS[1:]}
     ranks |= {f"{name}, {way}": [look.place(sets[name], way) for look in found] for name in _FEW for way in WAYS[3:]}
-    pairs = [(a, b) for a, b in permutations(found, 2) if (a.seed, a.budget) == (b.seed, b.budget)]
+    pairs = [(a, b) for a, b in permutations(found, 2) if a.text == b.text]
     decided = [(look, other.deciding(looking(count))) for look, other in pairs]
     ranks["of the middle half, those that decided another question"] = [look.place(layers) for look, layers in decided]
     seeds = {look.seed for look in found}
