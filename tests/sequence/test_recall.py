@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.tools import MODEL, make_spec, random_pair
+from cache.tools import MODEL, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
@@ -24,13 +24,12 @@ from mlx_tq.sequence.archive import Extent
 from mlx_tq.sequence.build import make_cache
 from mlx_tq.sequence.eviction import EvictionPlan
 from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.sequence.passes import before_pass, sequence_in
+from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.places import Places
 from mlx_tq.sequence.recall import enough, holding, positions_of
 from mlx_tq.sequence.sequence import Sequence
 
-KEYS, VALUES = random_pair(700, dtype=mx.float16, dims=(128, 64))
-LAYERS = 2
+from .stored import KEYS, LAYERS, append, layers
 
 
 def formats(dim, *, keys):
@@ -44,24 +43,6 @@ def formats(dim, *, keys):
         if keys or not get_format(name).keys_only:
             found.append(name)
     return found
-
-
-def layers(spec, budget=None, policy="random:trigger=8:granularity=1"):
-    sequence = None
-    if budget is not None:
-        config = EvictConfig(policy, recall="auto")
-        sequence = Sequence(EvictionPlan(config, Budget(tokens=budget), LAYERS), {})
-    return [make_cache(spec, number, sequence) for number in range(LAYERS)]
-
-
-def append(caches, start, stop, step, other=0):
-    """Tokens at positions [start, stop): those at the same places of KEYS, or so many behind."""
-    for first in range(start, stop, step):
-        last = min(first + step, stop)
-        before_pass(caches, last - first)
-        for number, cache in enumerate(caches):
-            keys, values = (mx.roll(x, number, axis=-1)[:, :, first + other : last + other] for x in (KEYS, VALUES))
-            cache.append(keys, values)
 
 
 def assert_same_rows(caches, others):

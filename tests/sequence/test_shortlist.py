@@ -6,24 +6,20 @@ from collections import Counter
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.tools import make_spec, random_pair
+from cache.tools import make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tq.cache.blocks import keys_start
 from mlx_tq.config import BLOCK
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
 from mlx_tq.sequence import recall
 from mlx_tq.sequence.archive import ArchiveFile
-from mlx_tq.sequence.build import make_cache
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.passes import before_pass
+from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import positions_of, scouts, shortlist, weighed
-from mlx_tq.sequence.sequence import Sequence
 
-LAYERS, SCOUT, TOKENS, PREFIX = 4, 2, 700, 5
-KEYS, VALUES = random_pair(TOKENS, dtype=mx.float16, dims=(128, 64))
+from .stored import KEYS, append, layers
+
+LAYERS, SCOUT, PREFIX, TOKENS = 4, 2, 5, len(KEYS[0, 0])
 SMALL = 5 * BLOCK
 
 
@@ -39,19 +35,14 @@ def keys_at(*places):
 
 def evicted(asked):
     """A sequence that lost all but a few tokens, and its layers, which ask with these queries, by layer."""
-    config = EvictConfig("recency:trigger=8:granularity=32", recall="auto")
-    sequence = Sequence(EvictionPlan(config, Budget(tokens=65), LAYERS), {})
-    spec = make_spec("q8", "tq4", prefix=PREFIX, window=20)
-    layers = [make_cache(spec, number, sequence) for number in range(LAYERS)]
-    for start in range(0, TOKENS, 100):
-        before_pass(layers, 100)
-        for number, layer in enumerate(layers):
-            layer.append(*(mx.roll(x, number, axis=-1)[:, :, start : start + 100] for x in (KEYS, VALUES)))
+    caches = layers(make_spec("q8", "tq4", prefix=PREFIX, window=20), 65, "recency:trigger=8:granularity=32", LAYERS)
+    append(caches, 0, TOKENS, 100)
+    sequence = sequence_in(caches)
     sequence.archive.settle()
     sequence.listen(asked, rounds=False)
     for number, queries in asked.items():
         sequence.listener(number)(mx.roll(queries, number, axis=-1), 2.0)
-    return sequence, layers
+    return sequence, caches
 
 
 def all_with(queries):
@@ -97,7 +88,7 @@ def test_what_a_shortlist_has(archived, most, listed):
 
 
 def test_what_is_read_is_what_is_counted(small, monkeypatch):
-    sequence, layers = evicted(all_with(keys_at(200)))
+    sequence, caches = evicted(all_with(keys_at(200)))
     read = Counter()
     keys = ArchiveFile.keys
 
@@ -108,7 +99,7 @@ def test_what_is_read_is_what_is_counted(small, monkeypatch):
     archived = sum(len(extent.positions) for extent in sequence.archived)
     monkeypatch.setattr(ArchiveFile, "keys", counted)
     monkeypatch.setattr(recall, "goes_on", lambda question, extents, ranks: [1] * len(extents))
-    sequence.look(layers, 1, 2 * BLOCK)
+    sequence.look(caches, 1, 2 * BLOCK)
     assert archived > 2 * SMALL
     assert read.pop(SCOUT) == archived
     counted = weighed(archived, range(LAYERS), 2 * BLOCK) - archived
@@ -120,11 +111,11 @@ def test_what_is_read_is_what_is_counted(small, monkeypatch):
 @given(numbers=st.lists(st.integers(0, 15), min_size=1, max_size=3, unique=True), inside=st.integers(0, BLOCK - 1))
 def test_what_is_asked_for_is_found_as_by_all_layers(numbers, inside):
     places = [PREFIX + BLOCK * number + inside for number in numbers]
-    sequence, layers = evicted(all_with(keys_at(*places)))
-    whole = sequence.look(layers, len(places), 6 * BLOCK)
+    sequence, caches = evicted(all_with(keys_at(*places)))
+    whole = sequence.look(caches, len(places), 6 * BLOCK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recall, "SHORTLIST", SMALL)
-        found = sequence.look(layers, len(places), 6 * BLOCK)
+        found = sequence.look(caches, len(places), 6 * BLOCK)
     assert blocks_of(found.chosen) == blocks_of(whole.chosen)
     assert {*numbers} <= {*blocks_of(found.chosen)}
     assert sorted(blocks_of(p.extent for p in found.ranked)) == sorted(blocks_of(p.extent for p in whole.ranked))
@@ -134,22 +125,22 @@ def test_all_layers_decide_among_what_scouts_choose(small):
     """The scout asks for one block and less for another, which is the one that all others ask for."""
     wanted, scouted = 402, 200
     both = keys_at(scouted) + 0.95 * keys_at(wanted)
-    sequence, layers = evicted(all_with(keys_at(wanted)) | {SCOUT: both})
-    ranked = sequence.look(layers, 1, 2 * BLOCK).ranked
+    sequence, caches = evicted(all_with(keys_at(wanted)) | {SCOUT: both})
+    ranked = sequence.look(caches, 1, 2 * BLOCK).ranked
     assert blocks_of(piece.extent for piece in ranked)[0] == (wanted - PREFIX) // BLOCK
     assert {piece.layer for piece in ranked[8:]} == {SCOUT}
-    sequence, layers = evicted({SCOUT: both})
-    ranked = sequence.look(layers, 1, 2 * BLOCK).ranked
+    sequence, caches = evicted({SCOUT: both})
+    ranked = sequence.look(caches, 1, 2 * BLOCK).ranked
     assert blocks_of(piece.extent for piece in ranked)[0] == (scouted - PREFIX) // BLOCK
 
 
 def test_where_each_stands_for_itself_all_layers_weigh_all(small, monkeypatch):
     places = keys_at(200, 301, 402)
-    sequence, layers = evicted(all_with(places))
+    sequence, caches = evicted(all_with(places))
     monkeypatch.setattr(recall, "STANDS_FOR", 1)
-    found = sequence.look(layers, 3, 2 * BLOCK)
+    found = sequence.look(caches, 3, 2 * BLOCK)
     monkeypatch.setattr(recall, "SHORTLIST", TOKENS)
-    whole = sequence.look(layers, 3, 2 * BLOCK)
+    whole = sequence.look(caches, 3, 2 * BLOCK)
     assert found.chosen == whole.chosen
     assert [piece.extent for piece in found.ranked] == [piece.extent for piece in whole.ranked]
     assert np.allclose([piece.score for piece in found.ranked], [piece.score for piece in whole.ranked], rtol=1e-5)
@@ -157,12 +148,12 @@ def test_where_each_stands_for_itself_all_layers_weigh_all(small, monkeypatch):
 
 def test_some_of_the_rest_stand_for_all_of_it(monkeypatch):
     """To queries of zeros all tokens weigh the same."""
-    sequence, layers = evicted(all_with(0 * keys_at(200)))
+    sequence, caches = evicted(all_with(0 * keys_at(200)))
     monkeypatch.setattr("mlx_tq.sequence.sequence.look", lambda question, ranks: question)
-    question = sequence.look(layers, 1, 2 * BLOCK)
+    question = sequence.look(caches, 1, 2 * BLOCK)
     listed, some = question.extents[2:9], question.extents[9:11]
     found = np.stack([*recall._log_weights(question._replace(extents=listed), some)])
-    live, beside, for_others = len(layers[0].positions), *(len(positions_of(each)) for each in (listed, some))
+    live, beside, for_others = len(caches[0].positions), *(len(positions_of(each)) for each in (listed, some))
     assert found.shape == (LAYERS, 2, 1, 1, 9)
     assert np.allclose(found, -np.log(live + beside + 16 * for_others), rtol=1e-6)
 
@@ -171,14 +162,14 @@ def test_a_damaged_block_that_hides_others_is_dropped(monkeypatch):
     """Two tokens look at it, neither singles it out: it is on no shortlist, and nor is what one of them asks for."""
     monkeypatch.setattr(recall, "SHORTLIST", 2 * BLOCK)
     places = [200, 301, 402]
-    (sequence, layers), (other, others) = (evicted(all_with(keys_at(*places))) for _ in range(2))
+    (sequence, caches), (other, others) = (evicted(all_with(keys_at(*places))) for _ in range(2))
     number = (500 - PREFIX) // BLOCK
     damaged, gone = (one.archived[blocks_of(one.archived).index(number)] for one in (sequence, other))
     counts = [2 * shape.key_count(BLOCK) for shape in sequence.archive.shapes]
     begin = damaged.start + keys_start(BLOCK) + sum(counts[:SCOUT])
     os.pwrite(sequence.archive._file, b"\xff\x7b" * (counts[SCOUT] // 2), begin)
     gone.leave()
-    found, wanted = sequence.look(layers, 3, BLOCK), other.look(others, 3, BLOCK)
+    found, wanted = sequence.look(caches, 3, BLOCK), other.look(others, 3, BLOCK)
     assert damaged.lost
     assert blocks_of(found.chosen) == blocks_of(wanted.chosen) != []
     assert [piece.score for piece in found.ranked] == [piece.score for piece in wanted.ranked]
