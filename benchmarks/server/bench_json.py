@@ -8,6 +8,7 @@ python -m benchmarks.server.bench_json --answers answers.jsonl --model smollm2 -
 """
 
 import argparse
+import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,6 +22,7 @@ import openai
 from benchmarks.server.bench_streams import serving
 from mlx_tq.commands.environment import environment
 from mlx_tq.commands.grammar import Grammars
+from mlx_tq.commands.grammar_source import GrammarSource
 from mlx_tq.models import load
 
 HERE = Path(__file__)
@@ -72,7 +74,8 @@ def costs(model, tokenizer, grammars, answers):
     mx.eval(logits)
     for case, text in answers:
         began = time.perf_counter()
-        constraint = grammars.of_schema(case["schema"])
+        matcher = asyncio.run(grammars.compile(GrammarSource.of_schema(case["schema"])))
+        constraint = grammars.constraint(matcher)
         beginnings.append(1e6 * (time.perf_counter() - began))
         for token in [0, *tokenizer.encode(text, add_special_tokens=False)]:
             last = mx.array([token])

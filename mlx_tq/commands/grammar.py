@@ -1,44 +1,26 @@
-"""Answers that are held to a JSON schema, a grammar or a regular expression: at each token, only what these allow."""
+"""Answers that follow a JSON schema, a grammar or a regular expression: at each token, only what these allow."""
 
-import json
+import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer
+from transformers import PreTrainedTokenizerFast
 
-from mlx_tq.errors import ConfigError
+from mlx_tq.commands.grammar_checker import GrammarChecker, GrammarLimitError
+from mlx_tq.commands.grammar_child import STACK_BYTES, compile_grammar, first_line
+from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 
-MAX_TEXT = 2**16  # characters of a schema or grammar
-
-# On one line, as Python's json writes it: where blanks are free, a small model adds them forever.
-_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# A state takes 1 to 2 kB. Without the parser's whole state in a message.
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-# Compiling recurses, and a chain of references of MAX_TEXT would overflow a thread's usual stack and end the process.
-_STACK = 2**28
-_DEEPEST = 16  # steps into a schema that a fault's place is looked for
-
-_NAMED = ("$defs", "definitions", "properties", "patternProperties")  # keywords that hold schemas by name
-_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties")
-
-
-class GrammarError(ConfigError):
-    """A schema or grammar that cannot be followed.
-
-    Attributes:
-        place: names and numbers that lead to the fault inside the schema.
-    """
-
-    def __init__(self, message: str, place: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.place = place
+_REMEMBERED = 256  # grammars that need not be checked again; of 64 kB each at most
+# A grammar may take this time for masks: once, and for each token. Usual ones take .2 ms a token.
+_START_S, _TOKEN_S = 1.0, 0.02
 
 
 class Constraint:
@@ -57,6 +39,7 @@ class Constraint:
         self._matcher, self._ends, self._after = matcher, ends, after
         self._last: tuple[int, ...] = ()
         self._begun = self._ended = False
+        self._seconds, self._allowed_seconds = 0.0, _START_S
         self.error: str | None = None
 
     def copy(self) -> "Constraint":
@@ -72,8 +55,8 @@ class Constraint:
         self._begun = True
         if self._ended or self._after or self.error is not None:
             return logits
-        mask = self._matcher.compute_bitmask()
-        if self._failed():
+        mask = self._mask()
+        if self.error is not None:
             return logits
         allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=logits.shape[-1], bitorder="little")
         return mx.where(mx.array(allowed.view(bool)), logits, -mx.inf)
@@ -86,6 +69,15 @@ class Constraint:
         """
         if self.error is not None:
             raise GrammarError(f"the answer cannot be held to its grammar any further: {self.error}")
+
+    def _mask(self) -> bytes:
+        began = time.perf_counter()
+        mask = self._matcher.compute_bitmask()
+        self._seconds += time.perf_counter() - began
+        self._allowed_seconds += _TOKEN_S
+        if not self._failed() and self._seconds > self._allowed_seconds:
+            self.error = f"finding the allowed tokens took {self._seconds:.1f} s; make it simpler"
+        return mask
 
     def _read(self, token: int) -> None:
         if token in self._ends:
@@ -100,116 +92,93 @@ class Constraint:
 
     def _failed(self) -> bool:
         if self._matcher.is_error():
-            self.error = _brief(self._matcher.get_error())
+            self.error = first_line(self._matcher.get_error())
         return self.error is not None
 
 
 class Grammars:
-    """Makes constraints for a tokenizer. Takes half a second for a vocabulary of 49,152 tokens, and holds the GIL.
+    """Compiles schemas and grammars for a tokenizer.
+
+    Loading a vocabulary of 49,152 tokens takes half a second and holds the GIL.
 
     Args:
         tokenizer: mlx-lm's.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer: LLTokenizer | None = None
         self._ends = frozenset(tokenizer.eos_token_ids)
         self._thoughts_end = tuple(tokenizer.think_end_tokens or ())
-        self._channels = bool(tokenizer.response_transitions or tokenizer.structural_markers)
-        with suppress(ValueError, RuntimeError):  # one that is written in Python, or that llguidance cannot read
-            self._tokenizer = from_tokenizer(tokenizer._tokenizer, eos_token=sorted(self._ends))
+        self._tokenizer: LLTokenizer | None = None
+        self._checker: GrammarChecker | None = None
+        self._checked: OrderedDict[GrammarSource, GrammarError | None] = OrderedDict()
         self._compiler = _deep_thread()
+        if tokenizer.response_transitions or tokenizer.structural_markers:
+            return  # its answers have channels, of which a grammar would describe only one
+        with suppress(ValueError, RuntimeError):  # one that is written in Python, or that llguidance cannot read
+            text, ends = _tokenizer_json(tokenizer._tokenizer), sorted(self._ends)
+            self._tokenizer = LLTokenizer(text, eos_token=ends)
+            self._checker = GrammarChecker(text, ends)
 
-    def of_schema(self, schema: dict[str, Any], *, thinks: bool = False) -> Constraint:
-        """An answer that a JSON schema describes.
-
-        Args:
-            schema: of draft 2020-12; a keyword that cannot be followed is refused.
-            thinks: the answer begins behind the model's thoughts.
-
-        Raises:
-            GrammarError: it is no such schema, or this tokenizer cannot be held to one; says where in the schema.
-        """
-        _check_size(text := json.dumps(schema))
-        try:
-            return self._constraint(LLMatcher.grammar_from_json_schema(text, overrides=_JSON), thinks=thinks)
-        except GrammarError as error:
-            fault = str(error)
-            place = self._compiler.submit(_place_of, schema, fault).result()
-            raise GrammarError(fault, place) from None
-        except ValueError as error:  # nested too deeply
-            raise GrammarError(_brief(str(error))) from error
-
-    def of_text(self, syntax: str, text: str, *, thinks: bool = False) -> Constraint:
-        """An answer that a grammar ("lark") or a regular expression ("regex") describes.
+    async def compile(self, source: GrammarSource) -> LLMatcher:
+        """Compile a schema or grammar, after another process has found that this is safe.
 
         Raises:
-            GrammarError: it cannot be followed.
+            GrammarError: it is not valid, takes too much time or memory, or this tokenizer cannot be constrained.
         """
-        _check_size(text)
-        read = LLMatcher.grammar_from_lark if syntax == "lark" else LLMatcher.grammar_from_regex
-        return self._constraint(read(text), thinks=thinks)
-
-    def _constraint(self, grammar: str, *, thinks: bool) -> Constraint:
         tokenizer = self._tokenizer
-        if tokenizer is None or self._channels:
+        if tokenizer is None:
             raise GrammarError("this model's tokenizer cannot be held to a grammar; ask for plain text")
+        await self._check(source)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compiler, compile_grammar, source, tokenizer)
 
-        def make() -> LLMatcher:
-            return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
-
-        matcher = self._compiler.submit(make).result()
-        if matcher.is_error():
-            raise GrammarError(_brief(matcher.get_error()))
+    def constraint(self, matcher: LLMatcher, *, thinks: bool = False) -> Constraint:
+        """Return what holds one answer to a compiled grammar; if it `thinks`, from the end of its thoughts on."""
         return Constraint(matcher, self._ends, self._thoughts_end if thinks else ())
+
+    def close(self) -> None:
+        """End the process that checks grammars."""
+        if self._checker is not None:
+            self._checker.close()
+
+    async def _check(self, source: GrammarSource) -> None:
+        """Raise unless the grammar is valid; each is checked once."""
+        if source not in self._checked:
+            assert self._checker is not None  # noqa: S101 - tells the type checker
+            try:
+                await self._checker.check(source)
+            except GrammarLimitError:
+                raise
+            except GrammarError as error:
+                self._checked[source] = error
+            else:
+                self._checked[source] = None
+            if len(self._checked) > _REMEMBERED:
+                self._checked.popitem(last=False)
+        self._checked.move_to_end(source)
+        fault = self._checked[source]
+        if fault is not None:
+            raise GrammarError(str(fault), fault.place)
+
+
+def _tokenizer_json(tokenizer: Any) -> str:
+    """Return a fast tokenizer of transformers in the JSON format, with the tokens that were added to it.
+
+    Raises:
+        ValueError: it is written in Python.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError("only fast tokenizers have a JSON format")
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
 
 
 def _deep_thread() -> ThreadPoolExecutor:
-    """One thread with a stack that no recursion of a compiler fills."""
-    usual = threading.stack_size(_STACK)
+    """Return one thread with a stack that no recursion of the compiler fills."""
+    usual = threading.stack_size(STACK_BYTES)
     pool = ThreadPoolExecutor(1, "grammar")
-    pool.submit(int).result()  # begins the thread
+    pool.submit(int).result()  # starts the thread
     threading.stack_size(usual)
     return pool
-
-
-def _check_size(text: str) -> None:
-    if len(text) > MAX_TEXT:
-        raise GrammarError(f"it has {len(text):,} characters; at most {MAX_TEXT:,} can be followed")
-
-
-def _place_of(schema: dict[str, Any], fault: str) -> tuple[str, ...]:
-    """The innermost part of a schema that is refused for the same reason when it is alone with the definitions."""
-    definitions: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    part, place = schema, tuple[str, ...]()
-    while len(place) < _DEEPEST:
-        found = next(((step, each) for step, each in _parts(part) if _fault({**each, **definitions}) == fault), None)
-        if found is None:
-            break
-        step, part = found
-        place = (*place, *step)
-    return place
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The schemas directly inside a schema, and how each is reached."""
-    for keyword in (*_NAMED, *_LISTED, *_SINGLE):
-        inner = schema.get(keyword)
-        if keyword in _SINGLE:
-            parts: list[tuple[tuple[str, ...], Any]] = [((keyword,), inner)]
-        elif keyword in _NAMED:
-            parts = [((keyword, name), each) for name, each in inner.items()] if isinstance(inner, dict) else []
-        else:
-            parts = [((keyword, str(n)), each) for n, each in enumerate(inner)] if isinstance(inner, list) else []
-        yield from ((step, each) for step, each in parts if isinstance(each, dict))
-
-
-def _fault(schema: dict[str, Any]) -> str:
-    grammar = LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
-    return _brief(LLMatcher.validate_grammar(grammar, limits=_LIMITS))
-
-
-def _brief(text: str) -> str:
-    """A message of llguidance without the picture that it draws of the place."""
-    first, *others = text.splitlines() or [""]
-    return " ".join([first, *(line for line in others if line.startswith("error: "))])[:200]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -59,6 +59,7 @@ class Web:
         return task
 
 
+Result = TypeVar("Result")
 Handler = Callable[[Web, Request], Awaitable[Response]]
 
 
@@ -133,6 +134,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
 async def _health(web: Web, request: Request) -> Response:
     if not web.service.engine.is_healthy:
         raise UnavailableError("the engine has ended; start the server again")
+    if web.service.engine.is_stalled:
+        raise UnavailableError(
+            "the engine has been in one step for minutes; start the server again, with a smaller --prefill-step-size "
+            "if the model is slow"
+        )
     return JSONResponse({"status": "ok"})
 
 
@@ -204,10 +210,13 @@ async def _answer(
         form: gives an answer the form of another route.
     """
     service = web.service
+    matcher = None
+    if isinstance(asked, ChatRequest):
+        matcher = await _while_connected(request, service.formats.compile(asked, _address(request)))
     name = request.headers.get(HEADER)
     session = None if name is None else await service.sessions.enter(name)
     try:
-        jobs, answer, turn = await run_in_threadpool(service.prepare, asked, session)
+        jobs, answer, turn = await run_in_threadpool(service.prepare, asked, session, matcher)
         events = _events(service, jobs)
         service.engine.submit(*jobs)
     except BaseException:
@@ -257,10 +266,35 @@ async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:
     web.spawn(run_in_threadpool(sessions.forget))
 
 
-async def _watch(request: Request, job: Job) -> None:
-    """Tell who waits for the job's events that the client has left."""
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`, which is cancelled when the client disconnects.
+
+    Raises:
+        ClientGoneError: it has disconnected.
+    """
+    task, disconnected = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError("the client left while its request was prepared")
+        return task.result()
+    finally:
+        task.cancel()
+        disconnected.cancel()
+
+
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+async def _watch(request: Request, job: Job) -> None:
+    """Tell who waits for the job's events that the client has left."""
+    await _disconnected(request)
     job.events.put_nowait(Failed(ClientGoneError("the client left before its answer was complete")))
 
 

@@ -80,6 +80,7 @@ class Engine:
         self._beginnings = Beginnings(plan, limits.prefill_step_size)
         self._asking = Asking(model, tokenizer, plan, limits.prefill_step_size)
         self._measured = 0.0
+        self._step_began: float | None = None  # None while there is nothing to do
 
     # For the web side.
 
@@ -117,6 +118,12 @@ class Engine:
     def is_healthy(self) -> bool:
         """Whether jobs are taken."""
         return self._thread.is_alive() and not self._stopping
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the step in progress takes longer than any step should."""
+        began = self._step_began
+        return began is not None and time.monotonic() - began > self._limits.stalled_s
 
     def submit(self, *jobs: Job) -> None:
         """Put jobs into the queue, all or none.
@@ -197,7 +204,9 @@ class Engine:
         """What is to be done, once there is something."""
         with self._changed:
             while not (self._stopping or self._waiting or self._running):
+                self._step_began = None
                 self._changed.wait()
+            self._step_began = time.monotonic()
             if self._stopping:
                 return Orders(goes_on=False)
             ended, self._ended = self._ended, []

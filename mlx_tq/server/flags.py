@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens of a prompt read at a time")
     add("--max-queue", type=int, default=64, metavar="N", help="requests that may wait; further ones are answered 429")
     add("--max-body", type=parse_size, default="10MB", metavar="SIZE", help="of a request")
+    add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
     add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches are kept")
     add(
         "--prompt-cache-bytes",

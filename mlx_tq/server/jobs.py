@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_tq.commands.grammar import Constraint, GrammarError
+from mlx_tq.commands.grammar import Constraint
+from mlx_tq.commands.grammar_source import GrammarError
 from mlx_tq.conversation.recall import NOWHERE, Named, Recalled
 from mlx_tq.conversation.transcript import NOTHING, Rehydration
 from mlx_tq.server.conversation import Prompt

@@ -16,6 +16,7 @@ class EngineLimits:
         prompt_cache_size: prompts whose caches are kept for later requests.
         prompt_cache_bytes: of those caches.
         memory: bytes of caches in all, kept ones included; None where caches are not compressed.
+        stalled_s: seconds of one step, after which the server reports itself unhealthy.
     """
 
     concurrency: int
@@ -25,6 +26,7 @@ class EngineLimits:
     prompt_cache_size: int
     prompt_cache_bytes: int
     memory: int | None
+    stalled_s: float = 120.0
 
 
 class Kept(Protocol):

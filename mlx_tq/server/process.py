@@ -31,6 +31,7 @@ from mlx_tq.server.app import Web, create_app
 from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
+from mlx_tq.server.formats import ResponseFormats
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
@@ -119,6 +120,7 @@ def serve(
     finally:
         service.engine.join(_GRACE_S)
         service.sessions.close()
+        service.grammars.close()
 
 
 def _loaded(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig, Plan | None, int | None]:
@@ -163,12 +165,14 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: 
     client = ranks.first_alone(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
     sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
     store = _store(model, plan, folder, ranks, salt)
+    grammars = Grammars(tokenizer)
     return Service(
         name=_public_name(args.model),
         created=int(time.time()),
         tokenizer=tokenizer,
         conversations=conversations,
-        grammars=Grammars(tokenizer),
+        grammars=grammars,
+        formats=ResponseFormats(grammars, args.max_queue, allow_lark=args.allow_lark),
         sessions=sessions,
         rescue=client,
         engine=Engine(model, tokenizer, config, plan, _limits(args, memory), metrics, sessions, store),

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from llguidance import LLMatcher
+
 from mlx_tq.commands.grammar import Grammars
 from mlx_tq.commands.preflight import check_memory, check_positions
 from mlx_tq.errors import ConfigError
@@ -12,7 +14,7 @@ from mlx_tq.server.answers import Answer, MessageReader, TextReader
 from mlx_tq.server.conversation import Conversations, Prompt
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from mlx_tq.server.formats import constraint_of
+from mlx_tq.server.formats import ResponseFormats
 from mlx_tq.server.jobs import Job
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling, processors
@@ -31,7 +33,8 @@ class Service:
         created: when it was loaded, in seconds since 1970.
         tokenizer: of the model.
         conversations: makes prompts.
-        grammars: that answers are held to.
+        grammars: compiles what answers have to follow.
+        formats: of requests, from which it is compiled.
         sessions: that are kept between requests.
         rescue: client of the rescue service, or None.
         engine: generates.
@@ -46,6 +49,7 @@ class Service:
     tokenizer: Any
     conversations: Conversations
     grammars: Grammars
+    formats: ResponseFormats
     sessions: Sessions
     rescue: RescueClient | None
     engine: Engine
@@ -68,9 +72,17 @@ class Service:
             )
 
     def prepare(
-        self, request: ChatRequest | CompletionRequest, session: Kept | None = None
+        self,
+        request: ChatRequest | CompletionRequest,
+        session: Kept | None = None,
+        matcher: LLMatcher | None = None,
     ) -> tuple[list[Job], Answer, Turn | None]:
         """A job for each prompt, their answer, still empty, and the turn of the session that it is, if it is one.
+
+        Args:
+            request: as it came.
+            session: that it belongs to.
+            matcher: of the grammar that its answers have to follow.
 
         Raises:
             InvalidRequestError: another model, a conversation that the template refuses, or one that is too long.
@@ -89,9 +101,12 @@ class Service:
             prompts = [prompt := self.conversations.chat(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = [tool.model_dump() for tool in request.tools or []]
-            constraint = constraint_of(request, self.grammars, thinks=prompt.state == "reasoning")
-            held = constraint is not None
-            readers = [MessageReader(self.tokenizer, prompt.state, tools, constrained=held) for _ in range(count)]
+            if matcher is not None:
+                constraint = self.grammars.constraint(matcher, thinks=prompt.state == "reasoning")
+            readers = [
+                MessageReader(self.tokenizer, prompt.state, tools, constrained=matcher is not None)
+                for _ in range(count)
+            ]
         else:
             if session is not None:
                 raise InvalidRequestError(f"sessions are for /v1/chat/completions; leave {HEADER} out", HEADER)

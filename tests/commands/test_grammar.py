@@ -1,5 +1,6 @@
 """What a constraint lets through, token by token, on logits that allow everything."""
 
+import asyncio
 import math
 from types import SimpleNamespace
 
@@ -7,7 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_tq.commands.grammar import GrammarError, Grammars
+from mlx_tq.commands.grammar import Grammars
+from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 from mlx_tq.models import load
 
 CODE = {"type": "object", "properties": {"code": {"enum": [7]}}, "required": ["code"], "additionalProperties": False}
@@ -22,7 +24,13 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer):
-    return Grammars(tokenizer)
+    made = Grammars(tokenizer)
+    yield made
+    made.close()
+
+
+def constrained(grammars, schema, **options):
+    return grammars.constraint(asyncio.run(grammars.compile(GrammarSource.of_schema(schema))), **options)
 
 
 def allowed(constraint, *tokens, width=4200):
@@ -34,7 +42,7 @@ def allowed(constraint, *tokens, width=4200):
 def test_only_what_can_still_become_an_answer(tokenizer, grammars):
     """The prompt's last token is not part of it; rows of logits that no token has are closed; the end opens all."""
     (vocabulary,) = {len(tokenizer)}
-    constraint = grammars.of_schema(CODE)
+    constraint = constrained(grammars, CODE)
     other = constraint.copy()
     first = allowed(constraint)
     assert {tokenizer.decode([token])[0] for token in first} == {"{"}
@@ -50,7 +58,7 @@ def test_only_what_can_still_become_an_answer(tokenizer, grammars):
 
 
 def test_thoughts_come_before_the_form(tokenizer, grammars):
-    constraint = grammars.of_schema(CODE, thinks=True)
+    constraint = constrained(grammars, CODE, thinks=True)
     (thought,) = set(tokenizer.encode("I", add_special_tokens=False))
     assert len(allowed(constraint)) == len(allowed(constraint, thought)) == 4200
     (end,) = tokenizer.think_end_tokens
@@ -59,7 +67,7 @@ def test_thoughts_come_before_the_form(tokenizer, grammars):
 
 def test_a_token_that_was_not_allowed_is_an_error(tokenizer, grammars):
     """Other processors cannot put one back; if a sampler did, the answer would end."""
-    constraint = grammars.of_schema(CODE)
+    constraint = constrained(grammars, CODE)
     allowed(constraint)
     (wrong,) = tokenizer.encode("7", add_special_tokens=False)
     assert len(allowed(constraint, wrong)) == 4200
@@ -73,4 +81,4 @@ def test_tokenizers_that_no_mask_can_be_made_for(tokenizer):
     plain = {name: getattr(tokenizer, name) for name in fields}
     for change in ({"_tokenizer": object()}, {"structural_markers": ["<|channel|>"]}):
         with pytest.raises(GrammarError, match="ask for plain text"):
-            Grammars(SimpleNamespace(**{**plain, **change})).of_schema(CODE)
+            constrained(Grammars(SimpleNamespace(**{**plain, **change})), CODE)

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import threading
+import time
 from dataclasses import replace
 
 import mlx.core as mx
@@ -116,6 +118,37 @@ def test_the_queue_is_bounded(loaded):
         engine.join(30)
     with pytest.raises(UnavailableError):
         engine.submit(make_job(8))
+
+
+def test_a_step_that_does_not_end_is_noticed(loaded):
+    engine = make_engine(loaded, stalled_s=0.2)
+    job = make_job(20, max_tokens=2)
+    entered, goes_on, seen = threading.Event(), threading.Event(), []
+
+    def stuck(tokens, logits):
+        entered.set()
+        goes_on.wait(30)
+        return logits
+
+    job.processors.append(stuck)
+
+    def look():
+        entered.wait(30)
+        seen.append(engine.is_stalled)
+        time.sleep(0.5)
+        seen.append(engine.is_stalled)
+        goes_on.set()
+
+    async def idle():
+        await asyncio.sleep(0.5)
+        return engine.is_stalled
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    _, stalled_when_idle = serve(engine, [job], idle)
+    looking.join()
+    assert seen == [False, True]
+    assert not stalled_when_idle
 
 
 def test_a_failure_ends_its_batch_and_nothing_else(loaded, folder):

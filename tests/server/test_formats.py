@@ -80,8 +80,6 @@ def test_what_the_model_knows_is_said_in_the_form_that_was_asked_for(server):
     assert re.fullmatch("[0-9]{3} [0-9]{3}!", said.message.content)
     *_, mark, end = said.logprobs.content
     assert [len(mark.top_logprobs), len(end.top_logprobs)] == [1, 2], "only the mark, then only what ends an answer"
-    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "yes" | "no"'}
-    assert server.chat(ASKED, response_format=lark).choices[0].message.content in ("yes", "no")
 
 
 def test_an_object_of_no_schema_and_answers_that_are_cut(server):

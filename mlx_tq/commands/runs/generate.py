@@ -1,6 +1,7 @@
 """The work of `mlx_tq.generate`."""
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -208,15 +209,20 @@ def _read_schema(args: argparse.Namespace) -> dict[str, Any]:
 def _held_to(schema: dict[str, Any], tokenizer: Any, ids: list[int], args: argparse.Namespace) -> Any:
     """What keeps an answer to a schema, behind the thoughts that the prompt may have opened."""
     try:
-        from mlx_tq.commands.grammar import GrammarError, Grammars  # llguidance is an extra, which may not be installed
+        from mlx_tq.commands.grammar import Grammars  # llguidance is an extra, which may not be installed
+        from mlx_tq.commands.grammar_source import GrammarError, GrammarSource  # llguidance again
     except ImportError as error:
         raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
     thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
+    grammars = Grammars(tokenizer)
     try:
-        return Grammars(tokenizer).of_schema(schema, thinks=thinks)
+        matcher = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
+        return grammars.constraint(matcher, thinks=thinks)
     except GrammarError as error:
         place = ".".join(error.place) or "the schema"
         raise ConfigError(f"--json-schema {args.json_schema}: {place}: {error}.") from error
+    finally:
+        grammars.close()
 
 
 def _add_eos_tokens(tokenizer: Any, tokens: list[str]) -> None:

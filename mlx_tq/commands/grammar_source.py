@@ -1,0 +1,121 @@
+"""Schemas, regular expressions and Lark grammars from a request or a file, and how llguidance reads them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llguidance import LLMatcher
+
+from mlx_tq.errors import ConfigError
+
+MAX_TEXT = 2**16  # characters
+
+Syntax = Literal["json_schema", "regex", "lark"]
+
+# Separators as Python's json writes them, on one line: where blanks are free, a small model adds them forever.
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# By default llguidance follows bytes that the grammar forces before it returns a mask. A grammar can force one forever.
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+_MAX_PARTS = 16  # of an allOf; each part can double the time and memory of compiling
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_LOWEST = -(2**63) + 512  # llguidance overflows the stack on integers that are -2^63 in float64, as all up to this are
+
+
+class GrammarError(ConfigError):
+    """A schema or grammar that cannot be followed.
+
+    Attributes:
+        place: keys and indices that lead to the fault inside the schema.
+    """
+
+    def __init__(self, message: str, place: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@dataclass(frozen=True)
+class GrammarSource:
+    """A schema or grammar as its author wrote it.
+
+    Raises:
+        GrammarError: it is longer than 65,536 characters, or known to crash or stall the compiler.
+    """
+
+    syntax: Syntax
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_TEXT:
+            raise GrammarError(f"it has {len(self.text):,} characters; the limit is {MAX_TEXT:,}")
+        if self.syntax == "lark" and "%llguidance" in self.text:
+            raise GrammarError("it sets %llguidance options, which are the server's to set; leave them out")
+        if self.syntax == "json_schema":
+            for place, schema in _schemas(json.loads(self.text)):
+                _check_schema(schema, place)
+
+    @classmethod
+    def of_schema(cls, schema: dict[str, Any]) -> "GrammarSource":
+        """Wrap a JSON schema of draft 2020-12."""
+        return cls("json_schema", json.dumps(schema))
+
+    def to_llguidance(self) -> str:
+        """Return the grammar in llguidance's format.
+
+        Raises:
+            ValueError: the schema is nested too deeply.
+        """
+        if self.syntax == "lark":
+            return f"{self.text}\n{_NO_FORCING}"
+        if self.syntax == "regex":
+            read = json.loads(LLMatcher.grammar_from_regex(self.text))
+            read["grammars"][0]["lark_grammar"] += f"\n{_NO_FORCING}"
+        else:
+            read = json.loads(LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON))
+            name = read["grammars"][0]["name"]
+            read["grammars"].insert(0, {"name": "start", "lark_grammar": f"start: @{name}\n{_NO_FORCING}"})
+        return json.dumps(read)
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the schemas directly inside a schema, each with the keys and indices that lead to it."""
+    for keyword in ("$defs", "definitions", "properties", "patternProperties"):
+        if isinstance(named := schema.get(keyword), dict):
+            yield from (((keyword, name), part) for name, part in named.items() if isinstance(part, dict))
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(listed := schema.get(keyword), list):
+            yield from (((keyword, str(n)), part) for n, part in enumerate(listed) if isinstance(part, dict))
+    for keyword in ("items", "additionalProperties", "not"):
+        if isinstance(part := schema.get(keyword), dict):
+            yield (keyword,), part
+
+
+def _schemas(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield a schema and all schemas inside it."""
+    waiting: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), schema)] if isinstance(schema, dict) else []
+    while waiting:
+        place, part = waiting.pop()
+        yield place, part
+        waiting += [((*place, *step), inner) for step, inner in subschemas(part)]
+
+
+def _check_schema(schema: dict[str, Any], place: tuple[str, ...]) -> None:
+    """Refuse what is known to be fatal, so that the message can name it."""
+    if isinstance(parts := schema.get("allOf"), list) and len(parts) > _MAX_PARTS:
+        raise GrammarError(f"its allOf has {len(parts):,} parts; the limit is {_MAX_PARTS}", place)
+    keywords = ("const", "enum") if schema.get("type") == "number" else ("const", "enum", *_BOUNDS)
+    for keyword in keywords:
+        for number in _numbers(schema.get(keyword)):
+            if number <= _LOWEST:
+                raise GrammarError(f"its {keyword} has {number!s:.24}; integers must be above {_LOWEST}", place)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """Yield the numbers inside a JSON value."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict | list):
+            waiting += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, int | float) and not isinstance(part, bool):
+            yield part

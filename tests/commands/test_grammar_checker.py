@@ -1,0 +1,143 @@
+"""Grammars that would crash, stall or fill the process that compiles them."""
+
+import asyncio
+import json
+
+import psutil
+import pytest
+from http_harness import wait_for
+
+from mlx_tq.commands.grammar_checker import GrammarChecker, GrammarLimitError
+from mlx_tq.commands.grammar_child import CompileLimits
+from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
+from mlx_tq.models import load
+
+LOWEST = -(2**63)
+
+
+def regexes(count, mark=""):
+    """Parts of an allOf, each of which doubles the time and memory of compiling it."""
+    return [{"type": "string", "pattern": f".*{chr(97 + n)}{n}{mark}.*"} for n in range(count)]
+
+
+SLOW = {"allOf": [{"allOf": regexes(12, "a")}, {"allOf": regexes(12, "b")}]}
+
+
+@pytest.fixture(scope="module")
+def make_checker():
+    tokenizer = load()[1]
+    made = []
+
+    def make(**limits):
+        text = tokenizer._tokenizer.backend_tokenizer.to_str()
+        made.append(GrammarChecker(text, sorted(tokenizer.eos_token_ids), CompileLimits(**limits)))
+        return made[-1]
+
+    yield make
+    for checker in made:
+        checker.close()
+
+
+@pytest.fixture(scope="module")
+def checker(make_checker):
+    return make_checker()
+
+
+def check(checker, source):
+    asyncio.run(checker.check(source))
+
+
+def schema(text):
+    return GrammarSource.of_schema(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ({"type": "integer", "minimum": LOWEST, "maximum": LOWEST}, ()),
+        ({"minimum": -1e19, "maximum": -1e19}, ()),
+        ({"properties": {"a": {"anyOf": [{"exclusiveMaximum": -1e300}]}}}, ("properties", "a", "anyOf", "0")),
+        ({"$defs": {"unused": {"maximum": LOWEST + 512}}}, ("$defs", "unused")),
+        ({"items": {"const": {"a": [LOWEST]}}}, ("items",)),
+        ({"enum": [1, -(10**400)]}, ()),
+        ({"not": {"allOf": regexes(17)}}, ("not",)),
+    ],
+)
+def test_what_is_known_to_be_fatal_is_refused_before_it_is_tried(text, place):
+    with pytest.raises(GrammarError, match=r"must be above -9223372036854775296|the limit is 16") as refused:
+        schema(text)
+    assert refused.value.place == place
+
+
+def test_neighbors_of_what_is_refused(checker):
+    check(checker, schema({"type": "integer", "minimum": LOWEST + 1025, "maximum": LOWEST + 1025}))
+    check(checker, schema({"type": "number", "minimum": -1e300, "maximum": -1e300}))
+    check(checker, schema({"allOf": [{"type": "object"}] * 16}))
+
+
+def test_a_grammar_may_force_a_byte_forever(checker):
+    check(checker, GrammarSource("lark", "start: T T\nT: /b+/"))
+    for options in ('%llguidance {"no_forcing": false}\n', "%llguidance {}\n"):
+        with pytest.raises(GrammarError, match="%llguidance"):
+            GrammarSource("lark", f"start: T T\nT: /b+/\n{options}")
+
+
+def test_time_is_limited(make_checker):
+    with pytest.raises(GrammarLimitError, match=r"more than 0.5 s"):
+        check(make_checker(seconds=0.5), schema(SLOW))
+
+
+def test_memory_is_limited(make_checker):
+    """Compiling this takes 100 MB."""
+    with pytest.raises(GrammarLimitError, match=r"memory"):
+        check(make_checker(nbytes=2**25, seconds=60), schema({"allOf": regexes(16)}))
+
+
+def test_the_search_for_a_fault_ends_in_time(checker):
+    """Each of 900 properties is compiled with all 500 definitions."""
+    wide = {"properties": {f"p{n}": {"type": "string"} for n in range(900)}, "not": {}}
+    wide["$defs"] = {f"d{n}": {"type": "string"} for n in range(500)}
+    with pytest.raises(GrammarError, match="not"):
+        check(checker, schema(wide))
+
+
+def children(checker):
+    return checker._process and psutil.Process(checker._process.pid).children()
+
+
+def test_a_child_that_is_killed_fails_its_own_check_alone(checker):
+    async def main():
+        slow = asyncio.create_task(checker.check(schema(SLOW)))
+        while not children(checker):
+            await asyncio.sleep(0.01)
+        children(checker)[0].kill()
+        with pytest.raises(GrammarLimitError, match="crashed"):
+            await slow
+        await checker.check(schema({"type": "object"}))
+
+    asyncio.run(main())
+
+
+def test_the_process_that_forks_is_replaced(checker):
+    checker._process.kill()
+    checker._process.wait()
+    check(checker, schema({"type": "object"}))
+
+
+def test_a_cancelled_check_ends_its_child(checker):
+    async def main():
+        slow = asyncio.create_task(checker.check(schema(SLOW)))
+        while not children(checker):
+            await asyncio.sleep(0.01)
+        slow.cancel()
+
+    asyncio.run(main())
+    wait_for(lambda: not children(checker), timeout=2)
+
+
+def test_the_child_knows_no_secrets(checker, monkeypatch):
+    monkeypatch.setenv("MLX_TQ_API_KEY", "of-the-server")
+    checker._process.kill()
+    checker._process.wait()
+    check(checker, schema({"type": "object"}))
+    assert "of-the-server" not in json.dumps(psutil.Process(checker._process.pid).environ())

@@ -1,0 +1,106 @@
+"""Schemas and grammars that are made to end or stall the server."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from socket import create_connection
+
+import httpx
+import psutil
+import pytest
+from commands.test_grammar_checker import LOWEST, SLOW, regexes
+from http_harness import wait_for
+
+from .conftest import PACKED
+from .harness import running
+from .test_formats import CODE, held_to, regex
+
+PLAIN = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+FORCING = {"type": "grammar", "syntax": "lark", "definition": "start: T T\nT: /b+/"}
+LIMIT_S = 20  # for a check of 5 s on a busy machine
+
+
+def asking(response_format):
+    return {**PLAIN, "max_tokens": 40, "response_format": response_format}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        held_to({"type": "integer", "minimum": LOWEST, "maximum": LOWEST}),
+        held_to({"properties": {"a": {"const": -1e300}}}),
+        FORCING,
+        held_to({"allOf": regexes(24)}),
+        held_to(SLOW),
+        pytest.param(
+            held_to({"allOf": [{"multipleOf": 7919}, {"multipleOf": 104729}, {"multipleOf": 1299709}]}),
+            marks=pytest.mark.full,
+        ),
+        pytest.param(regex("(a?b?)" * 9000), marks=pytest.mark.full),
+    ],
+    ids=["lowest integer", "lowest constant", "lark", "24 parts", "24 nested parts", "multipleOf", "regex"],
+)
+def test_it_is_refused_and_others_are_answered_meanwhile(server, asked):
+    with ThreadPoolExecutor(2) as pool:
+        began = time.perf_counter()
+        hostile = [pool.submit(server.post, **asking(asked)) for _ in range(2)]
+        time.sleep(0.1)
+        health = []
+        for _ in range(5):
+            asked_at = time.perf_counter()
+            assert server.http.get("/health").status_code == 200
+            health.append(time.perf_counter() - asked_at)
+        assert server.post(**PLAIN).status_code == 200
+        plain = time.perf_counter() - began
+        answers = [each.result() for each in hostile]
+    assert {answer.status_code for answer in answers} == {400}
+    assert all(answer.json()["error"]["param"].startswith("response_format") for answer in answers)
+    assert max(health) < 1
+    assert plain < 4
+    assert time.perf_counter() - began < LIMIT_S
+
+
+def test_one_client_does_not_keep_others_from_their_schemas(server):
+    other = httpx.Client(base_url=server.url, timeout=60, transport=httpx.HTTPTransport(local_address="127.0.0.2"))
+    with other, ThreadPoolExecutor(3) as pool:
+        hostile = [pool.submit(server.post, **asking(held_to({**SLOW, "title": str(n)}))) for n in range(3)]
+        time.sleep(0.5)
+        began = time.perf_counter()
+        assert other.post("/v1/chat/completions", json=asking(held_to(CODE))).status_code == 200
+        assert time.perf_counter() - began < 4, "three checks of 5 s, two at a time, take 10 s"
+        for each in hostile:
+            assert each.result().status_code == 400
+
+
+def test_checks_end_when_their_client_leaves(server):
+    def checks():
+        return [child for each in psutil.Process(server.process.pid).children() for child in each.children()]
+
+    host, port = server.url.removeprefix("http://").split(":")
+    body = httpx.Request("POST", server.url, json=asking(held_to(SLOW))).content
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with closing(create_connection((host, int(port)))) as connection:
+        connection.sendall(head.encode() + body)
+        wait_for(checks)
+    wait_for(lambda: not checks(), timeout=2)
+    assert server.post(**PLAIN).status_code == 200
+
+
+def test_a_schema_is_checked_once(server):
+    schema = {**CODE, "title": "checked once"}
+    assert server.post(**asking(held_to(schema))).status_code == 200
+    (forker,) = psutil.Process(server.process.pid).children()
+    forker.suspend()
+    try:
+        assert server.post(**asking(held_to(schema))).status_code == 200
+    finally:
+        forker.resume()
+
+
+def test_lark_grammars_where_a_flag_allows_them(folder, tmp_path):
+    with running(folder, tmp_path / "log", *PACKED, "--allow-lark") as server:
+        yes = {**FORCING, "definition": 'start: "yes" | "no"'}
+        assert server.chat("hi", response_format=yes).choices[0].message.content in ("yes", "no")
+        answer = server.post(**asking(FORCING)).json()["choices"][0]
+        assert answer["message"]["content"].strip("b") == ""
+        assert answer["finish_reason"] == "length"
