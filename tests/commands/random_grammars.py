@@ -1,0 +1,138 @@
+"""Random schemas, regular expressions and Lark grammars: valid, invalid, and made to be expensive."""
+
+import json
+from pathlib import Path
+
+from mlx_tq.commands.grammar_source import GrammarSource
+
+ORDINARY = json.loads((Path(__file__).parents[2] / "benchmarks" / "server" / "schemas.json").read_text())
+NUMBERS = [
+    0, 1, -1, 2, 3, 7, 100, 0.1, -0.5, 1e-9, 1e9, 1e16, -1e16, 2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) + 513,
+    -(2**63) + 1025, -(2**63), 2**64, 1e19, -1e19, 1e300, -1e300, 5e-324, 10**30, -(10**400), 7919, 104729, 1299709,
+]  # fmt: skip
+SIZES = [0, 1, 2, 3, 5, 17, 100, 1000, 65_536, 10**6, 2**31, 2**63, -1, 1.5]
+TYPES = ["string", "integer", "number", "boolean", "null", "array", "object", "strng"]
+FORMATS = ["date", "date-time", "time", "email", "uuid", "ipv4", "ipv6", "hostname", "uri", "duration", "none-such"]
+ATOMS = [
+    "a", "b", "0", ".", r"\d", r"\w", r"\s", "[a-z]", "[^\"\\\\]", r"\p{L}", r"\b", "^", "$", "é", "\U0001f600", " ",
+    "\\", "(", "[", "(?=a)", "(?i)", r"\x00", "{", "\"", "/", "\n", "(?P<x>a)", r"\1", "[[:alpha:]]", "a&b", "~(a)",
+]  # fmt: skip
+QUANTIFIERS = ["", "", "*", "+", "?", "{2}", "{0,3}", "{1,500}", "{1000}", "{3,}", "*?", "{100000}", "{5,2}"]
+
+
+def random_source(chosen):
+    """One grammar, as `chosen` (a random.Random) draws it.
+
+    Raises:
+        GrammarError: it is refused before it is compiled.
+    """
+    kind = chosen.random()
+    if kind < 0.55:
+        return GrammarSource.of_schema(_root(chosen))
+    if kind < 0.65:
+        return GrammarSource("json_schema", json.dumps(_mutated(chosen, chosen.choice(ORDINARY)["schema"])))
+    if kind < 0.8:
+        return GrammarSource("regex", _regex(chosen, 4))
+    return GrammarSource("lark", _lark(chosen))
+
+
+def _root(chosen):
+    schema = _schema(chosen, chosen.randint(1, 4))
+    schema["$defs"] = {name: _schema(chosen, 2) for name in ("a", "b", "c")}
+    return schema
+
+
+def _schema(chosen, depth):
+    """A schema of a few keywords, each with a value that belongs there or not."""
+    made = {"type": chosen.choice(TYPES[:-1] if chosen.random() < 0.95 else TYPES)} if chosen.random() < 0.8 else {}
+    if chosen.random() < 0.05:
+        made["type"] = chosen.sample(TYPES, 2)
+    for _ in range(chosen.randint(0, 3)):
+        made |= _keyword(chosen, depth)
+    return made
+
+
+def _keyword(chosen, depth):
+    def several(most):
+        return [_schema(chosen, depth - 1) for _ in range(chosen.randint(1, most))]
+
+    simple = chosen.choice(
+        [
+            lambda: {chosen.choice(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]): _number(chosen)},
+            lambda: {"multipleOf": _number(chosen)},
+            lambda: {chosen.choice(["minLength", "maxLength", "minItems", "maxItems"]): chosen.choice(SIZES)},
+            lambda: {chosen.choice(["minProperties", "maxProperties"]): chosen.choice(SIZES)},
+            lambda: {"pattern": _regex(chosen, 3)},
+            lambda: {"format": chosen.choice(FORMATS)},
+            lambda: {"const": chosen.choice([_number(chosen), "a", None, {"a": [1, "é"]}, [], "\x00", '"\\'])},
+            lambda: {"enum": chosen.sample([_number(chosen), "a", None, True, {"b": 1}, "x" * 1000], chosen.randint(0, 5))},
+            lambda: {"$ref": chosen.choice(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c", "#/$defs/none"])},
+        ]
+    )
+    if depth <= 0 or chosen.random() < 0.5:
+        return simple()
+    return chosen.choice(
+        [
+            lambda: {"properties": {name: _schema(chosen, depth - 1) for name in chosen.sample('abcdefgh"\\é', 3)}},
+            lambda: {"required": chosen.sample("abcdefgh", 2)},
+            lambda: {"patternProperties": {_regex(chosen, 2): _schema(chosen, depth - 1)}},
+            lambda: {"additionalProperties": chosen.choice([True, False, _schema(chosen, depth - 1)])},
+            lambda: {"items": _schema(chosen, depth - 1)},
+            lambda: {"prefixItems": several(3)},
+            lambda: {chosen.choice(["anyOf", "oneOf"]): several(4)},
+            lambda: {"allOf": several(chosen.choice([2, 2, 3, 6, 18]))},
+            lambda: {"not": _schema(chosen, depth - 1)},
+            lambda: {"x-guidance": {"whitespace_flexible": True}},
+        ]
+    )()
+
+
+def _number(chosen):
+    return chosen.choice(NUMBERS) if chosen.random() < 0.5 else chosen.randint(-1000, 1000)
+
+
+def _regex(chosen, depth):
+    parts = []
+    for _ in range(chosen.randint(1, 4)):
+        part = chosen.choice(ATOMS)
+        if depth and chosen.random() < 0.5:
+            part = f"({_regex(chosen, depth - 1)})"
+        parts.append(part + chosen.choice(QUANTIFIERS))
+    joined = chosen.choice(["", "", "|", ".*"]).join(parts)
+    return joined * chosen.choice([1, 1, 1, 1, 1, 10, 500]) if depth == 3 else joined
+
+
+def _lark(chosen):
+    """Rules and terminals that refer to each other, also in circles."""
+    names = ["start", "x", "y", "T", "U"]
+
+    def part():
+        schema, regex = json.dumps(_schema(chosen, 1)), _regex(chosen, 2).replace("/", "").replace("\n", "")
+        leaves = ['"a"', '"b"', '""', f"/{regex}/", "/b+/", "<[0]>", "<|im_end|>", f"%json {schema}"]
+        inner = chosen.choice([*names, *names, *leaves]) + chosen.choice(["", "", "", "*", "+", "?", "{2,5}", "~3"])
+        return f"({inner} | {chosen.choice(names)})" if chosen.random() < 0.2 else inner
+
+    lines = []
+    for name in names:
+        options = [" ".join(part() for _ in range(chosen.randint(1, 3))) for _ in range(chosen.randint(1, 3))]
+        lines.append(f"{name}: {' | '.join(options)}")
+    if chosen.random() < 0.1:
+        lines.append(chosen.choice(["%ignore /[ab]+/", "%import common.INT", "%llguidance {}", "z[lazy]: T"]))
+    return "\n".join(lines)
+
+
+def _mutated(chosen, schema):
+    """A schema with some of its values replaced."""
+    copied = json.loads(json.dumps(schema))
+    places = []
+    waiting = [copied]
+    while waiting:
+        part = waiting.pop()
+        keys = part.keys() if isinstance(part, dict) else range(len(part))
+        for key in keys:
+            places.append((part, key))
+            if isinstance(part[key], dict | list):
+                waiting.append(part[key])
+    for part, key in chosen.sample(places, min(len(places), chosen.randint(1, 3))):
+        part[key] = chosen.choice([_number(chosen), _schema(chosen, 2), chosen.choice(TYPES), [], {}, None, True, "("])
+    return copied
