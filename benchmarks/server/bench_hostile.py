@@ -1,0 +1,233 @@
+"""How a plain request and health fare beside requests that are made to stall both services, and what memory these take.
+
+    python -m benchmarks.server.bench_hostile [--seconds 10]
+
+Writes benchmarks/results/server_hostile.json. Each attack runs in a process of its own, repeats until its time is over,
+and asks from 127.0.0.1; plain requests and health come from there, too.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from benchmarks.server.bench_flood import model_server, rescue_service
+from mlx_tq.commands.environment import environment
+
+RESULTS = Path(__file__).parents[1] / "results" / "server_hostile.json"
+CHAT = "/v1/chat/completions"
+LOWEST = -(2**63)
+
+
+def _chat(**options: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **options}
+
+
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return _chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+
+
+def _grammar(syntax: str, text: str) -> dict[str, Any]:
+    return _chat(response_format={"type": "grammar", "syntax": syntax, "definition": text})
+
+
+def _regexes(count: int) -> dict[str, Any]:
+    parts = [{"type": "string", "pattern": f".*{chr(97 + n)}{n}.*"} for n in range(count)]
+    return {"title": str(random.random()), "allOf": [{"allOf": parts[:12]}, {"allOf": parts[12:]}]}
+
+
+def posts(count: int, path: str, body: Callable[[], Any], **headers: str) -> Callable[[str, float], None]:
+    """An attack of so many clients at once, each of which posts again when it is answered."""
+
+    def attack(url: str, end: float) -> None:
+        def work(number: int) -> None:
+            with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+                while time.monotonic() < end:
+                    asked = body()
+                    content = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+                    try:
+                        answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+                        time.sleep(0.2 if answer.status_code == 429 else 0)
+                    except httpx.TransportError:
+                        time.sleep(0.1)
+
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(work, range(count)))
+
+    return attack
+
+
+def trailers(path: str, line: bytes) -> Callable[[str, float], None]:
+    """Four connections that send trailers for ever."""
+
+    def attack(url: str, end: float) -> None:
+        def work(_: int) -> None:
+            while time.monotonic() < end:
+                with _connect(url) as connection, _ignoring_errors():
+                    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+                    connection.sendall(head.encode() + b"X-T: b")
+                    while time.monotonic() < end:
+                        connection.sendall(line * (2**16 // len(line)))
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+
+    return attack
+
+
+def unread(url: str, end: float) -> None:
+    """256 connections that pipeline requests and read no answer."""
+    held: list[socket.socket] = []
+    while time.monotonic() < end:
+        with _ignoring_errors():
+            held.append(_connect(url))
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            held[-1].setblocking(False)
+            held[-1].send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        if len(held) > 256:
+            held.pop(0).close()
+
+
+def _connect(url: str) -> socket.socket:
+    return socket.create_connection((urlsplit(url).hostname, urlsplit(url).port or 80), timeout=10)
+
+
+@contextmanager
+def _ignoring_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        time.sleep(0.01)
+
+
+DIGITS = "".join(random.choices("0123456789 ", k=9_900_000))
+SERVER: dict[str, Callable[[str, float], None]] = {
+    "nothing": lambda url, end: None,
+    "C1 lowest integer": posts(4, CHAT, lambda: _schema({"type": "integer", "minimum": LOWEST, "maximum": LOWEST})),
+    "C2 forced byte": posts(4, CHAT, lambda: _grammar("lark", "start: T T\nT: /b+/")),
+    "C3 44 times 16 regexes": posts(44, CHAT, lambda: _schema(_regexes(16))),
+    "C3 24 regexes": posts(4, CHAT, lambda: _schema(_regexes(24))),
+    "C3 multipleOf": posts(4, CHAT, lambda: _schema({"allOf": [{"multipleOf": n} for n in (7919, 104729, 1299709)]})),
+    "C3 regex of 54 kB": posts(4, CHAT, lambda: _grammar("regex", "(a?b?)" * 9000)),
+    "C4 trailers": trailers(CHAT, b"b" * 64 + b"\r\nX-T: "),
+    "C4 one trailer": trailers(CHAT, b"b"),
+    "C5 unread answers": unread,
+    "H1 10,000 wrong messages": posts(2, CHAT, lambda: {"messages": [1] * 10_000}),
+    "H1 100,000 unknown keys": posts(2, CHAT, lambda: _chat(**{f"k{n}": 1 for n in range(100_000)})),
+    "H2 context size": posts(2, CHAT, lambda: _chat(repetition_penalty=1.1, repetition_context_size=10**30)),
+    "H2 penalty": posts(2, CHAT, lambda: _chat(repetition_penalty=1e-38)),
+    "H2 seeds": posts(2, CHAT, lambda: _chat(seed=2**64 - 1, n=2, temperature=1)),
+    "H3 prompts of 9.9 MB": posts(8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS}]}),
+    "H3 prompts of 1 MB": posts(8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS[:1_000_000]}]}),
+    "H4 10,000 marks": posts(
+        2, CHAT, lambda: {"messages": [{"role": "user", "content": "<|im_end|>" * 10_000}]}, **{"X-Session-Id": "s"}
+    ),
+}
+RESCUE: dict[str, Callable[[str, float], None]] = {
+    "nothing": lambda url, end: None,
+    "C4 trailers": trailers("/evict/write", b"b" * 64 + b"\r\nX-T: "),
+    "C4 one trailer": trailers("/evict/write", b"b"),
+    "C5 unread answers": unread,
+    "H1 600,000 unknown keys": posts(2, "/evict/write", lambda: {f"k{n}": 1 for n in range(600_000)}),
+    "H1 8 MB of tokens": posts(
+        2, "/evict/write", lambda: {"session_id": "s", "chunks": [{"text": "a", "tokens": [1] * 65_000}] * 40}
+    ),
+}
+PLAIN = {
+    "mlx_tq.server": (model_server, SERVER, "/health", CHAT, _chat()),
+    "rescue service": (rescue_service, RESCUE, "/healthz", "/evict/retrieve", {"session_id": "s", "query": "item 7"}),
+}
+
+
+def timed(url: str, method: str, path: str, body: Any = None) -> tuple[float, int]:
+    """Seconds of one request over a connection of its own, and its status; 0 where there was no answer."""
+    began, status = time.perf_counter(), 0
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        status = response.status
+    except OSError:
+        pass
+    finally:
+        connection.close()
+    return time.perf_counter() - began, status
+
+
+def beside(url: str, attack: Callable[[str, float], None], plain: tuple[str, str, str, Any], seconds: float) -> Any:
+    """Largest times of health and of plain requests while an attack goes on, and statuses other than 200."""
+    health_path, *request = plain
+    attacking = multiprocessing.Process(target=attack, args=(url, time.monotonic() + seconds), daemon=True)
+    attacking.start()
+    end, health, asked = time.monotonic() + seconds, [], []
+
+    def watch() -> None:
+        while time.monotonic() < end:
+            health.append(timed(url, "GET", health_path))
+            time.sleep(0.05)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    while time.monotonic() < end:
+        asked.append(timed(url, *request))
+    watching.join()
+    attacking.terminate()
+    attacking.join()
+    return {
+        "plain_most_s": round(max(took for took, _ in asked), 3),
+        "health_most_s": round(max(took for took, _ in health), 3),
+        "plain": len(asked),
+        "plain_not_200": sum(status != 200 for _, status in asked),
+        "health_not_200": sum(status != 200 for _, status in health),
+    }
+
+
+def main() -> None:
+    """Measure both services and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--only", default="", help="attacks whose name has this")
+    args = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    figures = []
+    for name, (serving, attacks, health, path, body) in PLAIN.items():
+        for attack_name, attack in attacks.items():
+            if args.only not in attack_name:
+                continue
+            with serving() as (url, _):
+                process = next(
+                    each for each in psutil.Process().children(recursive=True) if urlsplit(url).port in _ports(each)
+                )
+                timed(url, "POST", path, body)
+                before = process.memory_info().rss
+                found = beside(url, attack, (health, "POST", path, body), args.seconds)
+                grown = round((process.memory_info().rss - before) / 2**20) if process.is_running() else None
+            figures.append({"server": name, "attack": attack_name, **found, "grown_mb": grown})
+            print(json.dumps(figures[-1]), flush=True)
+    if not args.only:
+        report = {"command": "python -m benchmarks.server.bench_hostile", "environment": environment()}
+        RESULTS.write_text(json.dumps({**report, "seconds": args.seconds, "figures": figures}, indent=1) + "\n")
+
+
+def _ports(process: psutil.Process) -> set[int]:
+    return {each.laddr.port for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+
+
+if __name__ == "__main__":
+    main()
