@@ -97,6 +97,28 @@ def wait_for(condition: Callable[[], Any], timeout: float = 60) -> None:
 
 
 @contextmanager
+def polled(server: ServerProcess, path: str) -> Iterator[list[float]]:
+    """Poll a path from another thread; the list gets the seconds that each answer took."""
+    seconds: list[float] = []
+    stopped = threading.Event()
+
+    def poll() -> None:
+        while not stopped.wait(0.01):
+            began = time.monotonic()
+            assert server.http.get(path).status_code == 200
+            seconds.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        wait_for(lambda: seconds)
+        yield seconds
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@contextmanager
 def open_files(count: int) -> Iterator[None]:
     """What is started meanwhile may have so many files open at first."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

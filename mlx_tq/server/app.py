@@ -27,7 +27,7 @@ from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
 from mlx_tq.server.report import server_report, session_report
 from mlx_tq.server.response_schemas import ResponseRequest, in_own_names
 from mlx_tq.server.responses import ResponseAnswer
-from mlx_tq.server.schemas import ChatRequest, CompletionRequest, parse
+from mlx_tq.server.schemas import ChatRequest, CompletionRequest, Kind, parse
 from mlx_tq.server.service import DEFAULT_MODEL, Service
 from mlx_tq.server.sessions import HEADER, Turn
 from mlx_tq.server.web import HEADERS, PAGE
@@ -50,6 +50,7 @@ class Web:
     service: Service
     guard: Guard
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do it beside; a task that nobody holds may vanish."""
@@ -174,21 +175,28 @@ async def _page(web: Web, request: Request) -> Response:
     return HTMLResponse(PAGE, headers=HEADERS)
 
 
+async def _parse_body(web: Web, request: Request, kind: type[Kind]) -> Kind:
+    body = await web.guard.body(request)
+    # One at a time: a large body holds the GIL, and several in turn would leave the event loop no time.
+    async with web.parsing:
+        return await run_in_threadpool(parse, kind, body)
+
+
 async def _chat(web: Web, request: Request) -> Response:
-    return await _answer(web, request, parse(ChatRequest, await web.guard.body(request)))
+    return await _answer(web, request, await _parse_body(web, request, ChatRequest))
 
 
 async def _complete(web: Web, request: Request) -> Response:
-    return await _answer(web, request, parse(CompletionRequest, await web.guard.body(request)))
+    return await _answer(web, request, await _parse_body(web, request, CompletionRequest))
 
 
 async def _embed(web: Web, request: Request) -> Response:
-    asked = parse(EmbeddingRequest, await web.guard.body(request))
+    asked = await _parse_body(web, request, EmbeddingRequest)
     return JSONResponse(await embed(asked, web.service.rescue, DEFAULT_MODEL))
 
 
 async def _respond(web: Web, request: Request) -> Response:
-    asked = parse(ResponseRequest, await web.guard.body(request))
+    asked = await _parse_body(web, request, ResponseRequest)
     try:
         return await _answer(web, request, asked.chat(), lambda answer: ResponseAnswer(answer, asked))
     except InvalidRequestError as error:

@@ -9,6 +9,7 @@ from mlx_tq.server.schemas import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
     Count,
+    List,
     Loose,
     NamedSchema,
     ObjectFormat,
@@ -39,7 +40,7 @@ class SaidItem(Loose):
     """A message; its type may be left out."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Text]
+    content: str | List[Text]
 
     @property
     def text(self) -> str:
@@ -59,15 +60,15 @@ class OutputItem(Loose):
     """What a call gave."""
 
     call_id: str
-    output: str | list[Text]
+    output: str | List[Text]
 
 
 class ThoughtItem(Loose):
     """What the model thought, which later turns leave out."""
 
 
-def _kind(item: Any) -> str:
-    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
+def _kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else "message"
 
 
 Item = Annotated[
@@ -75,7 +76,12 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
     | Annotated[ThoughtItem, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="item_type",
+        custom_error_message="its type should be one of "
+        "'message', 'function_call', 'function_call_output', 'reasoning'",
+    ),
 ]
 
 
@@ -106,17 +112,17 @@ class ResponseRequest(Strict):
     """The body of a request to /v1/responses."""
 
     model: str | None = None
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[List[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: list[str] | None = None
+    include: List[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
-    tools: list[Tool] | None = None
+    tools: List[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     # No response is kept, so that nothing can go on behind one.

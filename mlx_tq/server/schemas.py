@@ -1,9 +1,19 @@
 """What a request may say. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
 
+import gc
 from collections.abc import Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from mlx_tq.server.errors import InvalidRequestError
@@ -13,10 +23,25 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_FAULTS = 3
+_MAX_NAME = 100  # characters of a name from the request that an error repeats
 _ABSENT = object()
+# Where pydantic speaks of Python.
+_MESSAGES = {
+    "extra_forbidden": "this server has no such argument; leave it out",
+    "list_type": "Input should be a valid array",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "none_required": "Input should be null",
+}
+
+Element = TypeVar("Element")
+# Validation stops at the first wrong element, so that the number of errors does not grow with the request.
+List = Annotated[list[Element], Field(fail_fast=True)]
+Dict = Annotated[dict[str, Element], Field(fail_fast=True)]
 
 Count = Annotated[int, Field(ge=1)]
-Prompt = Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]  # text, or token ids
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[List[int], Field(min_length=1)]  # text, or token ids
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -26,6 +51,16 @@ class Strict(BaseModel):
     """Objects of which every field has a meaning."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_unknown(cls, value: Any) -> Any:
+        """Drop unknown arguments beyond the number that an error reports."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _MAX_FAULTS:
+            return value
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = islice((name for name in value if name not in names), _MAX_FAULTS)
+        return {name: value[name] for name in (*unknown, *names) if name in value}
 
 
 class Loose(BaseModel):
@@ -60,9 +95,9 @@ class Message(Loose):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(_ABSENT, validate_default=True)  # null is a message without words
+    content: str | List[TextPart] | None = Field(_ABSENT, validate_default=True)  # null is a message without words
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: List[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -145,9 +180,9 @@ class Request(Strict):
     repetition_context_size: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Dict[Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[List[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # What OpenAI's own bookkeeping uses; it has no meaning here and changes no answer.
     user: Any = None
@@ -184,16 +219,16 @@ class Request(Strict):
 class ChatRequest(Request):
     """The body of a request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[List[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
-    tools: list[FunctionTool] | None = None
+    tools: List[FunctionTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: Format | None = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    modalities: List[Literal["text"]] | None = None
+    chat_template_kwargs: Dict[str | int | float | bool | None] | None = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -217,7 +252,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """The body of a request to /v1/completions."""
 
-    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Prompt | Annotated[List[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -242,17 +277,36 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         InvalidRequestError: it is no JSON, or arguments are missing, unknown, or of wrong type or range.
     """
     try:
-        return kind.model_validate_json(body)
+        value = _load(body)
+    except ValueError as error:
+        raise InvalidRequestError(f"Invalid JSON: {error}") from error
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False)
+        refusal = _refusal(error.errors(include_url=False, include_input=False), value)
+    # The traceback keeps this frame, and the event loop would have to free millions of values.
+    del value
+    raise refusal
+
+
+def _load(body: bytes) -> Any:
+    # The garbage collector would take most of the time in a body of a million lists, and holds the GIL.
+    gc.disable()
+    try:
+        return from_json(body)
+    finally:
+        gc.enable()
+
+
+def _refusal(faults: Sequence[Any], value: Any) -> InvalidRequestError:
     said: dict[str, list[str]] = {}
-    for where, message in _places(faults, body):
+    for where, message in _places(faults, value):
         said.setdefault(where, []).append(message)
     messages = [f"{where}: {_either(each)}" if where else each[0] for where, each in said.items()]
-    raise InvalidRequestError("; ".join(messages[:_MAX_FAULTS]), next(iter(said)) or None)
+    return InvalidRequestError("; ".join(messages[:_MAX_FAULTS]), next(iter(said)) or None)
 
 
-def _places(faults: Sequence[Any], body: bytes) -> list[tuple[str, str]]:
+def _places(faults: Sequence[Any], value: Any) -> list[tuple[str, str]]:
     """Where, and what is wrong there, without the value: it may be the text of a conversation.
 
     Of an argument that may have several types, pydantic says for each type why it is not that one. Where a value has
@@ -260,10 +314,10 @@ def _places(faults: Sequence[Any], body: bytes) -> list[tuple[str, str]]:
     """
     found = []
     for fault in faults:
-        where = ".".join(_path(fault, body))
-        message = str(fault["msg"]).removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
-            message = "this server has no such argument; leave it out"
+        where = ".".join(_path(fault, value))
+        message = _MESSAGES.get(fault["type"], str(fault["msg"]).removeprefix("Value error, "))
+        if fault["type"] == "union_tag_invalid":
+            message = f"its type should be one of {fault['ctx']['expected_tags']}"
         found.append((where, message, fault["type"].endswith("_type")))
     return [
         (where, message)
@@ -272,15 +326,16 @@ def _places(faults: Sequence[Any], body: bytes) -> list[tuple[str, str]]:
     ]
 
 
-def _path(fault: Any, body: bytes) -> list[str]:
+def _path(fault: Any, value: Any) -> list[str]:
     """The place of a fault in the request; pydantic puts the names of types between."""
-    value, path = from_json(body) if fault["loc"] else None, []
+    path = []
     for at, part in enumerate(fault["loc"], 1 - len(fault["loc"])):  # 0 is the last
-        if (isinstance(part, int) and isinstance(value, list)) or (isinstance(value, dict) and part in value):
+        if (isinstance(value, list) and isinstance(part, int)) or (isinstance(value, dict) and part in value):
             value = value[part]
         elif fault["type"] not in ("missing", "value_error") or at:
             continue
-        path.append(str(part))
+        name = str(part)
+        path.append(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}...")
     return path
 
 

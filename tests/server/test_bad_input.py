@@ -1,8 +1,11 @@
 """What a client gets wrong is answered 4xx, in OpenAI's shape, with a word on what would be right."""
 
+import json
+import time
 from pathlib import Path
 
 import pytest
+from http_harness import polled
 
 from mlx_tq.cli import main
 
@@ -79,3 +82,51 @@ def test_wrong_route(server, method, path, status):
     response = server.http.request(method, path)
     assert response.status_code == status
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+KEYS = {f"key{n}": 1 for n in range(100_000)}
+LISTS = [[]] * 100_000
+MANY_FAULTS = {
+    "messages": ("/v1/chat/completions", {"messages": [1] * 100_000}),
+    "unknown arguments": ("/v1/chat/completions", CHAT | KEYS),
+    "unknown keys of a format": ("/v1/chat/completions", CHAT | {"response_format": {"type": "text", **KEYS}}),
+    "unknown keys of a part": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **KEYS}]}]},
+    ),
+    "unknown keys of options": ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": KEYS}),
+    "logit_bias": ("/v1/chat/completions", CHAT | {"logit_bias": dict.fromkeys(KEYS, "high")}),
+    "chat_template_kwargs": ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {key: [] for key in KEYS}}),
+    "stop": ("/v1/chat/completions", CHAT | {"stop": LISTS}),
+    "tools": ("/v1/chat/completions", CHAT | {"tools": LISTS}),
+    "prompt": ("/v1/completions", {"prompt": LISTS}),
+    "tokens": ("/v1/completions", {"prompt": [1] * 100_000 + ["a"] * 100_000}),
+    "input of responses": ("/v1/responses", {"input": [{"type": "image"}] * 100_000}),
+    "input of embeddings": ("/v1/embeddings", {"input": [None] * 100_000}),
+    "a long name": ("/v1/chat/completions", CHAT | {"k" * 1_000_000: 1}),
+    "a long type": ("/v1/chat/completions", CHAT | {"response_format": {"type": "k" * 1_000_000}}),
+    "a type that is a list": ("/v1/responses", {"input": [{"type": LISTS}]}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), MANY_FAULTS.values(), ids=MANY_FAULTS)
+def test_many_faults(server, path, body):
+    """The server names a few of them at once, and answers others meanwhile."""
+    content = json.dumps(body)
+    with polled(server, "/health") as health:
+        began = time.monotonic()
+        response = server.http.post(path, content=content)
+        seconds = time.monotonic() - began
+    assert response.status_code == 400
+    assert len(error_of(response)["message"]) < 1000
+    assert seconds < 3
+    assert max(health) < 2
+
+
+def test_a_large_body(server):
+    """One that takes a while to parse leaves time for others."""
+    content = b'{"model": "x", "prompt": [' + b",".join([b"1"] * 4_000_000) + b"]}"
+    with polled(server, "/health") as health:
+        assert server.http.post("/v1/completions", content=content).status_code == 404
+    assert max(health) < 2
