@@ -12,6 +12,7 @@ from rescue_svc.logs import request_id
 from rescue_svc.middleware import Observed
 from rescue_svc.routes import DOCUMENTED_TOKEN, private, public
 from rescue_svc.service import RescueService
+from rescue_svc.validation import describe
 
 STATUS: dict[type[errors.RescueServiceError], int] = {
     errors.InvalidRequestError: 422,
@@ -28,8 +29,12 @@ STATUS: dict[type[errors.RescueServiceError], int] = {
     errors.StoreDamagedError: 503,
 }
 HEADERS = {401: {"WWW-Authenticate": 'Basic realm="mlx-tq-rescue"'}, 429: {"Retry-After": "1"}}
-HTTP_CODES = {400: "invalid_body", 404: "no_such_route", 405: "method_not_allowed"}
-MAX_FAULTS = 5
+HTTP_CODES = {
+    400: "invalid_body",
+    404: "no_such_route",
+    405: "method_not_allowed",
+    422: errors.InvalidRequestError.code,
+}
 
 
 def create_app(service: RescueService) -> FastAPI:
@@ -60,12 +65,8 @@ def _own_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
-    """Say where and what is wrong, never with the value: it may be text of a span."""
     assert isinstance(error, RequestValidationError)  # noqa: S101 - tells the type checker
-    found = error.errors()
-    faults = [f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in found[:MAX_FAULTS]]
-    more = f"; and {len(found) - MAX_FAULTS} more" if len(found) > MAX_FAULTS else ""
-    return _answer(422, errors.InvalidRequestError.code, "; ".join(faults) + more)
+    return _answer(422, errors.InvalidRequestError.code, describe(error.errors()))
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -13,12 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
 from rescue_svc.errors import BodyTooLargeError, BodyTooSlowError, BusyError, ForeignOriginError, UnauthorizedError
 from rescue_svc.settings import Settings, is_loopback
+from rescue_svc.validation import ValidatedRequest
 
 BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a place for long
 
@@ -34,6 +36,7 @@ class Gate:
         self._max_body = settings.max_body_bytes
         self._max_in_flight = settings.max_in_flight
         self._in_flight = 0
+        self._validation = asyncio.Lock()
 
     def check_origin(self, request: Request) -> None:
         """Keep pages of other sites out: browsers reach localhost (CSRF, DNS rebinding). Raises ForeignOriginError."""
@@ -84,8 +87,14 @@ class Gate:
     def _too_large(self) -> BodyTooLargeError:
         return BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
 
-    async def admit(self, request: Request, handler: Handler) -> Response:
-        """Run the handler unless too many are running; raises BusyError."""
+    async def admit(self, request: Request, handler: Handler, model: type[BaseModel] | None) -> Response:
+        """Run the handler unless too many are running; raises BusyError.
+
+        Args:
+            request: as it came.
+            handler: FastAPI's.
+            model: of the body, or None if the route has no body.
+        """
         if self._in_flight >= self._max_in_flight:
             raise BusyError(f"{self._max_in_flight} requests are in progress, the limit; try again in a second")
         self._in_flight += 1
@@ -95,7 +104,9 @@ class Gate:
             async def replay() -> Message:
                 return {"type": "http.request", "body": body, "more_body": False}
 
-            return await handler(Request(request.scope, replay))
+            if model is None:
+                return await handler(Request(request.scope, replay))
+            return await handler(ValidatedRequest(request.scope, replay, model, self._validation))
         finally:
             self._in_flight -= 1
 
@@ -121,11 +132,12 @@ class PrivateRoute(APIRoute):
     def get_route_handler(self) -> Handler:
         """Put the gate before FastAPI's handler, which reads the body."""
         handler = super().get_route_handler()
+        model: Any = self.body_field and self.body_field.field_info.annotation
 
         async def guarded(request: Request) -> Response:
             gate: Gate = request.app.state.gate
             gate.check_origin(request)
             gate.check_token(request)
-            return await gate.admit(request, handler)
+            return await gate.admit(request, handler, model)
 
         return guarded

@@ -1,12 +1,15 @@
 """What travels over the wire. A chunk has two dialects: `token_range`, or the paper's `tokens` and `round`."""
 
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHUNKS = 256
 MAX_TEXT = 8192
+MAX_TOKENS = 65_536
 MAX_POSITION = 2**40
+MAX_FAULTS = 5  # that an error reports
 
 SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 # NUL ends a C string: SQLite's tools and tokenizers would see only what stands before it.
@@ -20,9 +23,23 @@ def _is_whole_float(value: object) -> bool:
 SessionId = Annotated[str, Field(pattern=SESSION_PATTERN, description="letters, digits, _ and -, at most 64")]
 # JSON does not tell 3 from 3.0; its schemas call both integers.
 WHOLE = BeforeValidator(lambda value: int(value) if _is_whole_float(value) else value)
-Position = Annotated[int, Field(ge=0, le=MAX_POSITION), WHOLE]
-Token = Annotated[int, Field(ge=0, lt=MAX_POSITION), WHOLE]
-TokenRange = Annotated[list[Position], Field(min_length=2, max_length=2, description="[start, end) in tokens")]
+
+
+def _integers(values: object) -> object:
+    # A validator of each element would take a second for a body full of integers.
+    if isinstance(values, list) and len(values) <= MAX_TOKENS and float in set(map(type, values)):
+        return [int(value) if _is_whole_float(value) else value for value in values]
+    return values
+
+
+WHOLE_LIST = BeforeValidator(_integers)
+Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
+Token = Annotated[int, Field(ge=0, lt=MAX_POSITION)]
+TokenRange = Annotated[
+    list[Position],
+    Field(min_length=2, max_length=2, fail_fast=True, description="[start, end) in tokens"),
+    WHOLE_LIST,
+]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=TEXT_PATTERN)]
 Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: all layers share the evicted set"), WHOLE]
 Score = Annotated[float, Field(allow_inf_nan=False, description="what the eviction policy thought of the span")]
@@ -33,6 +50,15 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_unknown(cls, value: object) -> object:
+        """Drop unknown fields beyond the number that an error reports."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MAX_FAULTS:
+            return value
+        unknown = islice((name for name in value if name not in cls.model_fields), MAX_FAULTS)
+        return {name: value[name] for name in (*unknown, *cls.model_fields) if name in value}
+
 
 class Chunk(Wire):
     """An evicted span: its text and where it stood. Give `token_range` or `tokens`, not both."""
@@ -41,7 +67,7 @@ class Chunk(Wire):
 
     text: Text
     token_range: TokenRange = Field(default=[])
-    tokens: Annotated[list[Token], Field(min_length=1, max_length=65_536)] = Field(
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True), WHOLE_LIST] = Field(
         default=[], description="positions of the evicted tokens; the range kept is the one that holds them all"
     )
     layer: Layer = -1
@@ -73,7 +99,6 @@ class WriteRequest(Wire):
     """Spans to keep. The session is named here or in the query string."""
 
     session_id: SessionId | None = None
-    # fail_fast: a million bad chunks make one fault, not a million
     chunks: Annotated[list[Chunk], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
 
 

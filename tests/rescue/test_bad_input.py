@@ -1,11 +1,13 @@
 """Bad input: a typed error in the 4xx range, nothing stored, and the service still answers."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from http_harness import polled
 
-from rescue_svc.schemas import MAX_CHUNKS, MAX_TEXT
+from rescue_svc.schemas import MAX_CHUNKS, MAX_TEXT, MAX_TOKENS
 
 from .harness import IN_FULL_EACH_STORE
 
@@ -124,3 +126,57 @@ def test_a_body_over_the_limit_is_refused_or_cut_off(unharmed, says_its_length):
     answer = unharmed.http.post("/evict/write", content=content, headers={"content-type": "application/json"})
     assert ("content-length" in answer.request.headers) == says_its_length
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+
+
+KEYS = ",".join(f'"key{n}": 1' for n in range(500_000))
+TOKENS = ",".join(["1"] * MAX_TOKENS)
+FLOATS = ",".join(["1.0"] * MAX_TOKENS)
+# Bodies that take long to validate: path, content, status.
+LARGE = {
+    "unknown fields": ("/evict/write", f"{{{KEYS}}}", 422),
+    "unknown fields of a chunk": ("/evict/write", f'{{"chunks": [{{{KEYS}}}]}}', 422),
+    "unknown fields of a question": ("/evict/retrieve", f'{{"query": "q", {KEYS}}}', 422),
+    "texts": ("/embed", f'{{"texts": [{",".join(["1"] * 1_000_000)}]}}', 422),
+    "ranges": ("/evict/retrieve", f'{{"query": "q", "exclude_ranges": [{",".join(["[]"] * 1_000_000)}]}}', 422),
+    "too many tokens": ("/evict/write", f'{{"chunks": [{{"text": "t", "tokens": [{",".join([TOKENS] * 30)}]}}]}}', 422),
+    "wrong tokens": ("/evict/write", f'{{"chunks": [{{"text": "t", "tokens": [{",".join(["[]"] * 60_000)}]}}]}}', 422),
+    "tokens": (
+        "/evict/write?session_id=large",
+        f'{{"chunks": [{",".join([f"""{{"text": "t", "tokens": [{TOKENS}]}}"""] * 60)}]}}',
+        201,
+    ),
+    "floats": (
+        "/evict/write?session_id=large",
+        f'{{"chunks": [{",".join([f"""{{"text": "t", "tokens": [{FLOATS}]}}"""] * 30)}]}}',
+        201,
+    ),
+    "a long name": ("/evict/write", f'{{"{"k" * 5_000_000}": 1}}', 422),
+}
+
+
+def test_large_bodies(serve):
+    """The service names a few faults at once, and answers its health meanwhile."""
+    server = serve(embedder="none")
+    for what, (path, content, status) in LARGE.items():
+        with polled(server, "/healthz") as health:
+            began = time.monotonic()
+            answer = post(server, content.encode(), path)
+            seconds = time.monotonic() - began
+        assert answer.status_code == status, f"{what}: {answer.text}"
+        assert len(answer.text) < 1500, what
+        assert seconds < 5, what
+        assert max(health) < 2, what
+
+
+@pytest.mark.parametrize("content", [b'{"session_id": "bad\xff"}', b"\xff\xfe"], ids=["in a text", "at the start"])
+def test_a_body_that_is_not_utf_8(unharmed, content):
+    answer = post(unharmed, content)
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_body")
+
+
+def test_a_query_of_thousands_of_parameters(serve):
+    server = serve(embedder="none")
+    with polled(server, "/healthz") as health:
+        for query in ("session_id=a&" * 4000, "a=" + "&" * 50_000, "x=1&" * 12_000):
+            assert server.http.get(f"/evict/dump?{query}").status_code in (200, 422)
+    assert max(health) < 1
