@@ -24,7 +24,8 @@ LAYERS = {
     ],
     "rescue_svc": [
         *({"errors"}, {"schemas", "settings", "log_limit", "metrics", "web", "connections"}, {"logs"}, {"store"}),
-        *({"index", "embed", "postgres"}, {"opening"}, {"service", "guard", "middleware"}, {"routes"}, {"app"}),
+        *({"index", "embed", "postgres"}, {"opening", "validation"}),
+        *({"service", "guard", "middleware"}, {"routes"}, {"app"}),
         *({"doctor", "launchd", "ephemeral", "ending"}, {"commands"}, {"cli"}, {"__main__"}),
     ],
 }
