@@ -15,7 +15,9 @@ Syntax = Literal["json_schema", "regex", "lark"]
 
 # Separators as Python's json writes them, on one line: where blanks are free, a small model adds them forever.
 _JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# By default llguidance follows bytes that the grammar forces before it returns a mask. A grammar can force one forever.
+# Before llguidance returns a mask, it follows the bytes that the grammar forces. A rule whose terminals join without a
+# mark between them (`T T` with `T: /b+/`) can force one forever. Schemas put quotes and commas between theirs and a
+# regular expression is one terminal; without forcing, SmolLM2 writes the same JSON in 15 % more tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 _MAX_PARTS = 16  # of an allOf; each part can double the time and memory of compiling
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -68,13 +70,8 @@ class GrammarSource:
         if self.syntax == "lark":
             return f"{self.text}\n{_NO_FORCING}"
         if self.syntax == "regex":
-            read = json.loads(LLMatcher.grammar_from_regex(self.text))
-            read["grammars"][0]["lark_grammar"] += f"\n{_NO_FORCING}"
-        else:
-            read = json.loads(LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON))
-            name = read["grammars"][0]["name"]
-            read["grammars"].insert(0, {"name": "start", "lark_grammar": f"start: @{name}\n{_NO_FORCING}"})
-        return json.dumps(read)
+            return LLMatcher.grammar_from_regex(self.text)
+        return LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON)
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
