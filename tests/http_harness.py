@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from processes import killed_on_failure
 
 START_S = 300  # a model is loaded
@@ -70,6 +71,10 @@ class ServerProcess:
     def log(self) -> str:
         """What it said so far."""
         return self.log_path.read_text()
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        return psutil.Process(self.process.pid).memory_info().rss
 
     def kill(self) -> None:
         """End it as a power cut would."""
@@ -130,15 +135,29 @@ def open_files(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def connections(url: str, count: int, sent: bytes) -> Iterator[list[socket.socket]]:
+def connections(url: str, count: int, sent: bytes, receive_buffer: int | None = None) -> Iterator[list[socket.socket]]:
     """So many connections to a server, each of which sent the same and waits."""
     host, port = url.removeprefix("http://").split(":")
     with ExitStack() as stack, open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
         made = []
         for _ in range(count):
-            made.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=120)))
+            made.append(stack.enter_context(socket.socket()))
+            made[-1].settimeout(120)
+            if receive_buffer is not None:
+                made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            made[-1].connect((host, int(port)))
             made[-1].sendall(sent)
         yield made
+
+
+def slowest_answer(url: str, count: int = 20) -> float:
+    """The seconds of the slowest of some GET requests, each on a connection of its own."""
+    seconds = []
+    for _ in range(count):
+        began = time.monotonic()
+        assert httpx.get(url).status_code == 200
+        seconds.append(time.monotonic() - began)
+    return max(seconds)
 
 
 def answered(made: list[socket.socket]) -> int:

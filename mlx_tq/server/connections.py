@@ -1,101 +1,208 @@
-"""Where connections come in, how many there may be, and how long one may take to say what it wants.
+"""Limits of client connections: how many, how long a client may take, and how much of a request is buffered.
 
-`mlx_tq/server` and `rescue_svc` share no code, and have this file alike.
+`mlx_tq/server` and `rescue_svc` share no code and have identical copies of this file.
 """
 
 import asyncio
+import math
 import resource
 import socket
-from typing import Any
+import struct
+from contextlib import suppress
+from typing import Any, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from httptools import HttpParserError
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-BACKLOG = 128  # connections that are taken from the system at a time
+BACKLOG = 128  # connections accepted in one iteration of the event loop
 HEAD_S = 10.0
+WRITE_S = 30.0
+MIN_WRITE = 2**14  # bytes that a client has to accept in WRITE_S
 MAX_HEAD = 2**16  # bytes
-_RESERVED = 5 * BACKLOG  # descriptors of files, and of connections that were just taken or are about to be closed
+MAX_HEADERS = 100
+MAX_PIPELINED = 8
+# Without this limit the kernel holds megabytes that a client does not read. Linux asks for more when half of it was
+# sent, so that progress shows in steps of MIN_WRITE.
+_UNSENT_IN_KERNEL = 2 * MIN_WRITE
+_PARSED_AT_ONCE = 2**14  # bytes; one read may be 16 times as large and is checked in between
+_RESERVED = 5 * BACKLOG  # file descriptors for files, and for connections that were just accepted or are closing
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is closed when the head of its request takes too long to arrive.
+    """An HTTP connection with deadlines for reading and writing and a bound on what is buffered.
 
-    Where there are too many, the one that has waited longest for its request makes room. So a client that sends its own
-    at once is answered, whatever others leave half sent.
+    Above the limit of connections, one is closed for the new one: of those that are blocked on writing the one that is
+    so for the longest, else of those that wait for a request the one whose deadline is the nearest, else of those that
+    pipeline requests the one that has the most. If all have a single request running, the new one is closed.
 
     Attributes:
-        most: connections in all; of one address there may be half as many.
-        head_s: seconds from the connection, or the answer before, to the end of the head.
+        most: connections in all; one address may have half as many.
+        head_s: seconds from the connection, or from the previous response, to the end of the request head.
+        write_s: seconds in which a client has to accept `MIN_WRITE` bytes, or all that is left.
     """
 
     most = 512
     head_s = HEAD_S
+    write_s = WRITE_S
     _in_head = False
-    _head_bytes = 0
-    _deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def _waits(self) -> bool:
-        return self._deadline is not None and not self.transport.is_closing()
+    _pending_bytes = 0  # received since the parser last completed a part of a request
+    _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _unsent_bytes: float = math.inf  # at the last write check, if the connection was blocked
+    _blocked_since = 0.0
+    _running_cycle: RequestResponseCycle | None = None
+    _refusal = ""
 
     def connection_made(self, transport: Any) -> None:
-        """Take it, and let another go where there are too many."""
+        """Start the deadlines, and close another connection if there are too many."""
         super().connection_made(transport)
-        self._wait()
+        self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
+        self._start_head_timer()
+        self._write_timer = self.loop.call_later(self.write_s, self._check_writes)
         everyone = [other for other in self.connections if isinstance(other, Connection)]
-        mine = [other for other in everyone if (other.client or "?")[0] == (self.client or "?")[0]]
-        if len(mine) > self.most // 2:
-            self._make_room(mine)
+        same_address = [other for other in everyone if (other.client or "?")[0] == (self.client or "?")[0]]
+        if len(same_address) > self.most // 2:
+            self._make_room(same_address)
         elif len(everyone) > self.most:
             self._make_room(everyone)
 
+    def _set_option(self, level: int, name: int, value: int | bytes) -> None:
+        with suppress(OSError):  # on macOS, if the client has closed the connection
+            self.transport.get_extra_info("socket").setsockopt(level, name, value)
+
     def _make_room(self, others: list["Connection"]) -> None:
-        waiting = [other for other in others if other._waits and other is not self]
-        min(waiting, key=lambda other: other._deadline.when() if other._deadline else 0, default=self)._drop()
-
-    def _wait(self) -> None:
-        self._deadline = self.loop.call_later(self.head_s, self._drop)
-
-    def _wait_no_more(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _drop(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.transport.close()  # once its answer was read
+        others = [other for other in others if other is not self]
+        blocked = [other for other in others if other._is_blocked]
+        waiting = {other._head_timer.when(): other for other in others if other._head_timer}
+        if blocked:
+            unwanted = min(blocked, key=lambda other: other._blocked_since)
+        elif waiting:
+            unwanted = waiting[min(waiting)]
         else:
-            self.connections.discard(self)  # now, as it is counted before the loop comes to close it
-            self.transport.abort()
+            pipelining = [other for other in others if other.pipeline]
+            unwanted = max(pipelining, key=lambda other: len(other.pipeline), default=self)
+        unwanted._abort()
+
+    @property
+    def _is_blocked(self) -> bool:
+        return self.flow.write_paused or self.transport.is_closing()
+
+    def _check_writes(self) -> None:
+        """Abort a blocked connection whose client accepted too little since the last check."""
+        unsent = self.transport.get_write_buffer_size() if self._is_blocked else 0
+        if unsent and unsent > self._unsent_bytes - MIN_WRITE:
+            self._abort()
+        else:
+            self._unsent_bytes = unsent or math.inf
+            self._write_timer = self.loop.call_later(self.write_s, self._check_writes)
+
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(self.head_s, self._close)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.close()  # after the client has read the rest, for which `_check_writes` sets a deadline
+        else:
+            self._abort()
+
+    def _abort(self) -> None:
+        self.connections.discard(self)  # `connection_lost` does so too late for a connection that is made meanwhile
+        if self.transport.get_write_buffer_size():
+            # Reset the connection: otherwise the kernel goes on offering its own unsent bytes to the client.
+            self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived; a head that never ends is not kept."""
-        began = self._in_head
-        super().data_received(data)
-        if began and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD:
-                self._drop()
+        """Parse `data` in pieces, so that little is buffered before a limit is checked."""
+        for start in range(0, len(data), _PARSED_AT_ONCE):
+            piece = data[start : start + _PARSED_AT_ONCE]
+            self._pending_bytes += len(piece)
+            super().data_received(piece)
+            if self._pending_bytes > MAX_HEAD and not self.transport.is_closing():
+                self.send_400_response(f"The request head, or what frames the body, exceeds {MAX_HEAD} bytes.")
+            if self.transport.is_closing():
+                return
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Stop the parser from one of its callbacks; uvicorn then calls `send_400_response`."""
+        self._refusal = reason
+        raise HttpParserError(reason)
+
+    def send_400_response(self, msg: str) -> None:
+        """Say what is wrong and close, or only close if the client would take this for a response that it waits for."""
+        running = self._running_cycle
+        if running is None or running.response_complete or (running.more_body and not running.response_started):
+            super().send_400_response(self._refusal or msg)
+        else:
+            self._abort()
 
     def on_message_begin(self) -> None:
-        """Note that a head begins."""
+        """Note that a request head begins."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header, but no trailer: nothing reads them."""
+        if not self._in_head:
+            self._refuse("Trailers are not supported.")
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(f"The request has more than {MAX_HEADERS} headers.")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin with the request."""
+        """Start the request, or queue it behind the one that runs."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(f"More than {MAX_PIPELINED} requests are pipelined.")
         self._in_head = False
-        self._wait_no_more()
+        self._pending_bytes = 0
+        self._stop_head_timer()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running_cycle = self.cycle
+
+    def on_body(self, body: bytes) -> None:
+        """Hand the body on."""
+        self._pending_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the request arrived."""
+        self._pending_bytes = 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; what is left of a body that was refused has to arrive in the same time."""
+        """Wait for the next request; the rest of a refused body has to arrive in the same time."""
+        if self.pipeline:
+            self._running_cycle = self.pipeline[-1][0]  # is started now
         super().on_response_complete()
+        self._blocked_since = self.loop.time()
         if self.cycle.response_complete:
-            self._wait()
+            self._start_head_timer()
+
+    def pause_writing(self) -> None:
+        """Note since when the client accepts nothing."""
+        super().pause_writing()
+        self._blocked_since = self.loop.time()
+
+    def resume_writing(self) -> None:
+        """Note that the client accepts bytes."""
+        super().resume_writing()
+        self._unsent_bytes = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
-        self._wait_no_more()
+        """Stop the deadlines, and tell the running request, which uvicorn does only for the one that came last."""
+        self._stop_head_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        if self._running_cycle is not None and not self._running_cycle.response_complete:
+            self._running_cycle.disconnected = True
+            self._running_cycle.message_event.set()
         super().connection_lost(exc)
 
 

@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,22 +16,45 @@ from mlx_tq import server
 from rescue_svc import connections, log_limit
 
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 MOST = 8
+LARGE = 2**23
+
+
+def get(path, *headers):
+    return b"\r\n".join([b"GET %s HTTP/1.1" % path, b"Host: x", *headers, b"", b""])
 
 
 async def answer(scope, receive, send):
-    """Answers at once, whether or not the body has arrived; /slow waits for the client to leave."""
-    while scope["path"] == "/slow" and (await receive())["type"] != "http.disconnect":
-        pass
-    headers = [(b"content-length", b"2")]
+    """Respond at once, whether or not the body has arrived; some paths do something else."""
+    path, body = scope["path"], b"ok"
+    if path == "/slow":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    if path == "/length":
+        message, length = await receive(), 0
+        while message["type"] == "http.request":
+            length += len(message["body"])
+            if not message["more_body"]:
+                break
+            message = await receive()
+        body = b"%d" % length
+    if path in ("/large", "/broken"):
+        body = bytes(LARGE)
+    headers = [] if path in ("/stream", "/broken") else [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"ok"})
+    if path == "/stream":
+        for _ in range(LARGE // 2**16):
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+    await send({"type": "http.response.body", "body": body, "more_body": path == "/broken"})
 
 
 @contextmanager
-def serving(head_s=60.0):
-    protocol = type("Small", (connections.connections(MOST),), {"head_s": head_s})
-    config = uvicorn.Config(answer, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60)
+def serving(head_s=60.0, write_s=60.0):
+    protocol = type("Small", (connections.connections(MOST),), {"head_s": head_s, "write_s": write_s})
+    config = uvicorn.Config(
+        answer, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=1
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         running = uvicorn.Server(config)
@@ -39,17 +63,38 @@ def serving(head_s=60.0):
         wait_for(lambda: running.started)
         try:
             with ExitStack() as stack:
-                yield lambda sent: stack.enter_context(connected(address, sent)), running.server_state.connections
+                state = running.server_state
+
+                def connect(sent, receive_buffer=None):
+                    return stack.enter_context(connected(address, sent, receive_buffer))
+
+                connect.tasks = state.tasks
+                yield connect, state.connections
         finally:
             running.should_exit = True
             thread.join()
 
 
 @contextmanager
-def connected(address, sent):
-    with socket.create_connection(address, timeout=60) as client:
+def connected(address, sent, receive_buffer):
+    with socket.socket() as client:
+        client.settimeout(60)
+        if receive_buffer:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        client.connect(address)
         client.sendall(sent)
         yield client
+
+
+def read_to_end(client):
+    """Return what the server sends until it closes the connection."""
+    received = bytearray()
+    try:
+        while data := client.recv(2**16):
+            received += data
+    except ConnectionResetError:
+        pass
+    return bytes(received)
 
 
 def closed(client):
@@ -95,11 +140,135 @@ def test_a_head_or_the_rest_of_a_body_that_does_not_arrive(sent):
         wait_for(lambda: not everyone)
 
 
-def test_a_head_that_does_not_end():
-    with serving() as (connect, _):
-        client = connect(HALF + b"X: ")
+POST_REFUSED = HALF.replace(b"GET", b"POST") + CHUNKED  # answered before the body arrives
+POST_READ = POST_REFUSED.replace(b"/", b"/length", 1)
+
+
+ENDLESS = {  # what is sent once, and what is repeated
+    "header": (HALF + b"X: ", b"x"),
+    "headers": (HALF, b"X:\r\n"),
+    "URL": (b"GET /", b"x"),
+    "empty lines": (b"", b"\r\n"),
+    "chunk size": (POST_READ, b"0"),
+    "chunk extension": (POST_READ + b"1;x=", b"x"),
+    "trailer": (POST_READ + b"0\r\nX: ", b"x"),
+    "trailers": (POST_READ + b"0\r\n", b"X: x\r\n"),
+    "trailer of a refused body": (POST_REFUSED + b"0\r\nX: ", b"x"),
+    "trailers of a refused body": (POST_REFUSED + b"0\r\n", b"X: x\r\n"),
+    "trailer of a queued request": (get(b"/slow") + POST_READ + b"0\r\nX: ", b"x"),
+    "pipelined requests": (get(b"/slow"), get(b"/")),
+}
+
+
+@pytest.mark.parametrize(("sent", "repeated"), ENDLESS.values(), ids=ENDLESS)
+def test_a_request_that_does_not_end_is_closed(sent, repeated):
+    with serving() as (connect, everyone):
+        client = connect(sent)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            client.sendall(b"x" * 10**8)
+            client.sendall(repeated * (2 * 10**7 // len(repeated)))
+        wait_for(lambda: not everyone)
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (HALF + b"X:\r\n" * 100 + b"\r\n", b"The request has more than 100 headers."),
+        (POST_READ + b"0\r\nX: x\r\n\r\n", b"Trailers are not supported."),
+        (HALF + b"X: " + b"x" * 2**16, b"The request head, or what frames the body, exceeds 65536 bytes."),
+    ],
+)
+def test_the_client_is_told_why_its_request_is_refused(sent, reason):
+    with serving() as (connect, _):
+        received = read_to_end(connect(sent))
+        assert received.startswith(b"HTTP/1.1 400")
+        assert received.endswith(b"\r\n\r\n" + reason)
+
+
+@pytest.mark.parametrize("sent", [HALF + b"X:\r\n" * 99 + b"\r\n", HALF + b"X: " + b"x" * 64000 + b"\r\n\r\n"])
+def test_a_large_head_is_accepted(sent):
+    with serving() as (connect, _):
+        assert connect(sent).recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_in_chunks_of_one_byte_arrives():
+    chunks = 200_000
+    with serving() as (connect, _):
+        client = connect(POST_READ + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n" + get(b"/", b"Connection: close"))
+        received = read_to_end(client)
+        assert received.count(b"HTTP/1.1 200") == 2
+        assert b"\r\n\r\n%d" % chunks in received
+
+
+def test_a_few_pipelined_requests_are_answered():
+    with serving() as (connect, _):
+        client = connect(get(b"/stream") + get(b"/") * 7 + get(b"/", b"Connection: close"))
+        received = read_to_end(client)
+        assert received.count(b"HTTP/1.1 200") == 9
+        assert len(received) > LARGE
+
+
+@pytest.mark.parametrize("pipelined", [b"no HTTP\r\n\r\n", get(b"/") * 9])
+def test_an_error_is_not_written_into_another_response(pipelined):
+    with serving() as (connect, _):
+        client = connect(get(b"/stream"), receive_buffer=4096)
+        wait_for(lambda: client.recv(1, socket.MSG_PEEK))
+        client.sendall(pipelined)
+        assert b"HTTP/1.1 400" not in read_to_end(client)
+
+
+def test_a_request_with_another_behind_it_learns_that_the_client_disconnected():
+    with serving() as (connect, everyone):
+        client = connect(get(b"/slow") + get(b"/"))
+        wait_for(lambda: connect.tasks)
+        client.close()
+        wait_for(lambda: not everyone)
+        wait_for(lambda: not connect.tasks, timeout=5)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        get(b"/stream"),
+        get(b"/large"),
+        get(b"/large", b"Connection: close"),
+        get(b"/large") + get(b"/") * 8,
+        get(b"/broken"),
+    ],
+)
+def test_a_client_that_does_not_read_its_response_is_closed(sent):
+    with serving(head_s=0.1, write_s=0.1) as (connect, everyone):
+        assert connect(sent, receive_buffer=4096).recv(1)
+        wait_for(lambda: not everyone, timeout=5)
+        wait_for(lambda: not connect.tasks, timeout=5)
+
+
+@pytest.mark.parametrize("path", [b"/stream", b"/large"])
+def test_a_slow_client_gets_its_whole_response(path):
+    with serving(head_s=0.1, write_s=1.0) as (connect, _):
+        client, received, began = connect(get(path), receive_buffer=2**16), 0, time.monotonic()
+        while received < LARGE:
+            data = client.recv(2**18)
+            assert data, f"closed after {received} bytes"
+            received += len(data)
+            time.sleep(0.025)
+        assert time.monotonic() - began > 2, "longer than both deadlines"
+
+
+@pytest.mark.parametrize(
+    "blocking", [get(b"/stream"), get(b"/large"), get(b"/large", b"Connection: close"), get(b"/broken")]
+)
+def test_who_was_blocked_the_longest_makes_room_first(blocking):
+    with serving() as (connect, everyone):
+        waiting, blocked = connect(HALF), []
+        for count in range(1, MOST // 2):
+            blocked.append(connect(blocking, receive_buffer=4096))
+            wait_for(lambda count=count: sum(other._is_blocked for other in list(everyone)) == count)
+        for client in blocked:
+            name, newcomer = client.getsockname(), connect(get(b"/length"))
+            assert newcomer.recv(1000).startswith(b"HTTP/1.1 200")
+            assert name not in {other.client for other in list(everyone)}
+        waiting.sendall(b"\r\n")
+        assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
 
 
 def test_lines_of_one_place_are_limited_and_counted():

@@ -1,9 +1,10 @@
 """More at once than anyone needs: the server goes on, its health is answered before all else, its log stays small."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
-from http_harness import answered, connections, open_files, wait_for
+from http_harness import answered, connections, open_files, slowest_answer, wait_for
 
 from .conftest import PACKED
 from .harness import running
@@ -12,6 +13,40 @@ MEGABYTE = 10**6
 QUEUE = 40  # requests that may wait while one runs
 HALF = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+ROOT = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module", params=["a-key", pytest.param(None, marks=pytest.mark.full)], ids=["key", "no key"])
+def attacked(folder, tmp_path_factory, request):
+    with running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, key=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("requests", [300, pytest.param(8, marks=pytest.mark.full)])
+def test_clients_that_do_not_read(attacked, requests):
+    """As many as one address may have connections."""
+    before = attacked.memory()
+    with connections(attacked.url, 256, ROOT * requests, receive_buffer=4096):
+        assert slowest_answer(f"{attacked.url}/health") < 5
+        assert attacked.chat("hi", max_tokens=1).usage.completion_tokens == 1
+        assert attacked.memory() < before + 100 * MEGABYTE
+    assert len(attacked.log()) < MEGABYTE
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [b"X: x\r\n" * MEGABYTE, pytest.param(b"X: " + b"x" * 50 * MEGABYTE, marks=pytest.mark.full)],
+    ids=["many", "long"],
+)
+def test_trailers_without_end(attacked, trailers):
+    before = attacked.memory()
+    with connections(attacked.url, 4, CHUNKED + b"0\r\n") as made:
+        for connection in made:
+            with suppress(OSError):
+                connection.sendall(trailers)
+        assert slowest_answer(f"{attacked.url}/health") < 5
+        assert attacked.memory() < before + 100 * MEGABYTE
 
 
 @pytest.fixture(scope="module", params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])

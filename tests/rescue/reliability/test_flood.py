@@ -1,8 +1,10 @@
 """More at once than anyone needs: the service goes on, its health is answered before all else, its log stays small."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from http_harness import answered, connections, open_files, wait_for
+import pytest
+from http_harness import answered, connections, open_files, slowest_answer, wait_for
 
 from ..harness import IN_FULL_EACH_STORE, TOKEN
 
@@ -12,6 +14,41 @@ SLOW = (
     b"POST /evict/write HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n"
     b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{" % TOKEN.encode()
 )
+ROOT = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CHUNKED = b"POST /evict/write HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+EACH_TOKEN = pytest.mark.parametrize(
+    "settings", [{"token": TOKEN}, pytest.param({}, marks=pytest.mark.full)], ids=["token", "no token"]
+)
+
+
+@EACH_TOKEN
+@pytest.mark.parametrize("requests", [300, pytest.param(8, marks=pytest.mark.full)])
+def test_clients_that_do_not_read(serve, settings, requests):
+    """As many as one address may have connections."""
+    server = serve(**settings)
+    before = server.memory()
+    with connections(server.url, 256, ROOT * requests, receive_buffer=4096):
+        assert slowest_answer(f"{server.url}/healthz") < 5
+        assert server.write("s", ("text", 0, 1)).status_code == 201
+        assert server.memory() < before + 100 * MEGABYTE
+    assert len(server.log()) < MEGABYTE
+
+
+@EACH_TOKEN
+@pytest.mark.parametrize(
+    "trailers",
+    [b"X: x\r\n" * MEGABYTE, pytest.param(b"X: " + b"x" * 50 * MEGABYTE, marks=pytest.mark.full)],
+    ids=["many", "long"],
+)
+def test_trailers_without_end(serve, settings, trailers):
+    server = serve(**settings)
+    before = server.memory()
+    with connections(server.url, 4, CHUNKED + b"0\r\n") as made:
+        for connection in made:
+            with suppress(OSError):
+                connection.sendall(trailers)
+        assert slowest_answer(f"{server.url}/healthz") < 5
+        assert server.memory() < before + 100 * MEGABYTE
 
 
 def test_half_sent_heads(serve, times):
