@@ -5,7 +5,8 @@ could so end the user's turn and speak as the system. Here such letters stay let
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from mlx_tq.errors import ConfigError
@@ -51,22 +52,39 @@ class PlainText:
         # Some vocabularies add runs of spaces and line breaks; these are text.
         self.control = frozenset(i for i in {*added, *special} if i in special or added[i].strip())
         words = {added.get(i) or str(tokenizer.decode([i])) for i in self.control} - {""}
-        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
-        self._words = re.compile("|".join(longest_first) or r"(?!)")
+        self._words = frozenset(word for word in words if len(word) > 1)
+        self._lengths = sorted({len(word) for word in self._words})
+        self._first_characters = _one_of(word[0] for word in self._words)
+        self._one_character_words = _one_of(word for word in words if len(word) == 1)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, none of them a control token."""
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the ids of `text`, none of them a control token.
+
+        Every control word is cut after its first character, and the pieces are encoded one by one. A word of a single
+        character cannot be cut: it becomes U+FFFD.
+        """
+        ids = self._encode(text)
         if self.control.isdisjoint(ids):
             return ids
-        word = self._words.search(text)
-        if word is None or len(text) == 1:
-            return [i for i in ids if i not in self.control]
-        if word.end() - word.start() == 1:  # cannot be spelled otherwise
-            return self.encode(text[: word.start()] + _UNKNOWN + text[word.end() :])
-        cut = word.start() + 1
-        return self.encode(text[:cut]) + self.encode(text[cut:])
+        text = self._one_character_words.sub(_UNKNOWN, text)
+        starts = (match.start() for match in self._first_characters.finditer(text))
+        cuts = [0, *(start + 1 for start in starts if self._has_word_at(text, start)), len(text)]
+        pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+        encoded = {piece: self._encode(piece) for piece in set(pieces)}
+        return [i for piece in pieces for i in encoded[piece] if i not in self.control]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _has_word_at(self, text: str, start: int) -> bool:
+        # One look-up for each length: a regular expression would try each of a vocabulary's thousands of words.
+        return any(text[start : start + length] in self._words for length in self._lengths)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, control tokens left out."""
         return str(self._tokenizer.decode([i for i in ids if i not in self.control]))
+
+
+def _one_of(characters: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any one of `characters`."""
+    return re.compile("|".join(map(re.escape, sorted(set(characters)))) or r"(?!)")

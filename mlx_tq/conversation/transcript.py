@@ -1,6 +1,5 @@
 """What a session remembers outside of the cache: every token by position, what left, and how to ask for it."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from mlx_tq.rescue import RescueClient
 from mlx_tq.rescue.wire import Range
 
 _LONG = 400  # characters of a message beyond which only its last question is asked
-_QUESTION = re.compile(r"[^.!?\n]*\?")
+_SENTENCE_ENDS = ".!?\n"
 _MARGIN = 32  # tokens on both sides of a span that are quoted too where its sentence goes on there
 _SHARE = 1 / 4  # of the evicted tokens: a quotation of more would undo their eviction
 _MOST_TOKENS = 2048  # about the 8,000 characters that a person would quote
@@ -152,5 +151,7 @@ def last_question(message: str) -> str:
     message = message.strip()
     if len(message) <= _LONG:
         return message
-    questions = _QUESTION.findall(message)
-    return str(questions[-1] if questions else message).strip()[-_LONG:]
+    if mark := message.rfind("?") + 1:
+        start = 1 + max(message.rfind(end, 0, mark - 1) for end in _SENTENCE_ENDS)
+        message = message[start:mark]
+    return message.strip()[-_LONG:]

@@ -1,5 +1,7 @@
 """Every evicted token is in exactly one span, spans are whole runs, and their text is theirs."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,3 +108,7 @@ def test_what_is_asked():
     report = "The report says this and that. " * 30
     assert last_question(f"{report}Why? And what is the code? {report}") == "And what is the code?"
     assert last_question(report) == report.strip()[-400:]
+    assert last_question(f"{report}What? Really??") == "?"
+    began = time.monotonic()
+    assert last_question("a" * 300_000) == "a" * 400
+    assert time.monotonic() - began < 2  # minutes where each letter may begin a question
