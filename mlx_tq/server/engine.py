@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from threading import Condition, Thread
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +25,7 @@ from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.asking import Asking
 from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.guarded_sampling import GuardedSampler
 from mlx_tq.server.held import what_is_held
 from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Quoted, Started
 from mlx_tq.server.kept_prompts import KeptPrompts
@@ -78,6 +80,7 @@ class Engine:
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._kept_prompts = KeptPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._beginnings = Beginnings(plan, limits.prefill_step_size)
+        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # by the id of a job's sampler
         self._asking = Asking(model, tokenizer, plan, limits.prefill_step_size)
         self._measured = 0.0
         self._step_began: float | None = None  # None while there is nothing to do
@@ -193,7 +196,8 @@ class Engine:
     def _take(self) -> bool:
         """Let answers leave the batch and jobs join it, as the first rank decides; False ends the thread."""
         orders = self._following.told(self._decide, idle=not (self._waiting or self._running))
-        self._remove([*orders.ended, *orders.left], orders.left)
+        with self._ending_batch_on_error():
+            self._remove(orders)
         for job in orders.admitted:
             self._admit(job)
         if orders.room is not None:
@@ -210,18 +214,25 @@ class Engine:
             if self._stopping:
                 return Orders(goes_on=False)
             ended, self._ended = self._ended, []
-            left = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in ended]
-            staying = [running for uid, running in self._running.items() if uid not in (*ended, *left)]
-            orphans = [job for uid in (*ended, *left) for job, _ in self._running[uid].followers]
+            failed = [uid for uid, running in self._running.items() if running.failed]
+            going = {*ended, *failed}
+            left = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in going]
+            going.update(left)
+            staying = [running for uid, running in self._running.items() if uid not in going]
+            orphans = [job for uid in going for job, _ in self._running[uid].followers]
             admitted: list[Job] = []
-            while self._waiting and self._fits(staying, [*orphans, *admitted]):
-                job = self._waiting.popleft()
-                if job.cancelled:
-                    self._outbox.put((job, Left()))
-                else:
-                    admitted.append(job)
+            while self._waiting:
+                job = self._waiting[0]
+                with self._admitting(job):
+                    if not self._fits(staying, [*orphans, *admitted]):
+                        break
+                    if job.cancelled:
+                        self._outbox.put((job, Left()))
+                    else:
+                        admitted.append(job)
+                self._waiting.popleft()
             self._metrics.waiting.set(len(self._waiting))
-        return Orders(admitted, ended, left, self._room(staying, [*orphans, *admitted]))
+        return Orders(admitted, ended, left, failed, self._room(staying, [*orphans, *admitted]))
 
     def _fail(self, job: Job, error: ApiError) -> None:
         self._outbox.put((job, Failed(error)), (job, Left()))
@@ -264,6 +275,47 @@ class Engine:
             question = self._asking.question(job)
             self._begin(job, question, *self._source(job, max(1, len(question))))
 
+    def _end(self, running: Running, error: ApiError) -> None:
+        """Tell the client of an error; the job leaves the batch before the next step."""
+        if not running.failed:
+            running.failed = True
+            self._outbox.put((running.job, Failed(error)))
+
+    def _forget(self, uid: int) -> None:
+        """Remove a job that has left the batch; one that failed leaves its session as it was."""
+        running = self._running.pop(uid)
+        if running.failed:
+            self._outbox.put((running.job, Left()))
+
+    @contextmanager
+    def _ending_job_on_error(self, uid: int) -> Iterator[None]:
+        """End a job alone where work for it raises; with several ranks, which may not all fail, raise."""
+        running = self._running[uid]
+        try:
+            yield
+        except Exception as error:
+            if not self._ranks.is_alone:
+                raise
+            log.exception("an answer failed")
+            self._end(running, ModelFailedError(f"the model failed: {error}"))
+
+    @contextmanager
+    def _ending_batch_on_error(self) -> Iterator[None]:
+        """End all running jobs where work for them together raises: what the batch holds then is unknown."""
+        try:
+            yield
+        except Exception as error:
+            if not self._ranks.is_alone:
+                raise
+            log.exception("a step of the batch failed")
+            failed, self._running = self._running, {}
+            for running in failed.values():
+                self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
+            self._ended.clear()
+            self._batch.close()
+            self._batch = self._new_batch()
+            self._admit_followers(failed.values())
+
     @contextmanager
     def _admitting(self, job: Job) -> Iterator[None]:
         """If a job cannot join the batch, it fails alone."""
@@ -289,7 +341,7 @@ class Engine:
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
-        running = Running(job, cached, kinds, self._tokenizer.detokenizer, stored)
+        running = self._new_running(job, cached, kinds, stored)
         if not job.goes_on:
             running.ends = self._beginnings.ends(segments, cached)
             running.shared = self._beginnings.shared(job, caches)
@@ -301,6 +353,12 @@ class Engine:
         self._metrics.prompt_tokens.inc(len(job.prompt.ids))
         self._metrics.cached_tokens.inc(cached)
         self._metrics.restored_tokens.inc(0 if stored is None else stored.restored)
+
+    def _new_running(self, job: Job, cached: int, kinds: list[str], stored: StoredPrompt | None = None) -> Running:
+        sampler = self._samplers.get(id(job.sampler))
+        if sampler is None:
+            sampler = self._samplers[id(job.sampler)] = GuardedSampler(job.sampler)
+        return Running(job, cached, kinds, self._tokenizer.detokenizer, sampler, stored)
 
     def _lead(self, uid: int, caches: list[Any]) -> None:
         """Let those go on that waited for what a job has read, with copies of its caches."""
@@ -324,8 +382,8 @@ class Engine:
             max_tokens=[each.job.max_tokens for each in together],
             caches=[caches] * len(together),
             all_tokens=[list(read) for _ in together],
-            samplers=[self._ranks.choosing(each.job.sampler) for each in together],
-            logits_processors=[each.job.all_processors for each in together],
+            samplers=[self._ranks.choosing(each.sampler) for each in together],
+            logits_processors=[each.processors for each in together],
             stop_sequences=[self._stop_sequences] * len(together),
         )
         self._running.update(zip(uids, together, strict=True))
@@ -333,7 +391,7 @@ class Engine:
     def _others(self, running: Running) -> list[Running]:
         """The other answers to a prompt, which is read but for its last token."""
         length = len(running.job.prompt.ids) - 1
-        others = [Running(job, length, [], self._tokenizer.detokenizer) for job in running.pending]
+        others = [self._new_running(job, length, []) for job in running.pending]
         for each in others:
             each.recalled = running.recalled
         running.pending = []
@@ -346,9 +404,9 @@ class Engine:
             running.question = []
             return
         question = self._asking.bring_back(running, caches)
+        self._insert(running, [question], caches, tokens)
         self._batch.remove([uid])
         del self._running[uid]
-        self._insert(running, [question], caches, tokens)
         self._metrics.prompt_tokens.inc(len(running.quoted.ids))
         self._say_quoted(running)
 
@@ -384,22 +442,11 @@ class Engine:
 
     def _step(self) -> None:
         """One token for each job in the batch, or a part of its prompt."""
-        try:
+        with self._ending_batch_on_error():
             read, generated = self._batch.next()
             self._after_reading(read)
             self._after_generating(generated)
-        except Exception as error:
-            if not self._ranks.is_alone:
-                raise
-            # What a batch holds after a failed step is unknown: its answers end, the server goes on.
-            log.exception("a step of the batch failed")
-            failed, self._running = self._running, {}
-            for running in failed.values():
-                self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
-            self._ended.clear()
-            self._batch.close()
-            self._batch = self._new_batch()
-            self._admit_followers(failed.values())
+            self._after_sampling()
         self._measure()
         self._outbox.send()
 
@@ -418,68 +465,98 @@ class Engine:
             if keeps and response.end_of_segment and not response.end_of_prompt:
                 ended.append(response.uid)
             if response.end_of_prompt:
-                self._asking.listen(running, self._batch, response.uid)
+                with self._ending_job_on_error(response.uid):
+                    self._asking.listen(running, self._batch, response.uid)
         self._store_points([response.uid for response in responses])
         leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
-        for uid, (caches, _) in self._batch.extract_cache(leading).items():
-            self._lead(uid, caches)
-        for uid, (caches, tokens) in self._batch.extract_cache(ended).items():
-            running = self._running[uid]
-            running.shared = self._beginnings.shared(running.job, caches)
-            self._kept_prompts.keep(tokens, caches, running.kinds.pop())
-        for uid, (caches, tokens) in self._batch.extract_cache(asking).items():
-            self._ask(uid, caches, tokens)
+        for uid in leading:
+            with self._ending_job_on_error(uid):
+                caches, _ = self._batch.extract_cache([uid])[uid]
+                self._lead(uid, caches)
+        for uid in ended:
+            with self._ending_job_on_error(uid):
+                running = self._running[uid]
+                caches, tokens = self._batch.extract_cache([uid])[uid]
+                running.shared = self._beginnings.shared(running.job, caches)
+                self._kept_prompts.keep(tokens, caches, running.kinds.pop())
+        for uid in asking:
+            with self._ending_job_on_error(uid):
+                caches, tokens = self._batch.extract_cache([uid])[uid]
+                self._ask(uid, caches, tokens)
         read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
-        forking = [uid for uid in read if uid in self._running and self._running[uid].pending]
-        for uid, (caches, tokens) in self._batch.extract_cache(forking).items():
-            running = self._running[uid]
-            for each in self._others(running):
-                self._insert(each, [running.job.prompt.ids[-1:]], caches, tokens)
+        for uid in [uid for uid in read if uid in self._running and self._running[uid].pending]:
+            with self._ending_job_on_error(uid):
+                running = self._running[uid]
+                caches, tokens = self._batch.extract_cache([uid])[uid]
+                for each in self._others(running):
+                    self._insert(each, [running.job.prompt.ids[-1:]], caches, tokens)
 
     def _store_points(self, uids: list[int]) -> None:
         """Store what jobs have read, where a step ended that is worth it."""
         for uid in uids:
             running = self._running[uid]
-            if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
-                caches, _ = self._batch.extract_cache([uid])[uid]
-                running.stored.store(running.prefilled, caches)
+            with self._ending_job_on_error(uid):
+                if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
+                    caches, _ = self._batch.extract_cache([uid])[uid]
+                    running.stored.store(running.prefilled, caches)
 
     def _after_generating(self, responses: list[Any]) -> None:
         for response in responses:
-            running = self._running[response.uid]
-            running.close_stored()
-            finish = response.finish_reason
-            if finish is None and running.looks is not None:  # also where this rank knows that nobody needs more
-                running.looks.token()
-            event = running.said(response)
-            self._outbox.put((running.job, event))
-            if isinstance(event, Piece) and event.recalled is not None:
-                self._metrics.recalled_tokens.inc(len(event.recalled.positions))
-            if finish is not None:
-                del self._running[response.uid]
-                self._keep_answered(running, response.all_tokens, response.prompt_cache)
-            elif isinstance(event, Failed) or event.finish is not None:
-                self._ended.append(response.uid)
+            with self._ending_job_on_error(response.uid):
+                self._take_token(self._running[response.uid], response)
+            if response.finish_reason is not None:
+                self._forget(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
 
-    def _remove(self, uids: list[int], left: list[int]) -> None:
-        """Take jobs out of the batch; what they have read is kept for later requests.
+    def _take_token(self, running: Running, response: Any) -> None:
+        running.close_stored()
+        finish = response.finish_reason
+        if finish is None and running.looks is not None:  # also where this rank knows that nobody needs more
+            running.looks.token()
+        event = running.said(response)
+        if isinstance(event, Piece) and event.recalled is not None:
+            self._metrics.recalled_tokens.inc(len(event.recalled.positions))
+        if finish is not None:
+            self._outbox.put((running.job, event))
+            self._keep_answered(running, response.all_tokens, response.prompt_cache)
+        elif isinstance(event, Failed):
+            self._end(running, event.error)
+        else:
+            self._outbox.put((running.job, event))
+            if event.finish is not None:
+                self._ended.append(response.uid)
 
-        Of those in `left` nobody waits for the answer.
-        """
-        if not uids:
+    def _after_sampling(self) -> None:
+        """End the jobs whose next token could not be chosen."""
+        for uid, running in self._running.items():
+            error = running.sampling_error
+            if error is not None and uid not in self._ended:
+                log.error("the sampling of an answer failed", exc_info=error)
+                self._end(running, ModelFailedError(f"the next token of the answer could not be chosen: {error}"))
+        for running in self._running.values():
+            running.sampler.error = None
+
+    def _remove(self, orders: Orders) -> None:
+        """Take jobs out of the batch. What they have read is kept for later requests, but not that of failed ones."""
+        leaving = [*orders.ended, *orders.left, *orders.failed]
+        if not leaving:
             return
-        found = self._batch.remove(uids, return_prompt_caches=True)
-        gone = {uid: self._running.pop(uid) for uid in found}
-        for uid, (caches, tokens) in found.items():
-            running = gone[uid]
-            running.close_stored()
-            job = running.job
-            if job.start is not None and uid in left:  # half an answer; the session stays as it was before
-                self._outbox.put((job, Left()))
-            elif tokens:
-                self._keep_answered(running, tokens, caches)
-        self._admit_followers(gone.values())
+        found = {}
+        for uid in (*orders.ended, *orders.left):
+            with self._ending_job_on_error(uid):
+                found.update(self._batch.extract_cache([uid]))
+        self._batch.remove(leaving)
+        gone = [self._running[uid] for uid in leaving]
+        for uid, running in zip(leaving, gone, strict=True):
+            with self._ending_job_on_error(uid):
+                running.close_stored()
+                caches, tokens = found.get(uid, (None, []))
+                if running.job.start is not None and uid in orders.left:  # half an answer: the session stays as it was
+                    self._outbox.put((running.job, Left()))
+                elif caches is not None and tokens:
+                    self._keep_answered(running, tokens, caches)
+            self._forget(uid)
+        self._admit_followers(gone)
 
     def _admit_followers(self, left: Iterable[Running]) -> None:
         """Let jobs that waited for what others were reading look for it elsewhere."""

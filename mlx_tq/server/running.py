@@ -1,5 +1,6 @@
 """A job while it runs in the batch: its text so far, and what is left of its prompt."""
 
+import logging
 import math
 from typing import Any
 
@@ -10,10 +11,13 @@ from mlx_tq.cache.sharing import Shared
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.recall import Recalled
 from mlx_tq.conversation.transcript import NOTHING
-from mlx_tq.errors import MlxTqError
 from mlx_tq.prefixes.store import StoredPrompt
+from mlx_tq.server.errors import ApiError, ModelFailedError
+from mlx_tq.server.guarded_sampling import GuardedProcessors, GuardedSampler
 from mlx_tq.server.jobs import Choice, Failed, Job, Piece
 from mlx_tq.server.prefixes import close
+
+log = logging.getLogger(__name__)
 
 
 class Running:
@@ -33,10 +37,19 @@ class Running:
         ends: where the steps end in which its prompt is read.
         followers: jobs that wait until it has read what they begin with too, and how many tokens these are.
         shared: rows that it has in common with others.
+        processors: the job's logits processors as one, or none.
+        sampler: the job's.
+        failed: the client was told of an error; the job leaves the batch before the next step.
     """
 
     def __init__(
-        self, job: Job, cached: int, kinds: list[str], detokenizer: Any, stored: StoredPrompt | None = None
+        self,
+        job: Job,
+        cached: int,
+        kinds: list[str],
+        detokenizer: Any,
+        sampler: GuardedSampler,
+        stored: StoredPrompt | None = None,
     ) -> None:
         self.job, self.stored = job, stored
         self.point = None if stored is None else stored.point
@@ -53,11 +66,21 @@ class Running:
         self.ends: list[int] = []
         self.followers: list[tuple[Job, int]] = []
         self.shared: Shared = []
+        self.processors = [GuardedProcessors(job.all_processors)] if job.all_processors else []
+        self.sampler = sampler
+        self.failed = False
 
     @property
     def is_awaited(self) -> bool:
         """What followers wait for has been read."""
         return any(stop <= self.prefilled for _, stop in self.followers)
+
+    @property
+    def sampling_error(self) -> Exception | None:
+        """What its logits processors or, once it generates, its sampler raised in the last step."""
+        if self.prefilled < len(self.job.prompt.ids):  # the sampler may have failed for others
+            return None
+        return next((guard.error for guard in (*self.processors, self.sampler) if guard.error is not None), None)
 
     def brought(self) -> Recalled:
         """What came back as rows, also while it was answered."""
@@ -76,17 +99,24 @@ class Running:
             self.stored = None
 
     def said(self, response: Any) -> Piece | Failed:
-        """What a token of mlx-lm's batch adds to the answer.
+        """Return what a token of mlx-lm's batch adds to the answer, or why it cannot be read."""
+        try:
+            return self._piece(response)
+        except ApiError as error:
+            return Failed(error)
+        except Exception as error:
+            log.exception("the text of an answer cannot be read")
+            return Failed(ModelFailedError(f"the model failed: {error}"))
 
-        Raises:
-            MlxTqError: the model gives no numbers.
-        """
+    def _piece(self, response: Any) -> Piece:
         self.generated += 1
         if self.generated == 1 and math.isnan(response.logprobs[response.token].item()):
-            raise MlxTqError("its logits are NaN; check its weights, or load it in bfloat16 or float32")
+            raise ModelFailedError(
+                "the model failed: its logits are NaN; check its weights, or load it in bfloat16 or float32"
+            )
         text, stopped = self._read(response.token, response.finish_reason)
         if fault := self.job.fault:
-            return Failed(fault)
+            raise fault
         finish = "stop" if stopped else response.finish_reason
         choice, top = choices_of(response, self.job.logprobs)
         return Piece(text, choice, top, finish, self.job.index, None if finish is None else self.brought())

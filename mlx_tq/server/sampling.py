@@ -13,6 +13,8 @@ from mlx_tq.server.schemas import Request
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [B]
 
+_LONGEST_TOKEN_ID = 10  # digits; int() refuses thousands of them with an error of its own
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -54,10 +56,24 @@ def _filters(sampling: Sampling, vocabulary: int) -> list[Sampler]:
     return filters
 
 
+class _Shared:
+    """A sampler that draws from mlx's global random state."""
+
+    def __init__(self, filters: list[Sampler], temperature: float) -> None:
+        self._filters, self._temperature = filters, temperature
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return _draw(logprobs, self._filters, self._temperature, None)
+
+
 @lru_cache(maxsize=256)
 def _shared(sampling: Sampling, vocabulary: int) -> Sampler:
-    filters = _filters(sampling, vocabulary)
-    return lambda logprobs: _draw(logprobs, filters, sampling.temperature, None)
+    return _Shared(_filters(sampling, vocabulary), sampling.temperature)
+
+
+def is_shared(sampler: Sampler) -> bool:
+    """Tell whether requests with the same settings share `sampler`."""
+    return sampler is greedy_sampler or isinstance(sampler, _Shared)
 
 
 class _Seeded:
@@ -101,7 +117,8 @@ def _bias(request: Request, vocabulary: int) -> dict[int, float] | None:
     if not request.logit_bias:
         return None
     for token in request.logit_bias:
-        if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
+        is_number = token.isascii() and token.isdigit() and len(token) <= _LONGEST_TOKEN_ID
+        if not (is_number and int(token) < vocabulary):
             raise InvalidRequestError(
                 f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}", "logit_bias"
             )

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,6 +25,7 @@ MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_FAULTS = 3
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
+_LEAST_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
 _ABSENT = object()
 # Where pydantic speaks of Python.
 _MESSAGES = {
@@ -40,10 +42,18 @@ Element = TypeVar("Element")
 List = Annotated[list[Element], Field(fail_fast=True)]
 Dict = Annotated[dict[str, Element], Field(fail_fast=True)]
 
-Count = Annotated[int, Field(ge=1)]
+
+def _off_or_finite(penalty: float) -> float:
+    if 0 < penalty < _LEAST_REPETITION_PENALTY:
+        raise ValueError(f"Input should be 0, which turns it off, or at least {_LEAST_REPETITION_PENALTY}")
+    return penalty
+
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[List[int], Field(min_length=1)]  # text, or token ids
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0, le=10), AfterValidator(_off_or_finite)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -174,9 +184,9 @@ class Request(Strict):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None

@@ -118,7 +118,7 @@ class Service:
                 Job(
                     prompt,
                     self._answer_tokens(len(prompt.ids) + (0 if turn is None else turn.start.reserve), request),
-                    sampling.sampler(vocabulary, None if request.seed is None else request.seed + choice),
+                    sampling.sampler(vocabulary, None if request.seed is None else (request.seed + choice) % 2**64),
                     processors(request, vocabulary),
                     request.stops,
                     logprobs,

@@ -151,24 +151,26 @@ def test_a_step_that_does_not_end_is_noticed(loaded):
     assert not stalled_when_idle
 
 
-def test_a_failure_ends_its_batch_and_nothing_else(loaded, folder):
-    """A sampler that raises; and weights that give NaN."""
-    calls = []
-
-    def broken(logprobs):
-        calls.append(logprobs.shape)
-        if len(calls) > 2:
-            raise RuntimeError("the sampler is broken")
-        return GREEDY(logprobs)
-
+def test_a_failure_of_the_model_ends_its_batch_and_nothing_else(loaded, folder, monkeypatch):
+    """A pass that raises; and weights that give NaN."""
     engine = make_engine(loaded)
+    passes, kind = [], type(loaded[0])
+    run = kind.__call__
+
+    def broken(*arguments, **options):
+        passes.append(arguments)
+        if len(passes) == 4:
+            raise RuntimeError("the model is broken")
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(kind, "__call__", broken)
 
     async def again():
         job = make_job(20)
         engine.submit(job)
         return await outcome(job)
 
-    jobs = [make_job(20, max_tokens=60), make_job(20, max_tokens=60, sampler=broken)]
+    jobs = [make_job(20, max_tokens=60), make_job(20, max_tokens=60, seed=2)]
     (one, two), later = serve(engine, jobs, then=again)
     assert all(isinstance(events[-1].error, ModelFailedError) for events in (one, two))
     assert later[-1].finish
