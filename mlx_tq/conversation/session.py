@@ -26,6 +26,7 @@ from mlx_tq.conversation.settings import check_settings
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files, shadowed
 from mlx_tq.conversation.statistics import SessionStats, TurnStats, turn_of
 from mlx_tq.conversation.template import ChatFrame
+from mlx_tq.conversation.text_limit import TextLimit
 from mlx_tq.conversation.transcript import Rehydration, Transcript, quotation_limit
 from mlx_tq.conversation.worker import Worker, compute_weights
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -108,6 +109,8 @@ class Session:
         self.positions, self._ranks = position_limit(model), ranks_of(model)
         self.turns: list[TurnStats] = []
         self._warn = warn
+        self._text_limit = TextLimit(tokenizer, self.positions)
+        self._text_limit.check(len(system_prompt or ""), "system prompt")
         self._around = ChatFrame(tokenizer, system_prompt, template)
         self._plain = PlainText(tokenizer)
         self._keep = session_id is not None
@@ -156,6 +159,7 @@ class Session:
         if self._closed:
             raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
         check_text(text, "message")
+        self._text_limit.check(len(text), "message", used=len(self._transcript.ids))
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         check_answer(max_tokens)
         self._check_idle()

@@ -177,6 +177,7 @@ async def _page(web: Web, request: Request) -> Response:
 
 async def _parse_body(web: Web, request: Request, kind: type[Kind]) -> Kind:
     body = await web.guard.body(request)
+    request.state.nbytes = len(body)
     # One at a time: a large body holds the GIL, and several in turn would leave the event loop no time.
     async with web.parsing:
         return await run_in_threadpool(parse, kind, body)
@@ -224,7 +225,7 @@ async def _answer(
     name = request.headers.get(HEADER)
     session = None if name is None else await service.sessions.enter(name)
     try:
-        jobs, answer, turn = await run_in_threadpool(service.prepare, asked, session, matcher)
+        jobs, answer, turn = await service.prepare_job(asked, request.state.nbytes, session, matcher)
         events = _events(service, jobs)
         service.engine.submit(*jobs)
     except BaseException:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import secrets
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from mlx_tq.conversation.text_limit import TextLimit
+from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
-from mlx_tq.server.errors import InvalidRequestError
+from mlx_tq.server.errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
 
 Message = dict[str, Any]  # as templates expect it
@@ -57,12 +60,23 @@ class Parts:
 
 
 class Conversations:
-    """Makes prompts with a tokenizer, which several threads may share."""
+    """Makes prompts with a tokenizer, in several threads at once.
 
-    def __init__(self, tokenizer: Any, template_args: dict[str, Any]) -> None:
+    Args:
+        tokenizer: Of the model.
+        template_args: Options of the chat template.
+        positions: That the model allows, or None.
+    """
+
+    def __init__(self, tokenizer: Any, template_args: dict[str, Any], positions: int | None = None) -> None:
         self.tokenizer = self._tokenizer = tokenizer
         self._template_args = template_args
-        self._lock = Lock()
+        self._limit = TextLimit(tokenizer, positions)
+        # A fast tokenizer encodes in many threads at once as long as nobody changes its truncation or padding, which
+        # its first call may do.
+        is_fast = getattr(tokenizer, "is_fast", False)
+        self._lock: AbstractContextManager[Any] = nullcontext() if is_fast else Lock()
+        tokenizer.encode("")
         self.vocabulary = len(tokenizer.get_vocab())
 
     def text(self, prompt: str | list[int]) -> Prompt:
@@ -70,12 +84,9 @@ class Conversations:
 
         Raises:
             InvalidRequestError: a token that does not exist, or a text without tokens.
+            ContextLengthError: the text is too long to be tokenized.
         """
-        if isinstance(prompt, str):
-            with self._lock:
-                ids = list(self._tokenizer.encode(prompt))
-        else:
-            ids = prompt
+        ids = self._encode(prompt, "prompt", special=True) if isinstance(prompt, str) else prompt
         if not ids:
             raise InvalidRequestError("the tokenizer makes no tokens of the prompt", "prompt")
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
@@ -87,20 +98,21 @@ class Conversations:
 
         Raises:
             InvalidRequestError: the model has no template, or its template refuses the conversation.
+            ContextLengthError: the conversation is too long to be tokenized.
         """
         messages, options = self.read(request)
         prefilled = str(messages.pop()["content"]) if request.prefill else ""
         if not messages:
             raise InvalidRequestError("the one message is the answer's beginning; say what it answers", "messages")
-        with self._lock:
-            if prefilled:
-                ids = self._continued(messages, prefilled, options)
-            else:
-                ids = list(self._render(messages, add_generation_prompt=True, **options))
-            if not ids:
-                raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
-            tail = self._thoughts_start(ids)
-            system = min(self._system_end(messages, ids, options), tail)
+        if prefilled:
+            text = self._continued(messages, prefilled, options)
+        else:
+            text = self._render(messages, add_generation_prompt=True, **options)
+        ids = self._encode(text, "messages")
+        if not ids:
+            raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
+        tail = self._thoughts_start(ids)
+        system = min(self._system_end(messages, ids, options), tail)
         kinds = {system: "system", len(ids): "assistant", tail: "user"}  # by where a segment ends
         ends = sorted(kinds.keys() - {0})
         return Prompt(
@@ -129,6 +141,7 @@ class Conversations:
 
         Raises:
             InvalidRequestError: the template refuses the conversation.
+            ContextLengthError: it is too long to be tokenized.
         """
         mark, words = secrets.token_hex(8), None  # letters that no template trims and no message holds
         marked = list(messages)
@@ -137,26 +150,37 @@ class Conversations:
         if messages[-1]["role"] == "user":
             words = messages[-1]["content"]
             marked[-1] = {**marked[-1], "content": f"Q{mark}W"}
-        with self._lock:
-            text = self._render(marked, tokenize=False, add_generation_prompt=True, **options)
-            if heard:
-                _, found, text = text.partition(f"Q{mark}H")
-                if not found:
-                    return None
-            before, found, after = text.partition(f"Q{mark}W")
-            if words is not None and not found:
-                raise InvalidRequestError("the model's chat template does not show what the user says last", "messages")
-            ids = [list(self._tokenizer.encode(each, add_special_tokens=False)) for each in (before, after)]
+        text = self._render(marked, add_generation_prompt=True, **options)
+        if heard:
+            _, found, text = text.partition(f"Q{mark}H")
+            if not found:
+                return None
+        before, found, after = text.partition(f"Q{mark}W")
+        if words is not None and not found:
+            raise InvalidRequestError("the model's chat template does not show what the user says last", "messages")
+        self._check_length(len(text) + len(words or ""), "messages")
+        ids = [self._encode(each, "messages") for each in (before, after)]
         return Parts(ids[0], words, ids[1], self._state(ids[0] + ids[1]))
 
-    def _continued(self, messages: list[Message], answer: str, options: dict[str, Any]) -> list[int]:
+    def _check_length(self, characters: int, param: str) -> None:
+        try:
+            self._limit.check(characters)
+        except ConfigError as error:
+            raise ContextLengthError(str(error), param) from error
+
+    def _encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
+        self._check_length(len(text), param)
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _continued(self, messages: list[Message], answer: str, options: dict[str, Any]) -> str:
         """The conversation up to the end of an answer that is begun, as the template shows any answer."""
         mark = f"Q{secrets.token_hex(8)}A"
-        text = self._render([*messages, {"role": "assistant", "content": mark}], tokenize=False, **options)
+        text = self._render([*messages, {"role": "assistant", "content": mark}], **options)
         before, found, _ = text.partition(mark)
         if not found:
             raise InvalidRequestError("the model's chat template does not show what the assistant says", "messages")
-        return list(self._tokenizer.encode(before + answer, add_special_tokens=False))
+        return before + answer
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         asked = request.chat_template_kwargs or {}
@@ -167,10 +191,9 @@ class Conversations:
             raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
         return {**self._template_args, **asked, "tools": tools or None}
 
-    def _render(self, messages: list[Message], *, tokenize: bool = True, **options: Any) -> Any:
-        """Token ids, or text."""
+    def _render(self, messages: list[Message], **options: Any) -> str:
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **options))
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template trips over
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", "messages"
@@ -182,7 +205,9 @@ class Conversations:
         if not 0 < count < len(messages):
             return 0
         try:
-            other = self._render([*messages[:count], {"role": "user", "content": ""}], **options)
+            other = self._encode(
+                self._render([*messages[:count], {"role": "user", "content": ""}], **options), "messages"
+            )
         except InvalidRequestError:
             return 0
         return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), 0)

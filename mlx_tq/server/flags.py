@@ -55,7 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts read at once")
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens of a prompt read at a time")
     add("--max-queue", type=int, default=64, metavar="N", help="requests that may wait; further ones are answered 429")
-    add("--max-body", type=parse_size, default="10MB", metavar="SIZE", help="of a request")
+    add(
+        "--max-body",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes of a request (default: 32 for each position of the model and at least 2MB, or 10MB where the model "
+        "names no limit)",
+    )
     add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
     add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches are kept")
     add(

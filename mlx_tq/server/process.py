@@ -32,7 +32,7 @@ from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.formats import ResponseFormats
-from mlx_tq.server.guard import Guard
+from mlx_tq.server.guard import Guard, default_max_body
 from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefixes import salt_of
@@ -102,7 +102,7 @@ def serve(
     host, port = listener.getsockname()[:2]
     console.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
     requests = args.max_queue + args.decode_concurrency
-    guard = Guard(key, args.allowed_origins, args.max_body, requests)
+    guard = Guard(key, args.allowed_origins, args.max_body or default_max_body(service.positions), requests)
     config = uvicorn.Config(
         create_app(Web(service, guard), args.allowed_origins),
         http=connections(max(_CONNECTIONS, 4 * requests)),
@@ -161,7 +161,7 @@ def _store(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, s
 def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> Service:
     model, tokenizer, config, plan, memory = _loaded(args, ranks)
     positions, rescue = position_limit(model), rescue_from_args(args, default=OFF)
-    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args)
+    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args, positions)
     client = ranks.first_alone(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
     sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
     store = _store(model, plan, folder, ranks, salt)

@@ -1,9 +1,10 @@
 """What the server offers, without HTTP: a request becomes a job and the answer that its events fill."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llguidance import LLMatcher
+from starlette.concurrency import run_in_threadpool
 
 from mlx_tq.commands.grammar import Grammars
 from mlx_tq.commands.preflight import check_memory, check_positions
@@ -16,6 +17,7 @@ from mlx_tq.server.engine import Engine
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_tq.server.formats import ResponseFormats
 from mlx_tq.server.jobs import Job
+from mlx_tq.server.large_requests import LARGE, LargeRequests
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling, processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
@@ -42,6 +44,7 @@ class Service:
         sampling, max_tokens: where a request does not say.
         positions: that the model allows, or None.
         plan, memory: of the caches and the bytes they may take; None where nothing is compressed.
+        large_requests: are prepared one at a time.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Service:
     positions: int | None
     plan: Plan | None
     memory: int | None
+    large_requests: LargeRequests = field(default_factory=LargeRequests)
 
     def check_model(self, name: str | None) -> None:
         """Raise unless `name` is that of the model, or none.
@@ -70,6 +74,22 @@ class Service:
             raise ModelNotFoundError(
                 f"the model {str(name)[:100]!r} is not served; this server has {self.name}", "model"
             )
+
+    async def prepare_job(
+        self,
+        request: ChatRequest | CompletionRequest,
+        nbytes: int,
+        session: Kept | None = None,
+        matcher: LLMatcher | None = None,
+    ) -> tuple[list[Job], Answer, Turn | None]:
+        """Call `prepare` in a thread, for large requests of `nbytes` bytes one at a time.
+
+        Raises:
+            QueueFullError: too many large requests wait; and what `prepare` raises.
+        """
+        if nbytes > LARGE:
+            return await self.large_requests.run(nbytes, self.prepare, request, session, matcher)
+        return await run_in_threadpool(self.prepare, request, session, matcher)
 
     def prepare(
         self,

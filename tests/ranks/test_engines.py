@@ -18,7 +18,7 @@ from mlx_tq.ranks.launched import is_launched
 from mlx_tq.sequence.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.jobs import Job, Piece, Start
+from mlx_tq.server.jobs import Failed, Job, Piece, Start
 from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling
@@ -65,8 +65,23 @@ def answer(size):
         engine.join(60)
 
 
+class RaisesLater:
+    """A greedy sampler whose fourth call raises."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, logprobs):
+        self.calls += 1
+        if self.calls > 3:
+            raise RuntimeError("the sampler is broken")
+        return GREEDY(logprobs)
+
+
 async def ask_all(engine, tokenizer):
-    """At once: greedy answers, two to a prompt, one that ends at a text, sampled ones; then a session, and one left."""
+    """At once: greedy answers, two to a prompt, one that ends at a text, sampled ones, one whose sampler raises and one
+    that is left; then a session.
+    """
 
     def job(count, tokens=12, sampler=GREEDY, **about):
         ids = tokenizer.encode("".join(facts(count)))
@@ -75,10 +90,11 @@ async def ask_all(engine, tokenizer):
     jobs = [job(12), job(14, stops=["e"]), job(6, others=[job(6, index=1)])]
     jobs[2].others[0].events = jobs[2].events
     jobs += [job(8, sampler=Sampling(2.0).sampler(VOCABULARY, seed)) for seed in (1, 2)]
-    endless = job(9, 400)
+    endless, broken = job(9, 400), job(11, 400, sampler=RaisesLater())
     with engine._changed:  # its thread waits until all are in the queue
         engine.start(asyncio.get_running_loop())
-        engine.submit(*jobs, endless)
+        engine.submit(*jobs, endless, broken)
+    assert isinstance((await outcome(broken))[-1], Failed)
     said = [said_by(await outcome(each)) for each in jobs]
     engine.cancel(endless)
     turn, read = Start(None, 0), []

@@ -45,6 +45,7 @@ from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.bring_back import Brought
 from mlx_tq.conversation.recall import archive_warning
 from mlx_tq.conversation.shadow import chosen_shadow
+from mlx_tq.conversation.text_limit import TextLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import load_with_config
 from mlx_tq.prefixes.folder import Folder
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _add_eos_tokens(tokenizer, args.extra_eos_token)
     text = render(tokenizer, prompt, args, continues=args.prompt_cache_file is not None)
+    TextLimit(tokenizer, position_limit(model)).check(len(text))
     embeddings = None
     if args.image:
         text, embeddings = embed_images(model, tokenizer, model_config, text, args.image)

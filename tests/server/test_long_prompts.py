@@ -1,0 +1,146 @@
+"""A text is refused by its length before it is tokenized, and long ones do not delay the short ones next to them."""
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+
+import pytest
+
+from mlx_tq import Session
+from mlx_tq.cli import main
+from mlx_tq.conversation.text_limit import TextLimit
+from mlx_tq.errors import ConfigError
+from mlx_tq.server.errors import QueueFullError
+from mlx_tq.server.guard import default_max_body
+from mlx_tq.server.long_prompts import LongPrompts
+
+from .conftest import PACKED
+from .harness import running, together
+
+POSITIONS, LONGEST_TOKEN = 4096, 14  # of the embedded model
+FITS = POSITIONS * LONGEST_TOKEN
+MANY_POSITIONS = 200_000
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def roomy(folder, tmp_path_factory):
+    """A server of the model with more positions."""
+    large = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "large")
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MANY_POSITIONS}))
+    with running(large, tmp_path_factory.mktemp("server") / "log", *PACKED) as made:
+        yield made
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_a_text_that_is_too_long_is_not_tokenized(roomy):
+    """Ten seconds and more where it is, also of a short request next to it."""
+    text = "0123456789" * 400_000
+    asked = [
+        ("/v1/chat/completions", {"messages": user(text)}, {}),
+        ("/v1/chat/completions", {"messages": user(text)}, {"X-Session-Id": "a"}),
+        ("/v1/chat/completions", {"messages": [*HI, {"role": "assistant", "content": text}]}, {}),
+        ("/v1/completions", {"prompt": text}, {}),
+        ("/v1/responses", {"input": text}, {}),
+    ]
+    began = time.monotonic()
+    for path, body, headers in asked:
+        response = roomy.http.post(path, json={**body, "max_tokens": 1} if "chat" in path else body, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert f"at most {MANY_POSITIONS * LONGEST_TOKEN:,} fit" in error["message"]
+        assert error["param"] in body
+    assert time.monotonic() - began < 10
+
+
+def test_long_and_short_requests_at_once(roomy):
+    """Texts that pass the check but have too many tokens, which takes seconds to find out."""
+    roomy.post(messages=HI, max_tokens=1)
+
+    def short():
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert roomy.post(messages=HI, max_tokens=1).status_code == 200
+        return time.monotonic() - began
+
+    def long():
+        return roomy.post("/v1/completions", prompt="7" * 600_000, max_tokens=1).json()["error"]["code"]
+
+    *refused, seconds = together([long, long, short])
+    assert refused == ["context_length_exceeded"] * 2
+    assert seconds < 2
+
+
+def test_one_long_prompt_is_prepared_at_a_time():
+    """The next ones wait for it, up to a number of characters; a request that was refused takes no room."""
+    at_once, most = [0], []
+    lock = threading.Lock()
+
+    def prepare(number):
+        with lock:
+            at_once[0] += 1
+            most.append(at_once[0])
+        time.sleep(0.05)
+        with lock:
+            at_once[0] -= 1
+        if number == 1:
+            raise ValueError("no such prompt")
+        return number
+
+    async def run():
+        prompts = LongPrompts()
+        size = 2**22
+        ask = [prompts.run(size, prepare, number) for number in range(3)]
+        found = await asyncio.gather(*ask, return_exceptions=True)
+        return [*found, await prompts.run(10**9, prepare, 4)]
+
+    first, failed, refused, alone = asyncio.run(run())
+    assert (first, alone, set(most)) == (0, 4, {1})
+    assert isinstance(failed, ValueError)
+    assert isinstance(refused, QueueFullError)
+
+
+@pytest.mark.parametrize(
+    ("positions", "most"), [(4096, 2_000_000), (131_072, 32 * 131_072), (None, 10_000_000)], ids=str
+)
+def test_the_largest_body_follows_from_the_positions(positions, most):
+    assert default_max_body(positions) == most
+
+
+def test_the_largest_body_of_a_server(server, roomy):
+    """Two megabytes for a model of few positions."""
+    body = {"messages": user("a" * 3_000_000), "max_tokens": 1}
+    assert server.post(**body).status_code == 413
+    assert roomy.post(**body).status_code == 400
+
+
+def test_the_limit_counts_the_longest_token(embedded):
+    limit = TextLimit(embedded[1], 10)
+    limit.check(10 * LONGEST_TOKEN)
+    limit.check(8 * LONGEST_TOKEN, used=2)
+    with pytest.raises(ConfigError, match=r"the message has 141 characters; .* at most 140 fit\. Shorten the message"):
+        limit.check(10 * LONGEST_TOKEN + 1, "message")
+    with pytest.raises(ConfigError, match="10 positions, 2 of which are taken"):
+        limit.check(8 * LONGEST_TOKEN + 1, used=2)
+    TextLimit(embedded[1], None).check(10**9)
+
+
+def test_commands_and_sessions(embedded, folder, tmp_path, capsys):
+    text = "0123456789" * 900_000
+    file = tmp_path / "prompt.txt"
+    file.write_text(text)
+    began = time.monotonic()
+    for words in (["generate"], ["cache_prompt", "--prompt-cache-file", str(tmp_path / "cache.safetensors")]):
+        assert main([*words, "--model", str(folder), "--prompt-file", str(file)]) == 2
+        assert f"at most {FITS:,} fit" in capsys.readouterr().err
+    with Session(*embedded) as session, pytest.raises(ConfigError, match="the message has 9,000,000 characters"):
+        next(session.respond(text))
+    with pytest.raises(ConfigError, match="the system prompt has 9,000,000 characters"):
+        Session(*embedded, system_prompt=text)
+    assert time.monotonic() - began < 15
