@@ -56,24 +56,10 @@ def _filters(sampling: Sampling, vocabulary: int) -> list[Sampler]:
     return filters
 
 
-class _Shared:
-    """A sampler that draws from mlx's global random state."""
-
-    def __init__(self, filters: list[Sampler], temperature: float) -> None:
-        self._filters, self._temperature = filters, temperature
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        return _draw(logprobs, self._filters, self._temperature, None)
-
-
 @lru_cache(maxsize=256)
 def _shared(sampling: Sampling, vocabulary: int) -> Sampler:
-    return _Shared(_filters(sampling, vocabulary), sampling.temperature)
-
-
-def is_shared(sampler: Sampler) -> bool:
-    """Tell whether requests with the same settings share `sampler`."""
-    return sampler is greedy_sampler or isinstance(sampler, _Shared)
+    filters = _filters(sampling, vocabulary)
+    return lambda logprobs: _draw(logprobs, filters, sampling.temperature, None)
 
 
 class _Seeded:

@@ -14,7 +14,7 @@ from mlx_tq.conversation.text_limit import TextLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.errors import QueueFullError
 from mlx_tq.server.guard import default_max_body
-from mlx_tq.server.long_prompts import LongPrompts
+from mlx_tq.server.large_requests import LargeRequests
 
 from .conftest import PACKED
 from .harness import running, together
@@ -94,7 +94,7 @@ def test_one_long_prompt_is_prepared_at_a_time():
         return number
 
     async def run():
-        prompts = LongPrompts()
+        prompts = LargeRequests()
         size = 2**22
         ask = [prompts.run(size, prepare, number) for number in range(3)]
         found = await asyncio.gather(*ask, return_exceptions=True)
