@@ -37,9 +37,9 @@ class TextLimit:
         left = max(0, self._positions - used)
         if characters <= left or characters <= left * self._longest_token:  # most are, and need no vocabulary
             return
-        taken = f", {used:,} of which are taken" if used else ""
+        taken, anew = (f", {used:,} of which are taken", ", start a new conversation (reset)") if used else ("", "")
         raise ConfigError(
             f"the {name} has {characters:,} characters; the model has {self._positions:,} positions{taken}, and its "
-            f"longest token has {self._longest_token:,} characters: at most {left * self._longest_token:,} fit. "
-            f"Shorten the {name}, or take a model with a longer context."
+            f"longest token has {self._longest_token:,}: at most {left * self._longest_token:,} characters fit. "
+            f"Shorten the {name}{anew}, or take a model with a longer context."
         )

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from .tools import EMBEDDED, PACKED, facts, refused
 
-WORDS = {"{model}": str(EMBEDDED), "{9000-words}": "one two " * 9000}
+WORDS = {"{model}": str(EMBEDDED), "{5000-words}": "one two " * 2500, "{18000-words}": "one two " * 9000}
 LINES = Path(__file__).with_name("refused.txt").read_text().splitlines()
 REFUSED = [line for line in LINES if line and line[0] != "#"]
 
