@@ -80,7 +80,8 @@ class Running:
         """What its logits processors or, once it generates, its sampler raised in the last step."""
         if self.prefilled < len(self.job.prompt.ids):  # the sampler may have failed for others
             return None
-        return next((guard.error for guard in (*self.processors, self.sampler) if guard.error is not None), None)
+        errors = [self.sampler.error, *(guard.error for guard in self.processors)]
+        return next((error for error in errors if error is not None), None)
 
     def brought(self) -> Recalled:
         """What came back as rows, also while it was answered."""
