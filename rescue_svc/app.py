@@ -12,7 +12,7 @@ from rescue_svc.logs import request_id
 from rescue_svc.middleware import Observed
 from rescue_svc.routes import DOCUMENTED_TOKEN, private, public
 from rescue_svc.service import RescueService
-from rescue_svc.validation import describe
+from rescue_svc.validation import format_errors
 
 STATUS: dict[type[errors.RescueServiceError], int] = {
     errors.InvalidRequestError: 422,
@@ -66,7 +66,7 @@ def _own_error(request: Request, error: Exception) -> JSONResponse:
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)  # noqa: S101 - tells the type checker
-    return _answer(422, errors.InvalidRequestError.code, describe(error.errors()))
+    return _answer(422, errors.InvalidRequestError.code, format_errors(error.errors()))
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:

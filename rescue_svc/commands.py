@@ -65,7 +65,7 @@ def _answer(settings: Settings, ending: Ending, listener: socket.socket) -> None
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         protocol = connections(max(CONNECTIONS, 4 * settings.max_in_flight))
-        where = {"url": url, "store": service.store.about(), "connections": protocol.most}
+        where = {"url": url, "store": service.store.about(), "connections": protocol.max_connections}
         log.info("listening", extra=where)
         config = uvicorn.Config(
             create_app(service),

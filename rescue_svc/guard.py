@@ -88,13 +88,7 @@ class Gate:
         return BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
 
     async def admit(self, request: Request, handler: Handler, model: type[BaseModel] | None) -> Response:
-        """Run the handler unless too many are running; raises BusyError.
-
-        Args:
-            request: as it came.
-            handler: FastAPI's.
-            model: of the body, or None if the route has no body.
-        """
+        """Run the handler unless too many are running; raises BusyError. `model` is None if the route has no body."""
         if self._in_flight >= self._max_in_flight:
             raise BusyError(f"{self._max_in_flight} requests are in progress, the limit; try again in a second")
         self._in_flight += 1

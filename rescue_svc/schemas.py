@@ -9,7 +9,7 @@ MAX_CHUNKS = 256
 MAX_TEXT = 8192
 MAX_TOKENS = 65_536
 MAX_POSITION = 2**40
-MAX_FAULTS = 5  # that an error reports
+MAX_FAULTS = 5  # errors listed in one response
 
 SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 # NUL ends a C string: SQLite's tools and tokenizers would see only what stands before it.
@@ -25,20 +25,20 @@ SessionId = Annotated[str, Field(pattern=SESSION_PATTERN, description="letters, 
 WHOLE = BeforeValidator(lambda value: int(value) if _is_whole_float(value) else value)
 
 
-def _integers(values: object) -> object:
-    # A validator of each element would take a second for a body full of integers.
+def _convert_whole_floats(values: object) -> object:
+    # Per-element validators would take a second on a large body.
     if isinstance(values, list) and len(values) <= MAX_TOKENS and float in set(map(type, values)):
         return [int(value) if _is_whole_float(value) else value for value in values]
     return values
 
 
-WHOLE_LIST = BeforeValidator(_integers)
+WHOLE_FLOATS_TO_INTS = BeforeValidator(_convert_whole_floats)
 Position = Annotated[int, Field(ge=0, le=MAX_POSITION)]
 Token = Annotated[int, Field(ge=0, lt=MAX_POSITION)]
 TokenRange = Annotated[
     list[Position],
     Field(min_length=2, max_length=2, fail_fast=True, description="[start, end) in tokens"),
-    WHOLE_LIST,
+    WHOLE_FLOATS_TO_INTS,
 ]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=TEXT_PATTERN)]
 Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: all layers share the evicted set"), WHOLE]
@@ -52,7 +52,7 @@ class Wire(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _limit_unknown(cls, value: object) -> object:
+    def _drop_excess_unknown_fields(cls, value: object) -> object:
         """Drop unknown fields beyond the number that an error reports."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MAX_FAULTS:
             return value
@@ -67,8 +67,8 @@ class Chunk(Wire):
 
     text: Text
     token_range: TokenRange = Field(default=[])
-    tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True), WHOLE_LIST] = Field(
-        default=[], description="positions of the evicted tokens; the range kept is the one that holds them all"
+    tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True), WHOLE_FLOATS_TO_INTS] = (
+        Field(default=[], description="positions of the evicted tokens; the range kept is the one that holds them all")
     )
     layer: Layer = -1
     score: Score = 0.0

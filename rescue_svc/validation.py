@@ -1,4 +1,4 @@
-"""Parsing and validation of request bodies, off the event loop."""
+"""Parse and validate request bodies in a worker thread."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ MAX_NAME = 100  # characters of a name from the request that an error repeats
 
 
 class ValidatedRequest(Request):
-    """A request whose `json()` returns an instance of the route's model, which FastAPI accepts as it is."""
+    """A request whose `json()` returns a validated model, which FastAPI uses without validating again."""
 
     def __init__(self, scope: Scope, receive: Receive, model: type[BaseModel], lock: asyncio.Lock) -> None:
         super().__init__(scope, receive)
@@ -41,11 +41,12 @@ class ValidatedRequest(Request):
 
 
 def _validate(model: type[BaseModel], body: bytes) -> BaseModel | str:
-    """Return the model, or what is wrong: the traceback of an exception would keep the parsed body."""
+    """Return the model, or an error message. Not raised: a traceback would keep the parsed body alive."""
     text = body.decode()
-    # The garbage collector would take most of the time in a body of a million lists, and holds the GIL.
+    # With a million lists, garbage collection takes most of the time and holds the GIL.
     gc.disable()
     try:
+        # Caching strings can double the parsing time of a body with many distinct ones.
         value = from_json(text, cache_strings="none")
     except ValueError as error:
         return f"body: not JSON: {error}"
@@ -55,11 +56,11 @@ def _validate(model: type[BaseModel], body: bytes) -> BaseModel | str:
         return model.model_validate(value)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-    return describe([{"loc": ("body", *fault["loc"]), "msg": fault["msg"]} for fault in faults])
+    return format_errors([{"loc": ("body", *fault["loc"]), "msg": fault["msg"]} for fault in faults])
 
 
-def describe(faults: Sequence[Mapping[str, Any]]) -> str:
-    """Say where and what is wrong, never with the value: it may be text of a span."""
+def format_errors(faults: Sequence[Mapping[str, Any]]) -> str:
+    """List the location and message of each error, without the value, which may be text of a span."""
     lines = [f"{'.'.join(_shorten(part) for part in fault['loc'])}: {fault['msg']}" for fault in faults[:MAX_FAULTS]]
     more = f"; and {len(faults) - MAX_FAULTS} more" if len(faults) > MAX_FAULTS else ""
     return "; ".join(lines) + more

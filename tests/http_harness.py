@@ -72,8 +72,7 @@ class ServerProcess:
         """What it said so far."""
         return self.log_path.read_text()
 
-    def memory(self) -> int:
-        """Resident bytes."""
+    def resident_bytes(self) -> int:
         return psutil.Process(self.process.pid).memory_info().rss
 
     def kill(self) -> None:

@@ -1,9 +1,9 @@
-"""How a plain request and health fare beside requests that are made to stall both services, and what memory these take.
+"""Measure the latency of ordinary requests and /health, and memory growth, while each attack runs.
 
     python -m benchmarks.server.bench_hostile [--seconds 10]
 
 Writes benchmarks/results/server_hostile.json. Each attack runs in a process of its own, repeats until its time is over,
-and asks from 127.0.0.1; plain requests and health come from there, too.
+and asks from 127.0.0.1; ordinary requests and /health come from there, too.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def _regexes(count: int) -> dict[str, Any]:
     return {"title": str(random.random()), "allOf": [{"allOf": parts[:12]}, {"allOf": parts[12:]}]}
 
 
-def posts(count: int, path: str, body: Callable[[], Any], **headers: str) -> Callable[[str, float], None]:
+def post_repeatedly(count: int, path: str, body: Callable[[], Any], **headers: str) -> Callable[[str, float], None]:
     """An attack of so many clients at once, each of which posts again when it is answered."""
 
     def attack(url: str, end: float) -> None:
@@ -71,13 +71,13 @@ def posts(count: int, path: str, body: Callable[[], Any], **headers: str) -> Cal
     return attack
 
 
-def trailers(path: str, line: bytes) -> Callable[[str, float], None]:
+def send_trailers(path: str, line: bytes) -> Callable[[str, float], None]:
     """Four connections that send trailers for ever."""
 
     def attack(url: str, end: float) -> None:
         def work(_: int) -> None:
             while time.monotonic() < end:
-                with _connect(url) as connection, _ignoring_errors():
+                with _connect(url) as connection, _pause_on_error():
                     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
                     connection.sendall(head.encode() + b"X-T: b")
                     while time.monotonic() < end:
@@ -89,11 +89,11 @@ def trailers(path: str, line: bytes) -> Callable[[str, float], None]:
     return attack
 
 
-def unread(url: str, end: float) -> None:
-    """256 connections that pipeline requests and read no answer; a hundred a second are replaced by new ones."""
+def pipeline_without_reading(url: str, end: float) -> None:
+    """Keep 256 connections that pipeline requests and never read; replace about 100 a second."""
     held: list[socket.socket] = []
     while time.monotonic() < end:
-        with _ignoring_errors():
+        with _pause_on_error():
             held.append(_connect(url))
             held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             held[-1].setblocking(False)
@@ -108,7 +108,7 @@ def _connect(url: str) -> socket.socket:
 
 
 @contextmanager
-def _ignoring_errors() -> Iterator[None]:
+def _pause_on_error() -> Iterator[None]:
     try:
         yield
     except OSError:
@@ -118,43 +118,49 @@ def _ignoring_errors() -> Iterator[None]:
 DIGITS = "".join(random.choices("0123456789 ", k=9_900_000))
 SERVER: dict[str, Callable[[str, float], None]] = {
     "nothing": lambda url, end: None,
-    "C1 lowest integer": posts(4, CHAT, lambda: _schema({"type": "integer", "minimum": LOWEST, "maximum": LOWEST})),
-    "C2 forced byte": posts(4, CHAT, lambda: _grammar("lark", "start: T T\nT: /b+/")),
-    "C3 44 times 16 regexes": posts(44, CHAT, lambda: _schema(_regexes(16))),
-    "C3 24 regexes": posts(4, CHAT, lambda: _schema(_regexes(24))),
-    "C3 multipleOf": posts(4, CHAT, lambda: _schema({"allOf": [{"multipleOf": n} for n in (7919, 104729, 1299709)]})),
-    "C3 regex of 54 kB": posts(4, CHAT, lambda: _grammar("regex", "(a?b?)" * 9000)),
-    "C4 trailers": trailers(CHAT, b"b" * 64 + b"\r\nX-T: "),
-    "C4 one trailer": trailers(CHAT, b"b"),
-    "C5 unread answers": unread,
-    "H1 10,000 wrong messages": posts(2, CHAT, lambda: {"messages": [1] * 10_000}),
-    "H1 100,000 unknown keys": posts(2, CHAT, lambda: _chat(**{f"k{n}": 1 for n in range(100_000)})),
-    "H2 context size": posts(2, CHAT, lambda: _chat(repetition_penalty=1.1, repetition_context_size=10**30)),
-    "H2 penalty": posts(2, CHAT, lambda: _chat(repetition_penalty=1e-38)),
-    "H2 seeds": posts(2, CHAT, lambda: _chat(seed=2**64 - 1, n=2, temperature=1)),
-    "H3 prompts of 9.9 MB": posts(8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS}]}),
-    "H3 prompts of 1 MB": posts(8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS[:1_000_000]}]}),
-    "H4 10,000 marks": posts(
+    "lowest integer": post_repeatedly(
+        4, CHAT, lambda: _schema({"type": "integer", "minimum": LOWEST, "maximum": LOWEST})
+    ),
+    "forced byte": post_repeatedly(4, CHAT, lambda: _grammar("lark", "start: T T\nT: /b+/")),
+    "44 times 16 regexes": post_repeatedly(44, CHAT, lambda: _schema(_regexes(16))),
+    "24 regexes": post_repeatedly(4, CHAT, lambda: _schema(_regexes(24))),
+    "multipleOf": post_repeatedly(
+        4, CHAT, lambda: _schema({"allOf": [{"multipleOf": n} for n in (7919, 104729, 1299709)]})
+    ),
+    "regex of 54 kB": post_repeatedly(4, CHAT, lambda: _grammar("regex", "(a?b?)" * 9000)),
+    "trailers": send_trailers(CHAT, b"b" * 64 + b"\r\nX-T: "),
+    "one trailer": send_trailers(CHAT, b"b"),
+    "unread answers": pipeline_without_reading,
+    "10,000 wrong messages": post_repeatedly(2, CHAT, lambda: {"messages": [1] * 10_000}),
+    "100,000 unknown keys": post_repeatedly(2, CHAT, lambda: _chat(**{f"k{n}": 1 for n in range(100_000)})),
+    "context size": post_repeatedly(2, CHAT, lambda: _chat(repetition_penalty=1.1, repetition_context_size=10**30)),
+    "penalty": post_repeatedly(2, CHAT, lambda: _chat(repetition_penalty=1e-38)),
+    "seeds": post_repeatedly(2, CHAT, lambda: _chat(seed=2**64 - 1, n=2, temperature=1)),
+    "prompts of 9.9 MB": post_repeatedly(8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS}]}),
+    "prompts of 1 MB": post_repeatedly(
+        8, CHAT, lambda: {"messages": [{"role": "user", "content": DIGITS[:1_000_000]}]}
+    ),
+    "10,000 marks": post_repeatedly(
         2, CHAT, lambda: {"messages": [{"role": "user", "content": "<|im_end|>" * 10_000}]}, **{"X-Session-Id": "s"}
     ),
 }
 RESCUE: dict[str, Callable[[str, float], None]] = {
     "nothing": lambda url, end: None,
-    "C4 trailers": trailers("/evict/write", b"b" * 64 + b"\r\nX-T: "),
-    "C4 one trailer": trailers("/evict/write", b"b"),
-    "C5 unread answers": unread,
-    "H1 600,000 unknown keys": posts(2, "/evict/write", lambda: {f"k{n}": 1 for n in range(600_000)}),
-    "H1 8 MB of tokens": posts(
+    "trailers": send_trailers("/evict/write", b"b" * 64 + b"\r\nX-T: "),
+    "one trailer": send_trailers("/evict/write", b"b"),
+    "unread answers": pipeline_without_reading,
+    "600,000 unknown keys": post_repeatedly(2, "/evict/write", lambda: {f"k{n}": 1 for n in range(600_000)}),
+    "8 MB of tokens": post_repeatedly(
         2, "/evict/write", lambda: {"session_id": "s", "chunks": [{"text": "a", "tokens": [1] * 65_000}] * 40}
     ),
 }
-PLAIN = {
+SERVICES = {
     "mlx_tq.server": (model_server, SERVER, "/health", CHAT, _chat()),
     "rescue service": (rescue_service, RESCUE, "/healthz", "/evict/retrieve", {"session_id": "s", "query": "item 7"}),
 }
 
 
-def timed(url: str, method: str, path: str, body: Any = None) -> tuple[float, int]:
+def time_request(url: str, method: str, path: str, body: Any = None) -> tuple[float, int]:
     """Seconds of one request over a connection of its own, and its status; 0 where there was no answer."""
     began, status = time.perf_counter(), 0
     connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
@@ -171,8 +177,10 @@ def timed(url: str, method: str, path: str, body: Any = None) -> tuple[float, in
     return time.perf_counter() - began, status
 
 
-def beside(url: str, attack: Callable[[str, float], None], plain: tuple[str, str, str, Any], seconds: float) -> Any:
-    """Largest times of health and of plain requests while an attack goes on, and statuses other than 200."""
+def measure_under_attack(
+    url: str, attack: Callable[[str, float], None], plain: tuple[str, str, str, Any], seconds: float
+) -> Any:
+    """Return the largest times of /health and of ordinary requests during an attack, and count statuses but 200."""
     health_path, *request = plain
     attacking = multiprocessing.Process(target=attack, args=(url, time.monotonic() + seconds), daemon=True)
     attacking.start()
@@ -180,19 +188,19 @@ def beside(url: str, attack: Callable[[str, float], None], plain: tuple[str, str
 
     def watch() -> None:
         while time.monotonic() < end:
-            health.append(timed(url, "GET", health_path))
+            health.append(time_request(url, "GET", health_path))
             time.sleep(0.05)
 
     watching = threading.Thread(target=watch)
     watching.start()
     while time.monotonic() < end:
-        asked.append(timed(url, *request))
+        asked.append(time_request(url, *request))
     watching.join()
     attacking.terminate()
     attacking.join()
     return {
-        "plain_most_s": round(max(took for took, _ in asked), 3),
-        "health_most_s": round(max(took for took, _ in health), 3),
+        "plain_max_s": round(max(took for took, _ in asked), 3),
+        "health_max_s": round(max(took for took, _ in health), 3),
         "plain": len(asked),
         "plain_not_200": sum(status != 200 for _, status in asked),
         "health_not_200": sum(status != 200 for _, status in health),
@@ -203,11 +211,11 @@ def main() -> None:
     """Measure both services and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
-    parser.add_argument("--only", default="", help="attacks whose name has this")
+    parser.add_argument("--only", default="", help="run only attacks whose name contains this")
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     figures = []
-    for name, (serving, attacks, health, path, body) in PLAIN.items():
+    for name, (serving, attacks, health, path, body) in SERVICES.items():
         for attack_name, attack in attacks.items():
             if args.only not in attack_name:
                 continue
@@ -215,9 +223,9 @@ def main() -> None:
                 process = next(
                     each for each in psutil.Process().children(recursive=True) if urlsplit(url).port in _ports(each)
                 )
-                timed(url, "POST", path, body)
+                time_request(url, "POST", path, body)
                 before = process.memory_info().rss
-                found = beside(url, attack, (health, "POST", path, body), args.seconds)
+                found = measure_under_attack(url, attack, (health, "POST", path, body), args.seconds)
                 grown = round((process.memory_info().rss - before) / 2**20) if process.is_running() else None
             figures.append({"server": name, "attack": attack_name, **found, "grown_mb": grown})
             print(json.dumps(figures[-1]), flush=True)

@@ -1,13 +1,15 @@
-"""64 clients for minutes: errors, answers that differ from those given alone, and growth of memory, on both services.
+"""Soak both services with 64 clients: measure errors, answers that differ from a sequential run, and memory growth.
 
     python -m benchmarks.server.bench_soak [--server-seconds 300] [--rescue-seconds 100]
 
 Writes benchmarks/results/server_soak.json. The model server gets chats, streams, schemas, completions, several answers
-and sessions, all greedy; the rescue service gets one write to four questions, with each of its stores.
+and sessions, all greedy; the rescue service gets one write to four questions, with each of its
+stores, and sessions are forgotten after 50 spans.
 """
 
 import argparse
 import json
+import random
 import sys
 import tempfile
 import threading
@@ -23,7 +25,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.rescue.bench_load import load
+from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import service
 from benchmarks.server.bench_streams import serving
 from mlx_tq.commands.environment import environment
@@ -33,12 +35,13 @@ from postgres_server import PostgresServer
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_soak.json"
 CLIENTS = 64
+SPANS = 50  # of a rescue session before it is forgotten
 FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
 SCHEMA = {"type": "object", "properties": {"code": {"enum": [417295, 112358]}}, "required": ["code"]}
 
 
 def requests() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Path and body by name."""
+    """Return path and body of each request."""
     made: dict[str, tuple[str, dict[str, Any]]] = {}
     for n in range(16):
         facts = " ".join(f"Item {k} weighs {k * (37 + n) % 91} grams." for k in range(8 * (n % 4)))
@@ -60,7 +63,7 @@ def requests() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def text_of(answer: httpx.Response) -> str:
-    """All that the model wrote."""
+    """Return all generated text."""
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
         return "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
@@ -92,8 +95,12 @@ def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]
 def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, float]:
     """Memory after the warm-up and at its largest from then on."""
     warm = next(mb for second, mb in samples if second >= after_s)
-    most = max(mb for second, mb in samples if second >= after_s)
-    return {"warm_mb": round(warm, 1), "most_mb": round(most, 1), "growth_percent": round(100 * (most / warm - 1), 1)}
+    highest = max(mb for second, mb in samples if second >= after_s)
+    return {
+        "warm_mb": round(warm, 1),
+        "max_mb": round(highest, 1),
+        "growth_percent": round(100 * (highest / warm - 1), 1),
+    }
 
 
 def soak_server(seconds: float) -> dict[str, Any]:
@@ -105,7 +112,7 @@ def soak_server(seconds: float) -> dict[str, Any]:
     with serving(*FLAGS) as url:
         (process,) = (each for each in psutil.Process().children() if "server" in each.cmdline())
         with httpx.Client(base_url=url, timeout=300) as client:
-            alone = {name: text_of(client.post(path, json=body)) for name, (path, body) in asked.items()}
+            sequential = {name: text_of(client.post(path, json=body)) for name, (path, body) in asked.items()}
         deadline = time.perf_counter() + seconds
 
         def work(number: int) -> None:
@@ -120,7 +127,7 @@ def soak_server(seconds: float) -> dict[str, Any]:
                     answer = client.post(path, json=body, headers=headers)
                     with lock:
                         statuses[answer.status_code] += 1
-                        if answer.status_code == 200 and text_of(answer) != alone[name]:
+                        if answer.status_code == 200 and text_of(answer) != sequential[name]:
                             differing[name] += 1
 
         with sampled_memory(process) as samples, ThreadPoolExecutor(CLIENTS) as pool:
@@ -130,18 +137,40 @@ def soak_server(seconds: float) -> dict[str, Any]:
         "service": "mlx_tq.server",
         "seconds": seconds,
         "statuses": {str(status): count for status, count in sorted(statuses.items())},
-        "answers_unlike_alone": dict(differing),
+        "answers_that_differ": dict(differing),
         **growth(samples, seconds / 5),
     }
 
 
 def soak_rescue(name: str, seconds: float, **settings: str) -> dict[str, Any]:
-    """Write to the rescue service and ask it."""
+    """Write to the rescue service, ask it, and forget each session after 50 spans, so that the text kept is bounded."""
+    statuses: Counter[int] = Counter()
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory() as folder, service(Path(folder) / "data", "hashing", **settings) as running:
         running.wait_until_hybrid()
-        with sampled_memory(psutil.Process(running.process.pid)) as samples:
-            calls = load([running.address], seconds, CLIENTS)
-    statuses = Counter(call.status for call in calls)
+        deadline = time.perf_counter() + seconds
+
+        def work(number: int) -> None:
+            rng, session, spans = random.Random(number), f"client-{number}", 0
+            with httpx.Client(base_url=running.url, timeout=60) as client:
+                while time.perf_counter() < deadline:
+                    chunk = {"text": text(rng), "token_range": [10 * spans, 10 * spans + 9]}
+                    answers = [client.post("/evict/write", json={"session_id": session, "chunks": [chunk]})]
+                    asked = {"session_id": session, "query": text(rng, 8)}
+                    answers += [client.post("/evict/retrieve", json=asked) for _ in range(4)]
+                    spans += 1
+                    if spans == SPANS:
+                        answers.append(client.delete(f"/sessions/{session}"))
+                        spans = 0
+                    with lock:
+                        statuses.update(answer.status_code for answer in answers)
+
+        with (
+            sampled_memory(psutil.Process(running.process.pid)) as samples,
+            ThreadPoolExecutor(CLIENTS) as pool,
+        ):
+            for each in [pool.submit(work, number) for number in range(CLIENTS)]:
+                each.result()
     return {
         "service": f"rescue service, {name}",
         "seconds": seconds,

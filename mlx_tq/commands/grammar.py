@@ -14,13 +14,13 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlx_tq.commands.grammar_checker import GrammarChecker, GrammarLimitError
-from mlx_tq.commands.grammar_child import STACK_BYTES, compile_grammar, first_line
+from mlx_tq.commands.grammar_checker import GrammarChecker
+from mlx_tq.commands.grammar_forkserver import STACK_BYTES, compile_grammar, shorten_message
 from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 
-_REMEMBERED = 256  # grammars that need not be checked again; of 64 kB each at most
-# A grammar may take this time for masks: once, and for each token. Usual ones take .2 ms a token.
-_START_S, _TOKEN_S = 1.0, 0.02
+_MAX_CACHED = 256  # results of checks; each key is up to 64 kB
+# Time budget for masks: a base and an allowance per token. A typical mask takes 0.2 ms.
+_BASE_BUDGET_S, _BUDGET_PER_TOKEN_S = 1.0, 0.02
 
 
 class Constraint:
@@ -39,7 +39,7 @@ class Constraint:
         self._matcher, self._ends, self._after = matcher, ends, after
         self._last: tuple[int, ...] = ()
         self._begun = self._ended = False
-        self._seconds, self._allowed_seconds = 0.0, _START_S
+        self._mask_seconds, self._mask_budget = 0.0, _BASE_BUDGET_S
         self.error: str | None = None
 
     def copy(self) -> "Constraint":
@@ -73,10 +73,13 @@ class Constraint:
     def _mask(self) -> bytes:
         began = time.perf_counter()
         mask = self._matcher.compute_bitmask()
-        self._seconds += time.perf_counter() - began
-        self._allowed_seconds += _TOKEN_S
-        if not self._failed() and self._seconds > self._allowed_seconds:
-            self.error = f"finding the allowed tokens took {self._seconds:.1f} s; make it simpler"
+        self._mask_seconds += time.perf_counter() - began
+        self._mask_budget += _BUDGET_PER_TOKEN_S
+        if not self._failed() and self._mask_seconds > self._mask_budget:
+            self.error = (
+                f"computing token masks took {self._mask_seconds:.1f} s, over the limit of {_BASE_BUDGET_S:g} s plus "
+                f"{1000 * _BUDGET_PER_TOKEN_S:g} ms per token; simplify the schema or grammar"
+            )
         return mask
 
     def _read(self, token: int) -> None:
@@ -92,7 +95,7 @@ class Constraint:
 
     def _failed(self) -> bool:
         if self._matcher.is_error():
-            self.error = first_line(self._matcher.get_error())
+            self.error = shorten_message(self._matcher.get_error())
         return self.error is not None
 
 
@@ -110,17 +113,17 @@ class Grammars:
         self._thoughts_end = tuple(tokenizer.think_end_tokens or ())
         self._tokenizer: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None
-        self._checked: OrderedDict[GrammarSource, GrammarError | None] = OrderedDict()
-        self._compiler = _deep_thread()
+        self._results: OrderedDict[GrammarSource, GrammarError | None] = OrderedDict()
+        self._compiler = _deep_stack_executor()
         if tokenizer.response_transitions or tokenizer.structural_markers:
-            return  # its answers have channels, of which a grammar would describe only one
+            return  # answers have several channels; a grammar describes only one
         with suppress(ValueError, RuntimeError):  # one that is written in Python, or that llguidance cannot read
             text, ends = _tokenizer_json(tokenizer._tokenizer), sorted(self._ends)
             self._tokenizer = LLTokenizer(text, eos_token=ends)
             self._checker = GrammarChecker(text, ends)
 
     async def compile(self, source: GrammarSource) -> LLMatcher:
-        """Compile a schema or grammar, after another process has found that this is safe.
+        """Compile a schema or grammar after a separate process has test-compiled it.
 
         Raises:
             GrammarError: it is not valid, takes too much time or memory, or this tokenizer cannot be constrained.
@@ -133,36 +136,29 @@ class Grammars:
         return await loop.run_in_executor(self._compiler, compile_grammar, source, tokenizer)
 
     def constraint(self, matcher: LLMatcher, *, thinks: bool = False) -> Constraint:
-        """Return what holds one answer to a compiled grammar; if it `thinks`, from the end of its thoughts on."""
+        """Return a constraint for one answer. With `thinks`, it starts after the reasoning."""
         return Constraint(matcher, self._ends, self._thoughts_end if thinks else ())
 
     def close(self) -> None:
-        """End the process that checks grammars."""
+        """Stop the process that checks grammars."""
         if self._checker is not None:
             self._checker.close()
 
     async def _check(self, source: GrammarSource) -> None:
-        """Raise unless the grammar is valid; each is checked once."""
-        if source not in self._checked:
-            assert self._checker is not None  # noqa: S101 - tells the type checker
-            try:
-                await self._checker.check(source)
-            except GrammarLimitError:
-                raise
-            except GrammarError as error:
-                self._checked[source] = error
-            else:
-                self._checked[source] = None
-            if len(self._checked) > _REMEMBERED:
-                self._checked.popitem(last=False)
-        self._checked.move_to_end(source)
-        fault = self._checked[source]
-        if fault is not None:
-            raise GrammarError(str(fault), fault.place)
+        """Raise if the grammar is invalid. Results are cached, except for exceeded limits."""
+        assert self._checker is not None  # noqa: S101 - tells the type checker
+        if source not in self._results:
+            self._results[source] = await self._checker.check(source)
+            if len(self._results) > _MAX_CACHED:
+                self._results.popitem(last=False)
+        self._results.move_to_end(source)
+        error = self._results[source]
+        if error is not None:
+            raise GrammarError(str(error), error.path)
 
 
 def _tokenizer_json(tokenizer: Any) -> str:
-    """Return a fast tokenizer of transformers in the JSON format, with the tokens that were added to it.
+    """Return a fast tokenizer in the `tokenizer.json` format, including its added tokens.
 
     Raises:
         ValueError: it is written in Python.
@@ -175,10 +171,10 @@ def _tokenizer_json(tokenizer: Any) -> str:
     return str(backend.to_str())
 
 
-def _deep_thread() -> ThreadPoolExecutor:
-    """Return one thread with a stack that no recursion of the compiler fills."""
+def _deep_stack_executor() -> ThreadPoolExecutor:
+    """Return a single-thread executor with a stack deep enough for the compiler's recursion."""
     usual = threading.stack_size(STACK_BYTES)
     pool = ThreadPoolExecutor(1, "grammar")
-    pool.submit(int).result()  # starts the thread
+    pool.submit(int).result()  # start it now, while the stack size is set
     threading.stack_size(usual)
     return pool

@@ -1,4 +1,4 @@
-"""Tries schemas and grammars out in a child process before this process compiles them."""
+"""Test-compile schemas and grammars in a separate process before this process compiles them."""
 
 import asyncio
 import json
@@ -11,11 +11,11 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import mlx_tq
-from mlx_tq.commands.grammar_child import CompileLimits
+from mlx_tq.commands.grammar_forkserver import CompileLimits
 from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 
-_MARGIN_S = 2.0  # that a child may be late on a busy machine before it is abandoned
-_START_S = 60.0  # in which the tokenizer has to be loaded
+_GRACE_S = 2.0  # how late a worker may reply on a busy machine before we give up
+_LOAD_S = 60.0  # for the fork server to load the tokenizer
 
 
 class GrammarLimitError(GrammarError):
@@ -23,27 +23,27 @@ class GrammarLimitError(GrammarError):
 
 
 class GrammarChecker:
-    """The parent's end of `grammar_child`, which it starts, and starts again where it has died.
+    """Client of `grammar_forkserver`. Starts the fork server, and restarts it if it dies.
 
     Args:
-        tokenizer: in the JSON format of Hugging Face tokenizers.
+        tokenizer: in the `tokenizer.json` format.
         ends: ids of the tokens that end an answer.
         limits: of each check.
     """
 
     def __init__(self, tokenizer: str, ends: list[int], limits: CompileLimits | None = None) -> None:
         self._limits = limits or CompileLimits()
-        self._arguments = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - read again by each process
+        self._arguments = TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - read again at each restart
         json.dump({"tokenizer": tokenizer, "ends": ends, "limits": asdict(self._limits)}, self._arguments)
         self._arguments.flush()
         self._control, self._process = self._start()
 
-    async def check(self, source: GrammarSource) -> None:
-        """Return once the grammar has proven to be valid. Cancellation ends the child's work on it.
+    async def check(self, source: GrammarSource) -> GrammarError | None:
+        """Return what is wrong with a grammar, or None. Cancelling this ends the worker.
 
         Raises:
-            GrammarError: it is not valid, or (`GrammarLimitError`) takes too much time or memory.
-            RuntimeError: the child process cannot be started.
+            GrammarLimitError: compiling takes too much time or memory, or crashes.
+            RuntimeError: the fork server cannot be started.
         """
         for _ in range(2):
             process = self._process
@@ -53,10 +53,10 @@ class GrammarChecker:
             if self._process is process:
                 self._stop()
                 self._control, self._process = self._start()
-        raise RuntimeError("the process that checks grammars ends as soon as it starts")
+        raise RuntimeError("the process that checks grammars exits right after it starts")
 
     def close(self) -> None:
-        """End the child process."""
+        """Stop the fork server."""
         self._stop()
         self._arguments.close()
 
@@ -70,7 +70,7 @@ class GrammarChecker:
         self._arguments.seek(0)
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-P", "-m", "mlx_tq.commands.grammar_child", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "mlx_tq.commands.grammar_forkserver", str(theirs.fileno())],
                 stdin=self._arguments,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -81,7 +81,7 @@ class GrammarChecker:
         return control, process
 
     async def _ask(self, source: GrammarSource) -> dict[str, Any]:
-        """Return the replies of one child, merged; empty where no child could be forked."""
+        """Return the merged replies of one worker, or {} if the fork server is dead."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -92,9 +92,9 @@ class GrammarChecker:
         replies: dict[str, Any] = {}
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            writer.write(json.dumps({"syntax": source.syntax, "text": source.text}).encode() + b"\n")
-            replies |= json.loads(await asyncio.wait_for(reader.readline(), _START_S) or "{}")
-            async with asyncio.timeout(self._limits.seconds + _MARGIN_S):
+            writer.write(json.dumps(asdict(source)).encode() + b"\n")
+            replies |= json.loads(await asyncio.wait_for(reader.readline(), _LOAD_S) or "{}")
+            async with asyncio.timeout(self._limits.seconds + _GRACE_S):
                 async for line in reader:
                     replies |= json.loads(line)
         except (ConnectionError, TimeoutError):
@@ -103,14 +103,15 @@ class GrammarChecker:
             writer.close()
         return replies
 
-    def _explain(self, reply: dict[str, Any]) -> None:
-        """Raise what a child's replies mean, unless the grammar is valid."""
+    def _explain(self, reply: dict[str, Any]) -> GrammarError | None:
         seconds, gigabytes = self._limits.seconds, self._limits.nbytes / 2**30
+        remedy = "simplify the schema or grammar"
         if "error" in reply:
-            raise GrammarError(reply["error"], tuple(reply.get("place", ())))
+            return GrammarError(reply["error"], tuple(reply.get("path", ())))
         if reply.get("limit") == "time":
-            raise GrammarLimitError(f"compiling it takes more than {seconds:g} s; make it simpler")
+            raise GrammarLimitError(f"compiling takes more than {seconds:g} s; {remedy}")
         if reply.get("limit") == "memory":
-            raise GrammarLimitError(f"compiling it takes more than {gigabytes:g} GB of memory; make it simpler")
+            raise GrammarLimitError(f"compiling takes more than {gigabytes:g} GB of memory; {remedy}")
         if "valid" not in reply:
-            raise GrammarLimitError("compiling it crashed or ran out of memory; make it simpler")
+            raise GrammarLimitError(f"compiling crashed or ran out of memory; {remedy}")
+        return None

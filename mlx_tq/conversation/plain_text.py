@@ -54,14 +54,14 @@ class PlainText:
         words = {added.get(i) or str(tokenizer.decode([i])) for i in self.control} - {""}
         self._words = frozenset(word for word in words if len(word) > 1)
         self._lengths = sorted({len(word) for word in self._words})
-        self._first_characters = _one_of(word[0] for word in self._words)
-        self._one_character_words = _one_of(word for word in words if len(word) == 1)
+        self._first_characters = _compile_character_class(word[0] for word in self._words)
+        self._one_character_words = _compile_character_class(word for word in words if len(word) == 1)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, none of them a control token.
+        """Return the token ids of `text`, without control tokens.
 
-        Every control word is cut after its first character, and the pieces are encoded one by one. A word of a single
-        character cannot be cut: it becomes U+FFFD.
+        Splits every control word after its first character and encodes the pieces separately. A one-character control
+        word becomes U+FFFD.
         """
         ids = self._encode(text)
         if self.control.isdisjoint(ids):
@@ -77,7 +77,7 @@ class PlainText:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _has_word_at(self, text: str, start: int) -> bool:
-        # One look-up for each length: a regular expression would try each of a vocabulary's thousands of words.
+        # A set lookup per length; a regex would try thousands of words at each position.
         return any(text[start : start + length] in self._words for length in self._lengths)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -85,6 +85,6 @@ class PlainText:
         return str(self._tokenizer.decode([i for i in ids if i not in self.control]))
 
 
-def _one_of(characters: Iterable[str]) -> re.Pattern[str]:
+def _compile_character_class(characters: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any one of `characters`."""
     return re.compile("|".join(map(re.escape, sorted(set(characters)))) or r"(?!)")

@@ -21,12 +21,12 @@ from mlx_tq.conversation.bring_back import Brought, bring_back, find, hold, read
 from mlx_tq.conversation.files import SavedSession, load_session, save_session
 from mlx_tq.conversation.looks import Looks
 from mlx_tq.conversation.plain_text import PlainText, check_answer, check_text
+from mlx_tq.conversation.prompt_length import PromptLengthLimit
 from mlx_tq.conversation.recall import Recalled, archive_warning, live_positions, question_of, release
 from mlx_tq.conversation.settings import check_settings
 from mlx_tq.conversation.shadow import chosen_shadow, refuse_files, shadowed
 from mlx_tq.conversation.statistics import SessionStats, TurnStats, turn_of
 from mlx_tq.conversation.template import ChatFrame
-from mlx_tq.conversation.text_limit import TextLimit
 from mlx_tq.conversation.transcript import Rehydration, Transcript, quotation_limit
 from mlx_tq.conversation.worker import Worker, compute_weights
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -109,8 +109,8 @@ class Session:
         self.positions, self._ranks = position_limit(model), ranks_of(model)
         self.turns: list[TurnStats] = []
         self._warn = warn
-        self._text_limit = TextLimit(tokenizer, self.positions)
-        self._text_limit.check(len(system_prompt or ""), "system prompt")
+        self._length_limit = PromptLengthLimit(tokenizer, self.positions)
+        self._length_limit.check(len(system_prompt or ""), "system prompt")
         self._around = ChatFrame(tokenizer, system_prompt, template)
         self._plain = PlainText(tokenizer)
         self._keep = session_id is not None
@@ -159,7 +159,7 @@ class Session:
         if self._closed:
             raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
         check_text(text, "message")
-        self._text_limit.check(len(text), "message", used=len(self._transcript.ids))
+        self._length_limit.check(len(text), "message", used=len(self._transcript.ids))
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         check_answer(max_tokens)
         self._check_idle()

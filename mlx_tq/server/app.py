@@ -50,7 +50,7 @@ class Web:
     service: Service
     guard: Guard
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    parse_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do it beside; a task that nobody holds may vanish."""
@@ -137,8 +137,8 @@ async def _health(web: Web, request: Request) -> Response:
         raise UnavailableError("the engine has ended; start the server again")
     if web.service.engine.is_stalled:
         raise UnavailableError(
-            "the engine has been in one step for minutes; start the server again, with a smaller --prefill-step-size "
-            "if the model is slow"
+            "one engine step has taken more than 2 minutes; restart the server, and if the model is just slow, "
+            "lower --prefill-step-size"
         )
     return JSONResponse({"status": "ok"})
 
@@ -179,7 +179,7 @@ async def _parse_body(web: Web, request: Request, kind: type[Kind]) -> Kind:
     body = await web.guard.body(request)
     request.state.nbytes = len(body)
     # One at a time: a large body holds the GIL, and several in turn would leave the event loop no time.
-    async with web.parsing:
+    async with web.parse_lock:
         return await run_in_threadpool(parse, kind, body)
 
 
@@ -221,11 +221,11 @@ async def _answer(
     service = web.service
     matcher = None
     if isinstance(asked, ChatRequest):
-        matcher = await _while_connected(request, service.formats.compile(asked, _address(request)))
+        matcher = await _run_until_disconnect(request, service.response_formats.compile(asked, _address(request)))
     name = request.headers.get(HEADER)
     session = None if name is None else await service.sessions.enter(name)
     try:
-        jobs, answer, turn = await service.prepare_job(asked, request.state.nbytes, session, matcher)
+        jobs, answer, turn = await service.prepare_in_thread(asked, request.state.nbytes, session, matcher)
         events = _events(service, jobs)
         service.engine.submit(*jobs)
     except BaseException:
@@ -275,24 +275,24 @@ async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:
     web.spawn(run_in_threadpool(sessions.forget))
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`, which is cancelled when the client disconnects.
+async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work`; cancel it if the client disconnects.
 
     Raises:
         ClientGoneError: it has disconnected.
     """
-    task, disconnected = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    task, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError("the client left while its request was prepared")
+            raise ClientGoneError("the client disconnected while its request was being prepared")
         return task.result()
     finally:
         task.cancel()
         disconnected.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -303,7 +303,7 @@ def _address(request: Request) -> str:
 
 async def _watch(request: Request, job: Job) -> None:
     """Tell who waits for the job's events that the client has left."""
-    await _disconnected(request)
+    await _wait_for_disconnect(request)
     job.events.put_nowait(Failed(ClientGoneError("the client left before its answer was complete")))
 
 

@@ -17,31 +17,34 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 BACKLOG = 128  # connections accepted in one iteration of the event loop
 HEAD_S = 10.0
 WRITE_S = 30.0
-MIN_WRITE = 2**14  # bytes that a client has to accept in WRITE_S
+MIN_WRITE_BYTES = 2**14  # that a client has to accept in WRITE_S
 MAX_HEAD = 2**16  # bytes
 MAX_HEADERS = 100
 MAX_PIPELINED = 8
-# Without this limit the kernel holds megabytes that a client does not read. Linux asks for more when half of it was
-# sent, so that progress shows in steps of MIN_WRITE.
-_UNSENT_IN_KERNEL = 2 * MIN_WRITE
-_PARSED_AT_ONCE = 2**14  # bytes; one read may be 16 times as large and is checked in between
+# Otherwise the kernel buffers megabytes for a client that does not read. Linux reports the socket writable again at
+# half this value, so we see progress in steps of MIN_WRITE_BYTES.
+_MAX_UNSENT_IN_KERNEL = 2 * MIN_WRITE_BYTES
+_PARSE_CHUNK_BYTES = 2**14  # one read may be 16 times as large and is checked in between
 _RESERVED = 5 * BACKLOG  # file descriptors for files, and for connections that were just accepted or are closing
 
 
 class Connection(HttpToolsProtocol):
     """An HTTP connection with deadlines for reading and writing and a bound on what is buffered.
 
-    Above the limit of connections, one is closed for the new one: of those that are blocked on writing the one that is
-    so for the longest, else of those that wait for a request the one whose deadline is the nearest, else of those that
-    pipeline requests the one that has the most. If all have a single request running, the new one is closed.
+    When a new connection exceeds the limit, this class closes one, chosen in this order:
+
+    1. the connection that has been blocked on writing the longest;
+    2. the one waiting for a request whose deadline is nearest;
+    3. the one with the most pipelined requests;
+    4. the new connection.
 
     Attributes:
-        most: connections in all; one address may have half as many.
+        max_connections: in all; one address may have half as many.
         head_s: seconds from the connection, or from the previous response, to the end of the request head.
-        write_s: seconds in which a client has to accept `MIN_WRITE` bytes, or all that is left.
+        write_s: seconds in which a client has to accept `MIN_WRITE_BYTES` bytes, or all that is left.
     """
 
-    most = 512
+    max_connections = 512
     head_s = HEAD_S
     write_s = WRITE_S
     _in_head = False
@@ -51,50 +54,51 @@ class Connection(HttpToolsProtocol):
     _unsent_bytes: float = math.inf  # at the last write check, if the connection was blocked
     _blocked_since = 0.0
     _running_cycle: RequestResponseCycle | None = None
-    _refusal = ""
+    _error_message = ""
 
     def connection_made(self, transport: Any) -> None:
         """Start the deadlines, and close another connection if there are too many."""
         super().connection_made(transport)
-        self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_IN_KERNEL)
+        self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_IN_KERNEL)
         self._start_head_timer()
-        self._write_timer = self.loop.call_later(self.write_s, self._check_writes)
-        everyone = [other for other in self.connections if isinstance(other, Connection)]
-        same_address = [other for other in everyone if (other.client or "?")[0] == (self.client or "?")[0]]
-        if len(same_address) > self.most // 2:
+        self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
+        all_connections = [other for other in self.connections if isinstance(other, Connection)]
+        same_address = [other for other in all_connections if (other.client or "?")[0] == (self.client or "?")[0]]
+        if len(same_address) > self.max_connections // 2:
             self._make_room(same_address)
-        elif len(everyone) > self.most:
-            self._make_room(everyone)
+        elif len(all_connections) > self.max_connections:
+            self._make_room(all_connections)
 
     def _set_option(self, level: int, name: int, value: int | bytes) -> None:
         with suppress(OSError):  # on macOS, if the client has closed the connection
             self.transport.get_extra_info("socket").setsockopt(level, name, value)
 
-    def _make_room(self, others: list["Connection"]) -> None:
-        others = [other for other in others if other is not self]
-        blocked = [other for other in others if other._is_blocked]
-        waiting = {other._head_timer.when(): other for other in others if other._head_timer}
+    def _make_room(self, connections: list["Connection"]) -> None:
+        victim = self._choose_victim([other for other in connections if other is not self])
+        victim._abort()
+
+    def _choose_victim(self, others: list["Connection"]) -> "Connection":
+        blocked = [other for other in others if other._is_blocked_or_closing]
         if blocked:
-            unwanted = min(blocked, key=lambda other: other._blocked_since)
-        elif waiting:
-            unwanted = waiting[min(waiting)]
-        else:
-            pipelining = [other for other in others if other.pipeline]
-            unwanted = max(pipelining, key=lambda other: len(other.pipeline), default=self)
-        unwanted._abort()
+            return min(blocked, key=lambda other: other._blocked_since)
+        deadlines = {other: other._head_timer.when() for other in others if other._head_timer}
+        if deadlines:
+            return min(deadlines, key=lambda other: deadlines[other])
+        pipelining = [other for other in others if other.pipeline]
+        return max(pipelining, key=lambda other: len(other.pipeline), default=self)
 
     @property
-    def _is_blocked(self) -> bool:
+    def _is_blocked_or_closing(self) -> bool:
         return self.flow.write_paused or self.transport.is_closing()
 
-    def _check_writes(self) -> None:
+    def _check_write_progress(self) -> None:
         """Abort a blocked connection whose client accepted too little since the last check."""
-        unsent = self.transport.get_write_buffer_size() if self._is_blocked else 0
-        if unsent and unsent > self._unsent_bytes - MIN_WRITE:
+        unsent = self.transport.get_write_buffer_size() if self._is_blocked_or_closing else 0
+        if unsent and unsent > self._unsent_bytes - MIN_WRITE_BYTES:
             self._abort()
         else:
             self._unsent_bytes = unsent or math.inf
-            self._write_timer = self.loop.call_later(self.write_s, self._check_writes)
+            self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
 
     def _start_head_timer(self) -> None:
         self._stop_head_timer()
@@ -107,43 +111,48 @@ class Connection(HttpToolsProtocol):
 
     def _close(self) -> None:
         if self.transport.get_write_buffer_size():
-            self.transport.close()  # after the client has read the rest, for which `_check_writes` sets a deadline
+            # After the client has read the rest, for which `_check_write_progress` sets a deadline.
+            self.transport.close()
         else:
             self._abort()
 
     def _abort(self) -> None:
-        self.connections.discard(self)  # `connection_lost` does so too late for a connection that is made meanwhile
+        # `connection_lost` runs later; a connection accepted until then would still count this one.
+        self.connections.discard(self)
         if self.transport.get_write_buffer_size():
-            # Reset the connection: otherwise the kernel goes on offering its own unsent bytes to the client.
+            # Send RST; otherwise the kernel keeps offering its unsent bytes to the client.
             self._set_option(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Parse `data` in pieces, so that little is buffered before a limit is checked."""
-        for start in range(0, len(data), _PARSED_AT_ONCE):
-            piece = data[start : start + _PARSED_AT_ONCE]
+        for start in range(0, len(data), _PARSE_CHUNK_BYTES):
+            piece = data[start : start + _PARSE_CHUNK_BYTES]
             self._pending_bytes += len(piece)
             super().data_received(piece)
             if self._pending_bytes > MAX_HEAD and not self.transport.is_closing():
-                self.send_400_response(f"The request head, or what frames the body, exceeds {MAX_HEAD} bytes.")
+                self.send_400_response(f"The request head or chunk framing exceeds {MAX_HEAD} bytes.")
             if self.transport.is_closing():
                 return
 
     def _refuse(self, reason: str) -> NoReturn:
         """Stop the parser from one of its callbacks; uvicorn then calls `send_400_response`."""
-        self._refusal = reason
+        self._error_message = reason
         raise HttpParserError(reason)
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong and close, or only close if the client would take this for a response that it waits for."""
+        """Send a 400 and close.
+
+        If another response is in progress, only abort: the client would read the 400 as part of it.
+        """
         running = self._running_cycle
         if running is None or running.response_complete or (running.more_body and not running.response_started):
-            super().send_400_response(self._refusal or msg)
+            super().send_400_response(self._error_message or msg)
         else:
             self._abort()
 
     def on_message_begin(self) -> None:
-        """Note that a request head begins."""
+        """Mark the beginning of a request head."""
         super().on_message_begin()
         self._in_head = True
 
@@ -167,19 +176,19 @@ class Connection(HttpToolsProtocol):
             self._running_cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """Hand the body on."""
+        """Reset the count of framing bytes."""
         self._pending_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request arrived."""
+        """Reset the count of framing bytes."""
         self._pending_bytes = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Wait for the next request; the rest of a refused body has to arrive in the same time."""
         if self.pipeline:
-            self._running_cycle = self.pipeline[-1][0]  # is started now
+            self._running_cycle = self.pipeline[-1][0]  # uvicorn starts the next pipelined request below
         super().on_response_complete()
         self._blocked_since = self.loop.time()
         if self.cycle.response_complete:
@@ -191,12 +200,15 @@ class Connection(HttpToolsProtocol):
         self._blocked_since = self.loop.time()
 
     def resume_writing(self) -> None:
-        """Note that the client accepts bytes."""
+        """Forget how much was unsent at the last write check."""
         super().resume_writing()
         self._unsent_bytes = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the deadlines, and tell the running request, which uvicorn does only for the one that came last."""
+        """Stop the timers and mark the running request as disconnected.
+
+        uvicorn does this only for the last pipelined request.
+        """
         self._stop_head_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
@@ -214,7 +226,7 @@ def connections(wanted: int) -> type[Connection]:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     room = wanted if soft == resource.RLIM_INFINITY else max(2, min(wanted, soft - _RESERVED))
-    return type("Connection", (Connection,), {"most": room})
+    return type("Connection", (Connection,), {"max_connections": room})
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mlx_tq.conversation.text_limit import TextLimit
+from mlx_tq.conversation.prompt_length import PromptLengthLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError
@@ -60,7 +60,7 @@ class Parts:
 
 
 class Conversations:
-    """Makes prompts with a tokenizer, in several threads at once.
+    """Render and tokenize prompts; thread-safe.
 
     Args:
         tokenizer: Of the model.
@@ -71,9 +71,9 @@ class Conversations:
     def __init__(self, tokenizer: Any, template_args: dict[str, Any], positions: int | None = None) -> None:
         self.tokenizer = self._tokenizer = tokenizer
         self._template_args = template_args
-        self._limit = TextLimit(tokenizer, positions)
-        # A fast tokenizer encodes in many threads at once as long as nobody changes its truncation or padding, which
-        # its first call may do.
+        self._limit = PromptLengthLimit(tokenizer, positions)
+        # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
+        # the `encode("")` below.
         is_fast = getattr(tokenizer, "is_fast", False)
         self._lock: AbstractContextManager[Any] = nullcontext() if is_fast else Lock()
         tokenizer.encode("")

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue import MAX_TEXT, RescueClient
 from mlx_tq.server.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, UnavailableError
-from mlx_tq.server.schemas import Count, List, Strict
+from mlx_tq.server.schemas import Count, FailFastList, Strict
 
 _BATCH = 32  # texts of a call; a longer one would keep what is written for other users waiting
 
@@ -20,7 +20,7 @@ class EmbeddingRequest(Strict):
     """The body of a request to /v1/embeddings."""
 
     model: str | None = None
-    input: Text | Annotated[List[Text], Field(min_length=1, max_length=2048)]
+    input: Text | Annotated[FailFastList[Text], Field(min_length=1, max_length=2048)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
     user: Any = None

@@ -80,10 +80,10 @@ class Engine:
         self._stop_sequences = make_stop_sequences(tokenizer)
         self._kept_prompts = KeptPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes)
         self._beginnings = Beginnings(plan, limits.prefill_step_size)
-        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # by the id of a job's sampler
+        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # keyed by id(job.sampler)
         self._asking = Asking(model, tokenizer, plan, limits.prefill_step_size)
         self._measured = 0.0
-        self._step_began: float | None = None  # None while there is nothing to do
+        self._step_began: float | None = None  # None while idle
 
     # For the web side.
 
@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the step in progress takes longer than any step should."""
+        """Whether the current step exceeds `stalled_s`."""
         began = self._step_began
         return began is not None and time.monotonic() - began > self._limits.stalled_s
 
@@ -196,7 +196,7 @@ class Engine:
     def _take(self) -> bool:
         """Let answers leave the batch and jobs join it, as the first rank decides; False ends the thread."""
         orders = self._following.told(self._decide, idle=not (self._waiting or self._running))
-        with self._ending_batch_on_error():
+        with self._fail_batch_on_error():
             self._remove(orders)
         for job in orders.admitted:
             self._admit(job)
@@ -215,16 +215,16 @@ class Engine:
                 return Orders(goes_on=False)
             ended, self._ended = self._ended, []
             failed = [uid for uid, running in self._running.items() if running.failed]
-            going = {*ended, *failed}
-            left = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in going]
-            going.update(left)
-            staying = [running for uid, running in self._running.items() if uid not in going]
-            orphans = [job for uid in going for job, _ in self._running[uid].followers]
+            leaving = {*ended, *failed}
+            abandoned = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in leaving]
+            leaving.update(abandoned)
+            remaining = [running for uid, running in self._running.items() if uid not in leaving]
+            orphans = [job for uid in leaving for job, _ in self._running[uid].followers]
             admitted: list[Job] = []
             while self._waiting:
                 job = self._waiting[0]
                 with self._admitting(job):
-                    if not self._fits(staying, [*orphans, *admitted]):
+                    if not self._fits(remaining, [*orphans, *admitted]):
                         break
                     if job.cancelled:
                         self._outbox.put((job, Left()))
@@ -232,7 +232,7 @@ class Engine:
                         admitted.append(job)
                 self._waiting.popleft()
             self._metrics.waiting.set(len(self._waiting))
-        return Orders(admitted, ended, left, failed, self._room(staying, [*orphans, *admitted]))
+        return Orders(admitted, ended, abandoned, failed, self._room(remaining, [*orphans, *admitted]))
 
     def _fail(self, job: Job, error: ApiError) -> None:
         self._outbox.put((job, Failed(error)), (job, Left()))
@@ -275,33 +275,33 @@ class Engine:
             question = self._asking.question(job)
             self._begin(job, question, *self._source(job, max(1, len(question))))
 
-    def _end(self, running: Running, error: ApiError) -> None:
-        """Tell the client of an error; the job leaves the batch before the next step."""
+    def _report_failure(self, running: Running, error: ApiError) -> None:
+        """Send the error to the client. The job leaves the batch before the next step."""
         if not running.failed:
             running.failed = True
             self._outbox.put((running.job, Failed(error)))
 
-    def _forget(self, uid: int) -> None:
-        """Remove a job that has left the batch; one that failed leaves its session as it was."""
+    def _drop_running(self, uid: int) -> None:
+        """Drop a job that is out of the batch. If it failed, also release its session unchanged."""
         running = self._running.pop(uid)
         if running.failed:
             self._outbox.put((running.job, Left()))
 
     @contextmanager
-    def _ending_job_on_error(self, uid: int) -> Iterator[None]:
-        """End a job alone where work for it raises; with several ranks, which may not all fail, raise."""
+    def _fail_job_on_error(self, uid: int) -> Iterator[None]:
+        """Fail only this job if the body raises. With several ranks, re-raise: the others may not have failed."""
         running = self._running[uid]
         try:
             yield
         except Exception as error:
             if not self._ranks.is_alone:
                 raise
-            log.exception("an answer failed")
-            self._end(running, ModelFailedError(f"the model failed: {error}"))
+            log.exception("a job failed")
+            self._report_failure(running, ModelFailedError(f"the model failed: {error}"))
 
     @contextmanager
-    def _ending_batch_on_error(self) -> Iterator[None]:
-        """End all running jobs where work for them together raises: what the batch holds then is unknown."""
+    def _fail_batch_on_error(self) -> Iterator[None]:
+        """Fail all running jobs if the body raises, because the state of the batch is then unknown."""
         try:
             yield
         except Exception as error:
@@ -442,11 +442,11 @@ class Engine:
 
     def _step(self) -> None:
         """One token for each job in the batch, or a part of its prompt."""
-        with self._ending_batch_on_error():
+        with self._fail_batch_on_error():
             read, generated = self._batch.next()
             self._after_reading(read)
             self._after_generating(generated)
-            self._after_sampling()
+            self._fail_jobs_with_sampling_errors()
         self._measure()
         self._outbox.send()
 
@@ -465,50 +465,55 @@ class Engine:
             if keeps and response.end_of_segment and not response.end_of_prompt:
                 ended.append(response.uid)
             if response.end_of_prompt:
-                with self._ending_job_on_error(response.uid):
+                with self._fail_job_on_error(response.uid):
                     self._asking.listen(running, self._batch, response.uid)
         self._store_points([response.uid for response in responses])
         leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
         for uid in leading:
-            with self._ending_job_on_error(uid):
-                caches, _ = self._batch.extract_cache([uid])[uid]
+            with self._fail_job_on_error(uid):
+                caches, _ = self._extract(uid)
                 self._lead(uid, caches)
         for uid in ended:
-            with self._ending_job_on_error(uid):
+            with self._fail_job_on_error(uid):
                 running = self._running[uid]
-                caches, tokens = self._batch.extract_cache([uid])[uid]
+                caches, tokens = self._extract(uid)
                 running.shared = self._beginnings.shared(running.job, caches)
                 self._kept_prompts.keep(tokens, caches, running.kinds.pop())
         for uid in asking:
-            with self._ending_job_on_error(uid):
-                caches, tokens = self._batch.extract_cache([uid])[uid]
+            with self._fail_job_on_error(uid):
+                caches, tokens = self._extract(uid)
                 self._ask(uid, caches, tokens)
         read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
         for uid in [uid for uid in read if uid in self._running and self._running[uid].pending]:
-            with self._ending_job_on_error(uid):
+            with self._fail_job_on_error(uid):
                 running = self._running[uid]
-                caches, tokens = self._batch.extract_cache([uid])[uid]
+                caches, tokens = self._extract(uid)
                 for each in self._others(running):
                     self._insert(each, [running.job.prompt.ids[-1:]], caches, tokens)
+
+    def _extract(self, uid: int) -> tuple[list[Any], list[int]]:
+        """Return a job's caches and the tokens that they hold."""
+        caches, tokens = self._batch.extract_cache([uid])[uid]
+        return caches, tokens
 
     def _store_points(self, uids: list[int]) -> None:
         """Store what jobs have read, where a step ended that is worth it."""
         for uid in uids:
             running = self._running[uid]
-            with self._ending_job_on_error(uid):
+            with self._fail_job_on_error(uid):
                 if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
-                    caches, _ = self._batch.extract_cache([uid])[uid]
+                    caches, _ = self._extract(uid)
                     running.stored.store(running.prefilled, caches)
 
     def _after_generating(self, responses: list[Any]) -> None:
         for response in responses:
-            with self._ending_job_on_error(response.uid):
-                self._take_token(self._running[response.uid], response)
+            with self._fail_job_on_error(response.uid):
+                self._process_token(self._running[response.uid], response)
             if response.finish_reason is not None:
-                self._forget(response.uid)
+                self._drop_running(response.uid)
         self._metrics.generated_tokens.inc(len(responses))
 
-    def _take_token(self, running: Running, response: Any) -> None:
+    def _process_token(self, running: Running, response: Any) -> None:
         running.close_stored()
         finish = response.finish_reason
         if finish is None and running.looks is not None:  # also where this rank knows that nobody needs more
@@ -520,42 +525,43 @@ class Engine:
             self._outbox.put((running.job, event))
             self._keep_answered(running, response.all_tokens, response.prompt_cache)
         elif isinstance(event, Failed):
-            self._end(running, event.error)
+            self._report_failure(running, event.error)
         else:
             self._outbox.put((running.job, event))
             if event.finish is not None:
                 self._ended.append(response.uid)
 
-    def _after_sampling(self) -> None:
-        """End the jobs whose next token could not be chosen."""
+    def _fail_jobs_with_sampling_errors(self) -> None:
+        """Fail the jobs whose sampler or processors raised."""
         for uid, running in self._running.items():
             error = running.sampling_error
             if error is not None and uid not in self._ended:
-                log.error("the sampling of an answer failed", exc_info=error)
-                self._end(running, ModelFailedError(f"the next token of the answer could not be chosen: {error}"))
+                log.error("sampling failed", exc_info=error)
+                self._report_failure(running, ModelFailedError(f"sampling failed: {error}"))
         for running in self._running.values():
             running.sampler.error = None
 
     def _remove(self, orders: Orders) -> None:
-        """Take jobs out of the batch. What they have read is kept for later requests, but not that of failed ones."""
-        leaving = [*orders.ended, *orders.left, *orders.failed]
+        """Remove jobs from the batch. Keep what they read for later requests, unless they failed."""
+        leaving = [*orders.ended, *orders.abandoned, *orders.failed]
         if not leaving:
             return
-        found = {}
-        for uid in (*orders.ended, *orders.left):
-            with self._ending_job_on_error(uid):
-                found.update(self._batch.extract_cache([uid]))
+        extracted = {}
+        for uid in (*orders.ended, *orders.abandoned):
+            with self._fail_job_on_error(uid):
+                extracted.update(self._batch.extract_cache([uid]))
         self._batch.remove(leaving)
         gone = [self._running[uid] for uid in leaving]
         for uid, running in zip(leaving, gone, strict=True):
-            with self._ending_job_on_error(uid):
+            with self._fail_job_on_error(uid):
                 running.close_stored()
-                caches, tokens = found.get(uid, (None, []))
-                if running.job.start is not None and uid in orders.left:  # half an answer: the session stays as it was
+                caches, tokens = extracted.get(uid, (None, []))
+                if running.job.start is not None and uid in orders.abandoned:
+                    # half an answer: the session stays as it was
                     self._outbox.put((running.job, Left()))
                 elif caches is not None and tokens:
                     self._keep_answered(running, tokens, caches)
-            self._forget(uid)
+            self._drop_running(uid)
         self._admit_followers(gone)
 
     def _admit_followers(self, left: Iterable[Running]) -> None:

@@ -59,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-body",
         type=parse_size,
         metavar="SIZE",
-        help="bytes of a request (default: 32 for each position of the model and at least 2MB, or 10MB where the model "
-        "names no limit)",
+        help="maximum request size in bytes (default: 32 per token of context length, at least 2MB; 10MB if the model "
+        "states no context length)",
     )
     add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
     add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches are kept")

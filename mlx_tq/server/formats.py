@@ -1,4 +1,4 @@
-"""From a request's `response_format` to a compiled grammar."""
+"""Compile the `response_format` of requests."""
 
 import asyncio
 from weakref import WeakValueDictionary
@@ -31,39 +31,40 @@ class ResponseFormats:
         self._pending = 0
 
     async def compile(self, request: ChatRequest, client: str) -> LLMatcher | None:
-        """Compile the grammar that the answer has to follow; None where it may be any text.
+        """Compile the grammar that the answer of a request from the address `client` has to follow.
 
-        Args:
-            request: as it came.
-            client: its address.
+        Returns None where the answer may be any text.
 
         Raises:
             InvalidRequestError: a schema or grammar that cannot be followed, or combined with the other arguments.
             QueueFullError: as many requests wait as may.
         """
-        asked = request.response_format
-        if asked is None or isinstance(asked, TextFormat):
+        response_format = request.response_format
+        if response_format is None or isinstance(response_format, TextFormat):
             return None
         if request.tools and request.tool_choice != "none":
             raise InvalidRequestError("tools and response_format exclude each other; send one of them", _PARAM)
         if request.prefill is not None:
-            raise InvalidRequestError("response_format cannot constrain an answer that the last message begins", _PARAM)
-        if isinstance(asked, GrammarFormat) and asked.syntax == "lark" and not self._allow_lark:
             raise InvalidRequestError(
-                "this server takes no Lark grammars; send a regular expression or a JSON schema, "
-                "or start it with --allow-lark",
+                "response_format cannot be combined with a partial assistant message at the end; remove one of them",
+                _PARAM,
+            )
+        if isinstance(response_format, GrammarFormat) and response_format.syntax == "lark" and not self._allow_lark:
+            raise InvalidRequestError(
+                "Lark grammars are disabled; send a regular expression or a JSON schema, "
+                "or restart the server with --allow-lark",
                 f"{_PARAM}.syntax",
             )
-        param = _param(asked)
+        param = _param(response_format)
         try:
-            return await self._compile(_source(asked), client)
+            return await self._compile(_source(response_format), client)
         except GrammarError as error:
-            where = ".".join([param, *error.place])
-            raise InvalidRequestError(f"{where}: {error}", where) from error
+            path = ".".join([param, *error.path])
+            raise InvalidRequestError(f"{path}: {error}", path) from error
 
     async def _compile(self, source: GrammarSource, client: str) -> LLMatcher:
         if self._pending >= self._queue:
-            raise QueueFullError(f"{self._queue} requests wait for their grammar, the limit; try again later")
+            raise QueueFullError(f"the grammar queue is full ({self._queue} requests); try again later")
         client_slots = self._client_slots.setdefault(client, asyncio.Semaphore(_SLOTS_PER_CLIENT))
         self._pending += 1
         try:
@@ -73,15 +74,15 @@ class ResponseFormats:
             self._pending -= 1
 
 
-def _param(asked: ObjectFormat | SchemaFormat | GrammarFormat) -> str:
-    if isinstance(asked, GrammarFormat):
+def _param(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> str:
+    if isinstance(response_format, GrammarFormat):
         return f"{_PARAM}.definition"
-    return f"{_PARAM}.schema" if isinstance(asked, ObjectFormat) else f"{_PARAM}.json_schema.schema"
+    return f"{_PARAM}.schema" if isinstance(response_format, ObjectFormat) else f"{_PARAM}.json_schema.schema"
 
 
-def _source(asked: ObjectFormat | SchemaFormat | GrammarFormat) -> GrammarSource:
-    if isinstance(asked, GrammarFormat):
-        return GrammarSource(asked.syntax, asked.definition)
-    if isinstance(asked, ObjectFormat):
-        return GrammarSource.of_schema(asked.described_by or {"type": "object"})
-    return GrammarSource.of_schema(asked.json_schema.described_by)
+def _source(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> GrammarSource:
+    if isinstance(response_format, GrammarFormat):
+        return GrammarSource(response_format.syntax, response_format.definition)
+    if isinstance(response_format, ObjectFormat):
+        return GrammarSource.of_schema(response_format.described_by or {"type": "object"})
+    return GrammarSource.of_schema(response_format.json_schema.described_by)

@@ -15,9 +15,9 @@ from mlx_tq.server.errors import (
     UnauthorizedError,
 )
 
-_MAX_BODY = 10**7  # where the model names no limit
-_LEAST_MAX_BODY = 2 * 10**6  # room for tools, schemas and several prompts
-_BODY_BYTES_PER_POSITION = 32  # a token has about four bytes, and JSON makes up to six of one
+_MAX_BODY = 10**7  # if the model states no context length
+_MIN_DEFAULT_MAX_BODY = 2 * 10**6  # room for tools, schemas and several prompts
+_BODY_BYTES_PER_POSITION = 32  # a token is about four bytes, and JSON escapes take up to six per byte
 BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a connection for long
 
 
@@ -30,8 +30,8 @@ def is_loopback(host: str) -> bool:
 
 
 def default_max_body(positions: int | None) -> int:
-    """Return the bytes that a request may have for a model of so many positions; None is a model without a limit."""
-    return _MAX_BODY if positions is None else max(_LEAST_MAX_BODY, _BODY_BYTES_PER_POSITION * positions)
+    """Return the default `--max-body` for a context length (None: unknown)."""
+    return _MAX_BODY if positions is None else max(_MIN_DEFAULT_MAX_BODY, _BODY_BYTES_PER_POSITION * positions)
 
 
 class Guard:

@@ -1,8 +1,7 @@
-"""Keep what one job's sampler or logits processors raise from the other rows of the batch.
+"""Isolate errors of one job's sampler and logits processors from the rest of the batch.
 
-The row of a job whose sampling fails goes on with harmless values until the engine, which reads `error` after each
-step, takes it out of the batch. The processors of mlx-lm and our samplers raise at once or never. What mlx raises when
-it evaluates an array ends the batch, as nothing tells whose array it was.
+After an error, the row continues with harmless values until the engine, which reads `error` after each step, removes
+the job. An error that mlx raises on evaluation still ends the batch, because nothing says which row caused it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from mlx_tq.server.sampling import Sampler
 
 
 class GuardedProcessors:
-    """All logits processors of a job as one; after an error the logits stay as they are.
+    """Run a job's logits processors; after an error, return the logits unchanged.
 
     Args:
         processors: of mlx-lm.
@@ -44,7 +43,7 @@ class GuardedProcessors:
 
 
 class GuardedSampler:
-    """A sampler that takes the most likely tokens where the sampler raises.
+    """A sampler that falls back to argmax if the wrapped sampler raises.
 
     mlx-lm samples all rows at once where they have one sampler, so the jobs that share a sampler share its guard.
 

@@ -1,4 +1,4 @@
-"""Large requests are prepared one at a time, so that small ones next to them need not wait."""
+"""Prepare large requests one at a time, so that small ones do not wait."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from mlx_tq.server.errors import QueueFullError
 
 Result = TypeVar("Result")
 
-LARGE = 2**16  # bytes of a request; these take about a tenth of a second to tokenize
-_MAX_BYTES = 2**23  # of all requests that are being prepared or wait for it
+LARGE_REQUEST_BYTES = 2**16  # tokenizing takes about 0.1 s
+_MAX_QUEUED_BYTES = 2**23  # of all requests in preparation or waiting for it
 
 
 class LargeRequests:
@@ -22,15 +22,15 @@ class LargeRequests:
         self._nbytes = 0
 
     async def run(self, nbytes: int, prepare: Callable[..., Result], *args: Any) -> Result:
-        """Call `prepare` with `args` in a thread when it is the turn of a request of `nbytes` bytes.
+        """Run `prepare(*args)` in a thread when it is this request's turn.
 
         Raises:
             QueueFullError: too many bytes wait.
         """
-        if self._nbytes and self._nbytes + nbytes > _MAX_BYTES:
+        if self._nbytes and self._nbytes + nbytes > _MAX_QUEUED_BYTES:
             raise QueueFullError(
-                f"requests of {self._nbytes:,} bytes are being prepared and this one has {nbytes:,}; "
-                f"the limit is {_MAX_BYTES:,}. Try again later"
+                f"too many large requests: {self._nbytes:,} bytes are queued and this one has {nbytes:,}; "
+                f"the limit is {_MAX_QUEUED_BYTES:,}. Try again later"
             )
         self._nbytes += nbytes
         try:

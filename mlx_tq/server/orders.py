@@ -20,15 +20,14 @@ class Orders:
 
     Attributes:
         admitted: jobs that join the batch.
-        ended, left, failed: numbers, in the batch, of answers that leave it: complete ones, those that nobody waits
-            for, and those whose client was told of an error.
+        ended, abandoned, failed: batch uids of jobs to remove: completed, abandoned, failed.
         room: bytes that caches kept for later requests may take from now on; None where that stays as it was.
         goes_on: whether there is a step.
     """
 
     admitted: list[Job] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    abandoned: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     room: int | None = None
     goes_on: bool = True

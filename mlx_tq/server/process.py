@@ -172,7 +172,7 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: 
         tokenizer=tokenizer,
         conversations=conversations,
         grammars=grammars,
-        formats=ResponseFormats(grammars, args.max_queue, allow_lark=args.allow_lark),
+        response_formats=ResponseFormats(grammars, args.max_queue, allow_lark=args.allow_lark),
         sessions=sessions,
         rescue=client,
         engine=Engine(model, tokenizer, config, plan, _limits(args, memory), metrics, sessions, store),

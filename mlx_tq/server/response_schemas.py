@@ -9,7 +9,7 @@ from mlx_tq.server.schemas import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
     Count,
-    List,
+    FailFastList,
     Loose,
     NamedSchema,
     ObjectFormat,
@@ -40,7 +40,7 @@ class SaidItem(Loose):
     """A message; its type may be left out."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | List[Text]
+    content: str | FailFastList[Text]
 
     @property
     def text(self) -> str:
@@ -60,7 +60,7 @@ class OutputItem(Loose):
     """What a call gave."""
 
     call_id: str
-    output: str | List[Text]
+    output: str | FailFastList[Text]
 
 
 class ThoughtItem(Loose):
@@ -112,17 +112,17 @@ class ResponseRequest(Strict):
     """The body of a request to /v1/responses."""
 
     model: str | None = None
-    input: Annotated[str, Field(min_length=1)] | Annotated[List[Item], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[FailFastList[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Share | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    include: List[str] | None = None
+    include: FailFastList[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
-    tools: List[Tool] | None = None
+    tools: FailFastList[Tool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     # No response is kept, so that nothing can go on behind one.

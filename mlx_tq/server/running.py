@@ -37,8 +37,8 @@ class Running:
         ends: where the steps end in which its prompt is read.
         followers: jobs that wait until it has read what they begin with too, and how many tokens these are.
         shared: rows that it has in common with others.
-        processors: the job's logits processors as one, or none.
-        sampler: the job's.
+        processors: `GuardedProcessors` of the job, or empty.
+        sampler: the job's sampler, shared with jobs that use the same one.
         failed: the client was told of an error; the job leaves the batch before the next step.
     """
 
@@ -77,8 +77,8 @@ class Running:
 
     @property
     def sampling_error(self) -> Exception | None:
-        """What its logits processors or, once it generates, its sampler raised in the last step."""
-        if self.prefilled < len(self.job.prompt.ids):  # the sampler may have failed for others
+        """Return the error that this job's processors or sampler raised in the last step."""
+        if self.prefilled < len(self.job.prompt.ids):  # still in prefill: the shared sampler failed for another job
             return None
         errors = [self.sampler.error, *(guard.error for guard in self.processors)]
         return next((error for error in errors if error is not None), None)
@@ -100,7 +100,7 @@ class Running:
             self.stored = None
 
     def said(self, response: Any) -> Piece | Failed:
-        """Return what a token of mlx-lm's batch adds to the answer, or why it cannot be read."""
+        """Return what a token adds to the answer, or the error that prevents it."""
         try:
             return self._piece(response)
         except ApiError as error:

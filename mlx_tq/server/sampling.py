@@ -13,7 +13,7 @@ from mlx_tq.server.schemas import Request
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [B]
 
-_LONGEST_TOKEN_ID = 10  # digits; int() refuses thousands of them with an error of its own
+_MAX_TOKEN_ID_DIGITS = 10  # int() raises ValueError above 4,300 digits
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _bias(request: Request, vocabulary: int) -> dict[int, float] | None:
     if not request.logit_bias:
         return None
     for token in request.logit_bias:
-        is_number = token.isascii() and token.isdigit() and len(token) <= _LONGEST_TOKEN_ID
+        is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_ID_DIGITS
         if not (is_number and int(token) < vocabulary):
             raise InvalidRequestError(
                 f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}", "logit_bias"

@@ -25,9 +25,9 @@ MAX_PROMPTS = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_FAULTS = 3
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
-_LEAST_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
+_MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
 _ABSENT = object()
-# Where pydantic speaks of Python.
+# Replacements for pydantic messages that name Python types.
 _MESSAGES = {
     "extra_forbidden": "this server has no such argument; leave it out",
     "list_type": "Input should be a valid array",
@@ -39,21 +39,21 @@ _MESSAGES = {
 
 Element = TypeVar("Element")
 # Validation stops at the first wrong element, so that the number of errors does not grow with the request.
-List = Annotated[list[Element], Field(fail_fast=True)]
-Dict = Annotated[dict[str, Element], Field(fail_fast=True)]
+FailFastList = Annotated[list[Element], Field(fail_fast=True)]
+FailFastDict = Annotated[dict[str, Element], Field(fail_fast=True)]
 
 
-def _off_or_finite(penalty: float) -> float:
-    if 0 < penalty < _LEAST_REPETITION_PENALTY:
-        raise ValueError(f"Input should be 0, which turns it off, or at least {_LEAST_REPETITION_PENALTY}")
+def _check_repetition_penalty(penalty: float) -> float:
+    if 0 < penalty < _MIN_REPETITION_PENALTY:
+        raise ValueError(f"Input should be 0 (off) or at least {_MIN_REPETITION_PENALTY}")
     return penalty
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Prompt = Annotated[str, Field(min_length=1)] | Annotated[List[int], Field(min_length=1)]  # text, or token ids
+Prompt = Annotated[str, Field(min_length=1)] | Annotated[FailFastList[int], Field(min_length=1)]  # text, or token ids
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(ge=0, le=10), AfterValidator(_off_or_finite)]
+RepetitionPenalty = Annotated[float, Field(ge=0, le=10), AfterValidator(_check_repetition_penalty)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -64,7 +64,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _limit_unknown(cls, value: Any) -> Any:
+    def _drop_excess_unknown_fields(cls, value: Any) -> Any:
         """Drop unknown arguments beyond the number that an error reports."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _MAX_FAULTS:
             return value
@@ -105,9 +105,10 @@ class Message(Loose):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | List[TextPart] | None = Field(_ABSENT, validate_default=True)  # null is a message without words
+    # null is a message without words
+    content: str | FailFastList[TextPart] | None = Field(_ABSENT, validate_default=True)
     reasoning: str | None = None
-    tool_calls: List[ToolCall] | None = None
+    tool_calls: FailFastList[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -190,9 +191,9 @@ class Request(Strict):
     repetition_context_size: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Dict[Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: FailFastDict[Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: Stop | Annotated[List[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[FailFastList[Stop], Field(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # What OpenAI's own bookkeeping uses; it has no meaning here and changes no answer.
     user: Any = None
@@ -229,16 +230,16 @@ class Request(Strict):
 class ChatRequest(Request):
     """The body of a request to /v1/chat/completions."""
 
-    messages: Annotated[List[Message], Field(min_length=1)]
+    messages: Annotated[FailFastList[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
-    tools: List[FunctionTool] | None = None
+    tools: FailFastList[FunctionTool] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: Format | None = None
-    modalities: List[Literal["text"]] | None = None
-    chat_template_kwargs: Dict[str | int | float | bool | None] | None = None
+    modalities: FailFastList[Literal["text"]] | None = None
+    chat_template_kwargs: FailFastDict[str | int | float | bool | None] | None = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -262,7 +263,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """The body of a request to /v1/completions."""
 
-    prompt: Prompt | Annotated[List[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Prompt | Annotated[FailFastList[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -287,20 +288,21 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         InvalidRequestError: it is no JSON, or arguments are missing, unknown, or of wrong type or range.
     """
     try:
-        value = _load(body)
+        value = _parse_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"Invalid JSON: {error}") from error
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        refusal = _refusal(error.errors(include_url=False, include_input=False), value)
-    # The traceback keeps this frame, and the event loop would have to free millions of values.
+        invalid = _make_error(error.errors(include_url=False, include_input=False), value)
+    # Raised outside the `except`, without `value`: the traceback would keep the parsed body alive and free it on the
+    # event loop.
     del value
-    raise refusal
+    raise invalid
 
 
-def _load(body: bytes) -> Any:
-    # The garbage collector would take most of the time in a body of a million lists, and holds the GIL.
+def _parse_json(body: bytes) -> Any:
+    # With a million lists, garbage collection takes most of the time and holds the GIL.
     gc.disable()
     try:
         return from_json(body)
@@ -308,7 +310,7 @@ def _load(body: bytes) -> Any:
         gc.enable()
 
 
-def _refusal(faults: Sequence[Any], value: Any) -> InvalidRequestError:
+def _make_error(faults: Sequence[Any], value: Any) -> InvalidRequestError:
     said: dict[str, list[str]] = {}
     for where, message in _places(faults, value):
         said.setdefault(where, []).append(message)

@@ -17,7 +17,7 @@ from mlx_tq.server.engine import Engine
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_tq.server.formats import ResponseFormats
 from mlx_tq.server.jobs import Job
-from mlx_tq.server.large_requests import LARGE, LargeRequests
+from mlx_tq.server.large_requests import LARGE_REQUEST_BYTES, LargeRequests
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling, processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
@@ -35,8 +35,8 @@ class Service:
         created: when it was loaded, in seconds since 1970.
         tokenizer: of the model.
         conversations: makes prompts.
-        grammars: compiles what answers have to follow.
-        formats: of requests, from which it is compiled.
+        grammars: compiles grammars for this tokenizer.
+        response_formats: compiles a request's response_format.
         sessions: that are kept between requests.
         rescue: client of the rescue service, or None.
         engine: generates.
@@ -44,7 +44,7 @@ class Service:
         sampling, max_tokens: where a request does not say.
         positions: that the model allows, or None.
         plan, memory: of the caches and the bytes they may take; None where nothing is compressed.
-        large_requests: are prepared one at a time.
+        large_requests: queue that prepares large requests one at a time.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Service:
     tokenizer: Any
     conversations: Conversations
     grammars: Grammars
-    formats: ResponseFormats
+    response_formats: ResponseFormats
     sessions: Sessions
     rescue: RescueClient | None
     engine: Engine
@@ -75,19 +75,19 @@ class Service:
                 f"the model {str(name)[:100]!r} is not served; this server has {self.name}", "model"
             )
 
-    async def prepare_job(
+    async def prepare_in_thread(
         self,
         request: ChatRequest | CompletionRequest,
         nbytes: int,
         session: Kept | None = None,
         matcher: LLMatcher | None = None,
     ) -> tuple[list[Job], Answer, Turn | None]:
-        """Call `prepare` in a thread, for large requests of `nbytes` bytes one at a time.
+        """Run `prepare` in a worker thread. Requests of more than 64 kB run one at a time.
 
         Raises:
             QueueFullError: too many large requests wait; and what `prepare` raises.
         """
-        if nbytes > LARGE:
+        if nbytes > LARGE_REQUEST_BYTES:
             return await self.large_requests.run(nbytes, self.prepare, request, session, matcher)
         return await run_in_threadpool(self.prepare, request, session, matcher)
 
@@ -100,7 +100,7 @@ class Service:
         """A job for each prompt, their answer, still empty, and the turn of the session that it is, if it is one.
 
         Args:
-            request: as it came.
+            request: from the client.
             session: that it belongs to.
             matcher: of the grammar that its answers have to follow.
 

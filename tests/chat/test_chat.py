@@ -154,7 +154,7 @@ def test_a_conversation_to_its_last_position(talk, tmp_path):
     assert err.count("of the model's 400 positions; it ends there") == 1
     assert "has 400 positions, which evicted tokens keep: " in err
     assert "tokens would fit. Shorten the turn, start a new conversation (reset)" in err
-    assert "characters fit. Shorten the message, start a new conversation (reset)" in err
+    assert "characters). Shorten the message, start a new conversation (reset)" in err
     assert "saved to chat.safetensors" in err
     assert out.splitlines()[-1].strip() == "417295"
     assert "indexing errors" not in err  # transformers' word for a text longer than the model's positions

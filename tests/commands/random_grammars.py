@@ -20,108 +20,108 @@ ATOMS = [
 QUANTIFIERS = ["", "", "*", "+", "?", "{2}", "{0,3}", "{1,500}", "{1000}", "{3,}", "*?", "{100000}", "{5,2}"]
 
 
-def random_source(chosen):
-    """One grammar, as `chosen` (a random.Random) draws it.
+def random_source(rng):
+    """One grammar, as `rng` (a random.Random) draws it.
 
     Raises:
         GrammarError: it is refused before it is compiled.
     """
-    kind = chosen.random()
+    kind = rng.random()
     if kind < 0.55:
-        return GrammarSource.of_schema(_root(chosen))
+        return GrammarSource.of_schema(_root(rng))
     if kind < 0.65:
-        return GrammarSource("json_schema", json.dumps(_mutated(chosen, chosen.choice(ORDINARY)["schema"])))
+        return GrammarSource("json_schema", json.dumps(_mutated(rng, rng.choice(ORDINARY)["schema"])))
     if kind < 0.8:
-        return GrammarSource("regex", _regex(chosen, 4))
-    return GrammarSource("lark", _lark(chosen))
+        return GrammarSource("regex", _regex(rng, 4))
+    return GrammarSource("lark", _lark(rng))
 
 
-def _root(chosen):
-    schema = _schema(chosen, chosen.randint(1, 4))
-    schema["$defs"] = {name: _schema(chosen, 2) for name in ("a", "b", "c")}
+def _root(rng):
+    schema = _schema(rng, rng.randint(1, 4))
+    schema["$defs"] = {name: _schema(rng, 2) for name in ("a", "b", "c")}
     return schema
 
 
-def _schema(chosen, depth):
+def _schema(rng, depth):
     """A schema of a few keywords, each with a value that belongs there or not."""
-    made = {"type": chosen.choice(TYPES[:-1] if chosen.random() < 0.95 else TYPES)} if chosen.random() < 0.8 else {}
-    if chosen.random() < 0.05:
-        made["type"] = chosen.sample(TYPES, 2)
-    for _ in range(chosen.randint(0, 3)):
-        made |= _keyword(chosen, depth)
+    made = {"type": rng.choice(TYPES[:-1] if rng.random() < 0.95 else TYPES)} if rng.random() < 0.8 else {}
+    if rng.random() < 0.05:
+        made["type"] = rng.sample(TYPES, 2)
+    for _ in range(rng.randint(0, 3)):
+        made |= _keyword(rng, depth)
     return made
 
 
-def _keyword(chosen, depth):
+def _keyword(rng, depth):
     def several(most):
-        return [_schema(chosen, depth - 1) for _ in range(chosen.randint(1, most))]
+        return [_schema(rng, depth - 1) for _ in range(rng.randint(1, most))]
 
-    simple = chosen.choice(
+    simple = rng.choice(
         [
-            lambda: {chosen.choice(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]): _number(chosen)},
-            lambda: {"multipleOf": _number(chosen)},
-            lambda: {chosen.choice(["minLength", "maxLength", "minItems", "maxItems"]): chosen.choice(SIZES)},
-            lambda: {chosen.choice(["minProperties", "maxProperties"]): chosen.choice(SIZES)},
-            lambda: {"pattern": _regex(chosen, 3)},
-            lambda: {"format": chosen.choice(FORMATS)},
-            lambda: {"const": chosen.choice([_number(chosen), "a", None, {"a": [1, "é"]}, [], "\x00", '"\\'])},
-            lambda: {"enum": chosen.sample([_number(chosen), "a", None, {"b": 1}, "x" * 1000], chosen.randint(0, 5))},
-            lambda: {"$ref": chosen.choice(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c", "#/$defs/none"])},
+            lambda: {rng.choice(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]): _number(rng)},
+            lambda: {"multipleOf": _number(rng)},
+            lambda: {rng.choice(["minLength", "maxLength", "minItems", "maxItems"]): rng.choice(SIZES)},
+            lambda: {rng.choice(["minProperties", "maxProperties"]): rng.choice(SIZES)},
+            lambda: {"pattern": _regex(rng, 3)},
+            lambda: {"format": rng.choice(FORMATS)},
+            lambda: {"const": rng.choice([_number(rng), "a", None, {"a": [1, "é"]}, [], "\x00", '"\\'])},
+            lambda: {"enum": rng.sample([_number(rng), "a", None, {"b": 1}, "x" * 1000], rng.randint(0, 5))},
+            lambda: {"$ref": rng.choice(["#", "#/$defs/a", "#/$defs/b", "#/$defs/c", "#/$defs/none"])},
         ]
     )
-    if depth <= 0 or chosen.random() < 0.5:
+    if depth <= 0 or rng.random() < 0.5:
         return simple()
-    return chosen.choice(
+    return rng.choice(
         [
-            lambda: {"properties": {name: _schema(chosen, depth - 1) for name in chosen.sample('abcdefgh"\\é', 3)}},
-            lambda: {"required": chosen.sample("abcdefgh", 2)},
-            lambda: {"patternProperties": {_regex(chosen, 2): _schema(chosen, depth - 1)}},
-            lambda: {"additionalProperties": chosen.choice([True, False, _schema(chosen, depth - 1)])},
-            lambda: {"items": _schema(chosen, depth - 1)},
+            lambda: {"properties": {name: _schema(rng, depth - 1) for name in rng.sample('abcdefgh"\\é', 3)}},
+            lambda: {"required": rng.sample("abcdefgh", 2)},
+            lambda: {"patternProperties": {_regex(rng, 2): _schema(rng, depth - 1)}},
+            lambda: {"additionalProperties": rng.choice([True, False, _schema(rng, depth - 1)])},
+            lambda: {"items": _schema(rng, depth - 1)},
             lambda: {"prefixItems": several(3)},
-            lambda: {chosen.choice(["anyOf", "oneOf"]): several(4)},
-            lambda: {"allOf": several(chosen.choice([2, 2, 3, 6, 18]))},
-            lambda: {"not": _schema(chosen, depth - 1)},
+            lambda: {rng.choice(["anyOf", "oneOf"]): several(4)},
+            lambda: {"allOf": several(rng.choice([2, 2, 3, 6, 18]))},
+            lambda: {"not": _schema(rng, depth - 1)},
             lambda: {"x-guidance": {"whitespace_flexible": True}},
         ]
     )()
 
 
-def _number(chosen):
-    return chosen.choice(NUMBERS) if chosen.random() < 0.5 else chosen.randint(-1000, 1000)
+def _number(rng):
+    return rng.choice(NUMBERS) if rng.random() < 0.5 else rng.randint(-1000, 1000)
 
 
-def _regex(chosen, depth):
+def _regex(rng, depth):
     parts = []
-    for _ in range(chosen.randint(1, 4)):
-        part = chosen.choice(ATOMS)
-        if depth and chosen.random() < 0.5:
-            part = f"({_regex(chosen, depth - 1)})"
-        parts.append(part + chosen.choice(QUANTIFIERS))
-    joined = chosen.choice(["", "", "|", ".*"]).join(parts)
-    return joined * chosen.choice([1, 1, 1, 1, 1, 10, 500]) if depth == 3 else joined
+    for _ in range(rng.randint(1, 4)):
+        part = rng.choice(ATOMS)
+        if depth and rng.random() < 0.5:
+            part = f"({_regex(rng, depth - 1)})"
+        parts.append(part + rng.choice(QUANTIFIERS))
+    joined = rng.choice(["", "", "|", ".*"]).join(parts)
+    return joined * rng.choice([1, 1, 1, 1, 1, 10, 500]) if depth == 3 else joined
 
 
-def _lark(chosen):
-    """Rules and terminals that refer to each other, also in circles."""
+def _lark(rng):
+    """Rules and terminals that refer to each other, including cycles."""
     names = ["start", "x", "y", "T", "U"]
 
     def part():
-        schema, regex = json.dumps(_schema(chosen, 1)), _regex(chosen, 2).replace("/", "").replace("\n", "")
+        schema, regex = json.dumps(_schema(rng, 1)), _regex(rng, 2).replace("/", "").replace("\n", "")
         leaves = ['"a"', '"b"', '""', f"/{regex}/", "/b+/", "<[0]>", "<|im_end|>", f"%json {schema}"]
-        inner = chosen.choice([*names, *names, *leaves]) + chosen.choice(["", "", "", "*", "+", "?", "{2,5}", "~3"])
-        return f"({inner} | {chosen.choice(names)})" if chosen.random() < 0.2 else inner
+        inner = rng.choice([*names, *names, *leaves]) + rng.choice(["", "", "", "*", "+", "?", "{2,5}", "~3"])
+        return f"({inner} | {rng.choice(names)})" if rng.random() < 0.2 else inner
 
     lines = []
     for name in names:
-        options = [" ".join(part() for _ in range(chosen.randint(1, 3))) for _ in range(chosen.randint(1, 3))]
+        options = [" ".join(part() for _ in range(rng.randint(1, 3))) for _ in range(rng.randint(1, 3))]
         lines.append(f"{name}: {' | '.join(options)}")
-    if chosen.random() < 0.1:
-        lines.append(chosen.choice(["%ignore /[ab]+/", "%import common.INT", "%llguidance {}", "z[lazy]: T"]))
+    if rng.random() < 0.1:
+        lines.append(rng.choice(["%ignore /[ab]+/", "%import common.INT", "%llguidance {}", "z[lazy]: T"]))
     return "\n".join(lines)
 
 
-def _mutated(chosen, schema):
+def _mutated(rng, schema):
     """A schema with some of its values replaced."""
     copied = json.loads(json.dumps(schema))
     places = []
@@ -133,6 +133,6 @@ def _mutated(chosen, schema):
             places.append((part, key))
             if isinstance(part[key], dict | list):
                 waiting.append(part[key])
-    for part, key in chosen.sample(places, min(len(places), chosen.randint(1, 3))):
-        part[key] = chosen.choice([_number(chosen), _schema(chosen, 2), chosen.choice(TYPES), [], {}, None, True, "("])
+    for part, key in rng.sample(places, min(len(places), rng.randint(1, 3))):
+        part[key] = rng.choice([_number(rng), _schema(rng, 2), rng.choice(TYPES), [], {}, None, True, "("])
     return copied

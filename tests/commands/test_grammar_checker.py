@@ -8,7 +8,7 @@ import pytest
 from http_harness import wait_for
 
 from mlx_tq.commands.grammar_checker import GrammarChecker, GrammarLimitError
-from mlx_tq.commands.grammar_child import CompileLimits
+from mlx_tq.commands.grammar_forkserver import CompileLimits
 from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 from mlx_tq.models import load
 
@@ -44,15 +44,18 @@ def checker(make_checker):
 
 
 def check(checker, source):
-    asyncio.run(checker.check(source))
+    """Raise whatever is wrong with a grammar."""
+    error = asyncio.run(checker.check(source))
+    if error is not None:
+        raise error
 
 
-def schema(text):
-    return GrammarSource.of_schema(text)
+def source_of(schema):
+    return GrammarSource.of_schema(schema)
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("schema", "path"),
     [
         ({"type": "integer", "minimum": LOWEST, "maximum": LOWEST}, ()),
         ({"minimum": -1e19, "maximum": -1e19}, ()),
@@ -63,19 +66,19 @@ def schema(text):
         ({"not": {"allOf": regexes(17)}}, ("not",)),
     ],
 )
-def test_what_is_known_to_be_fatal_is_refused_before_it_is_tried(text, place):
+def test_fatal_schemas_are_rejected_without_compiling(schema, path):
     with pytest.raises(GrammarError, match=r"must be above -9223372036854775296|the limit is 16") as refused:
-        schema(text)
-    assert refused.value.place == place
+        source_of(schema)
+    assert refused.value.path == path
 
 
-def test_neighbors_of_what_is_refused(checker):
-    check(checker, schema({"type": "integer", "minimum": LOWEST + 1025, "maximum": LOWEST + 1025}))
-    check(checker, schema({"type": "number", "minimum": -1e300, "maximum": -1e300}))
-    check(checker, schema({"allOf": [{"type": "object"}] * 16}))
+def test_values_just_inside_the_limits_are_accepted(checker):
+    check(checker, source_of({"type": "integer", "minimum": LOWEST + 1025, "maximum": LOWEST + 1025}))
+    check(checker, source_of({"type": "number", "minimum": -1e300, "maximum": -1e300}))
+    check(checker, source_of({"allOf": [{"type": "object"}] * 16}))
 
 
-def test_a_grammar_may_force_a_byte_forever(checker):
+def test_endless_forced_bytes_do_not_hang(checker):
     check(checker, GrammarSource("lark", "start: T T\nT: /b+/"))
     for options in ('%llguidance {"no_forcing": false}\n', "%llguidance {}\n"):
         with pytest.raises(GrammarError, match="%llguidance"):
@@ -84,60 +87,60 @@ def test_a_grammar_may_force_a_byte_forever(checker):
 
 def test_time_is_limited(make_checker):
     with pytest.raises(GrammarLimitError, match=r"more than 0.5 s"):
-        check(make_checker(seconds=0.5), schema(SLOW))
+        check(make_checker(seconds=0.5), source_of(SLOW))
 
 
 def test_memory_is_limited(make_checker):
     """Compiling this takes 100 MB."""
     with pytest.raises(GrammarLimitError, match=r"memory"):
-        check(make_checker(nbytes=2**25, seconds=60), schema({"allOf": regexes(16)}))
+        check(make_checker(nbytes=2**25, seconds=60), source_of({"allOf": regexes(16)}))
 
 
-def test_the_search_for_a_fault_ends_in_time(checker):
+def test_locating_an_error_is_time_limited(checker):
     """Each of 900 properties is compiled with all 500 definitions."""
     wide = {"properties": {f"p{n}": {"type": "string"} for n in range(900)}, "not": {}}
     wide["$defs"] = {f"d{n}": {"type": "string"} for n in range(500)}
     with pytest.raises(GrammarError, match="not"):
-        check(checker, schema(wide))
+        check(checker, source_of(wide))
 
 
-def children(checker):
+def workers(checker):
     return checker._process and psutil.Process(checker._process.pid).children()
 
 
-def test_a_child_that_is_killed_fails_its_own_check_alone(checker):
+def test_a_killed_worker_fails_only_its_check(checker):
     async def main():
-        slow = asyncio.create_task(checker.check(schema(SLOW)))
-        while not children(checker):
+        slow = asyncio.create_task(checker.check(source_of(SLOW)))
+        while not workers(checker):
             await asyncio.sleep(0.01)
-        children(checker)[0].kill()
+        workers(checker)[0].kill()
         with pytest.raises(GrammarLimitError, match="crashed"):
             await slow
-        await checker.check(schema({"type": "object"}))
+        assert await checker.check(source_of({"type": "object"})) is None
 
     asyncio.run(main())
 
 
-def test_the_process_that_forks_is_replaced(checker):
+def test_a_dead_fork_server_is_restarted(checker):
     checker._process.kill()
     checker._process.wait()
-    check(checker, schema({"type": "object"}))
+    check(checker, source_of({"type": "object"}))
 
 
-def test_a_cancelled_check_ends_its_child(checker):
+def test_a_cancelled_check_ends_its_worker(checker):
     async def main():
-        slow = asyncio.create_task(checker.check(schema(SLOW)))
-        while not children(checker):
+        slow = asyncio.create_task(checker.check(source_of(SLOW)))
+        while not workers(checker):
             await asyncio.sleep(0.01)
         slow.cancel()
 
     asyncio.run(main())
-    wait_for(lambda: not children(checker), timeout=2)
+    wait_for(lambda: not workers(checker), timeout=2)
 
 
-def test_the_child_knows_no_secrets(checker, monkeypatch):
+def test_the_fork_server_does_not_inherit_secrets(checker, monkeypatch):
     monkeypatch.setenv("MLX_TQ_API_KEY", "of-the-server")
     checker._process.kill()
     checker._process.wait()
-    check(checker, schema({"type": "object"}))
+    check(checker, source_of({"type": "object"}))
     assert "of-the-server" not in json.dumps(psutil.Process(checker._process.pid).environ())

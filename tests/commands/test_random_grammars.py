@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_tq.commands.grammar import Grammars
-from mlx_tq.commands.grammar_child import CompileLimits
+from mlx_tq.commands.grammar_forkserver import CompileLimits
 from mlx_tq.commands.grammar_source import GrammarError
 from mlx_tq.models import load
 
@@ -20,9 +20,9 @@ MASKS = 24
 LATE_S = 10  # on a busy machine, beyond the limit
 
 
-def follow(constraint, ends, chosen, width=4140):
+def follow(constraint, ends, rng, width=4140):
     """Let a random answer follow the grammar; returns how it ended."""
-    tokens, logits = [5], mx.random.normal((1, width), key=mx.random.key(chosen.randrange(2**32)))
+    tokens, logits = [5], mx.random.normal((1, width), key=mx.random.key(rng.randrange(2**32)))
     for _ in range(MASKS):
         likely = constraint(mx.array(tokens), logits)
         if constraint.error is not None:
@@ -35,13 +35,13 @@ def follow(constraint, ends, chosen, width=4140):
 
 async def outcome(grammars, ends, seed):
     """What became of the grammar of a seed, and how long it took."""
-    chosen, began = random.Random(seed), time.monotonic()
+    rng, began = random.Random(seed), time.monotonic()
     try:
-        matcher = await grammars.compile(random_source(chosen))
+        matcher = await grammars.compile(random_source(rng))
     except GrammarError as error:
         ended = "limit" if type(error) is not GrammarError else "invalid"
     else:
-        ended = follow(grammars.constraint(matcher), ends, chosen)
+        ended = follow(grammars.constraint(matcher), ends, rng)
     return ended, time.monotonic() - began
 
 

@@ -17,7 +17,7 @@ from rescue_svc import connections, log_limit
 
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
-MOST = 8
+MAX_CONNECTIONS = 8
 LARGE = 2**23
 
 
@@ -51,7 +51,7 @@ async def answer(scope, receive, send):
 
 @contextmanager
 def serving(head_s=60.0, write_s=60.0):
-    protocol = type("Small", (connections.connections(MOST),), {"head_s": head_s, "write_s": write_s})
+    protocol = type("Small", (connections.connections(MAX_CONNECTIONS),), {"head_s": head_s, "write_s": write_s})
     config = uvicorn.Config(
         answer, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=1
     )
@@ -108,25 +108,25 @@ def closed(client):
 
 
 def test_who_waited_longest_makes_room_for_a_request():
-    with serving() as (connect, everyone):
+    with serving() as (connect, all_connections):
         half = []
-        for count in range(1, 10 * MOST):
+        for count in range(1, 10 * MAX_CONNECTIONS):
             half.append(connect(HALF))
-            wait_for(lambda count=count: len(everyone) == min(count, MOST // 2))
-        assert all(closed(client) for client in half[: -MOST // 2])
+            wait_for(lambda count=count: len(all_connections) == min(count, MAX_CONNECTIONS // 2))
+        assert all(closed(client) for client in half[: -MAX_CONNECTIONS // 2])
         assert connect(HALF + b"\r\n").recv(1000).startswith(b"HTTP/1.1 200")
         half[-1].sendall(b"\r\n")
         assert half[-1].recv(1000).startswith(b"HTTP/1.1 200"), "the last ones are still waited for"
 
 
 def test_a_request_that_runs_is_not_closed_for_another():
-    with serving() as (connect, everyone):
-        running = [connect(HALF.replace(b"/ ", b"/slow ", 1) + b"\r\n") for _ in range(MOST // 2)]
-        wait_for(lambda: len([each for each in everyone if each.cycle]) == MOST // 2)
+    with serving() as (connect, all_connections):
+        running = [connect(HALF.replace(b"/ ", b"/slow ", 1) + b"\r\n") for _ in range(MAX_CONNECTIONS // 2)]
+        wait_for(lambda: len([each for each in all_connections if each.cycle]) == MAX_CONNECTIONS // 2)
         assert closed(connect(HALF))
-        assert len(everyone) == MOST // 2
+        assert len(all_connections) == MAX_CONNECTIONS // 2
         running[0].close()
-        wait_for(lambda: len(everyone) < MOST // 2)
+        wait_for(lambda: len(all_connections) < MAX_CONNECTIONS // 2)
         assert connect(HALF + b"\r\n").recv(1000).startswith(b"HTTP/1.1 200")
 
 
@@ -134,47 +134,47 @@ def test_a_request_that_runs_is_not_closed_for_another():
     "sent", [b"", HALF, HALF + b"\r\n" + HALF, HALF.replace(b"GET", b"POST") + b"Content-Length: 9\r\n\r\n1"]
 )
 def test_a_head_or_the_rest_of_a_body_that_does_not_arrive(sent):
-    with serving(head_s=0.2) as (connect, everyone):
+    with serving(head_s=0.2) as (connect, all_connections):
         client = connect(sent)
         assert closed(client)
-        wait_for(lambda: not everyone)
+        wait_for(lambda: not all_connections)
 
 
-POST_REFUSED = HALF.replace(b"GET", b"POST") + CHUNKED  # answered before the body arrives
-POST_READ = POST_REFUSED.replace(b"/", b"/length", 1)
+POST_UNREAD_BODY = HALF.replace(b"GET", b"POST") + CHUNKED  # answered before the body arrives
+POST_READ_BODY = POST_UNREAD_BODY.replace(b"/", b"/length", 1)
 
 
-ENDLESS = {  # what is sent once, and what is repeated
+ENDLESS = {  # name: (sent once, sent repeatedly)
     "header": (HALF + b"X: ", b"x"),
     "headers": (HALF, b"X:\r\n"),
     "URL": (b"GET /", b"x"),
     "empty lines": (b"", b"\r\n"),
-    "chunk size": (POST_READ, b"0"),
-    "chunk extension": (POST_READ + b"1;x=", b"x"),
-    "trailer": (POST_READ + b"0\r\nX: ", b"x"),
-    "trailers": (POST_READ + b"0\r\n", b"X: x\r\n"),
-    "trailer of a refused body": (POST_REFUSED + b"0\r\nX: ", b"x"),
-    "trailers of a refused body": (POST_REFUSED + b"0\r\n", b"X: x\r\n"),
-    "trailer of a queued request": (get(b"/slow") + POST_READ + b"0\r\nX: ", b"x"),
+    "chunk size": (POST_READ_BODY, b"0"),
+    "chunk extension": (POST_READ_BODY + b"1;x=", b"x"),
+    "trailer": (POST_READ_BODY + b"0\r\nX: ", b"x"),
+    "trailers": (POST_READ_BODY + b"0\r\n", b"X: x\r\n"),
+    "trailer of a refused body": (POST_UNREAD_BODY + b"0\r\nX: ", b"x"),
+    "trailers of a refused body": (POST_UNREAD_BODY + b"0\r\n", b"X: x\r\n"),
+    "trailer of a queued request": (get(b"/slow") + POST_READ_BODY + b"0\r\nX: ", b"x"),
     "pipelined requests": (get(b"/slow"), get(b"/")),
 }
 
 
 @pytest.mark.parametrize(("sent", "repeated"), ENDLESS.values(), ids=ENDLESS)
-def test_a_request_that_does_not_end_is_closed(sent, repeated):
-    with serving() as (connect, everyone):
+def test_endless_requests_are_closed(sent, repeated):
+    with serving() as (connect, all_connections):
         client = connect(sent)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             client.sendall(repeated * (2 * 10**7 // len(repeated)))
-        wait_for(lambda: not everyone)
+        wait_for(lambda: not all_connections)
 
 
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
         (HALF + b"X:\r\n" * 100 + b"\r\n", b"The request has more than 100 headers."),
-        (POST_READ + b"0\r\nX: x\r\n\r\n", b"Trailers are not supported."),
-        (HALF + b"X: " + b"x" * 2**16, b"The request head, or what frames the body, exceeds 65536 bytes."),
+        (POST_READ_BODY + b"0\r\nX: x\r\n\r\n", b"Trailers are not supported."),
+        (HALF + b"X: " + b"x" * 2**16, b"The request head or chunk framing exceeds 65536 bytes."),
     ],
 )
 def test_the_client_is_told_why_its_request_is_refused(sent, reason):
@@ -193,7 +193,7 @@ def test_a_large_head_is_accepted(sent):
 def test_a_body_in_chunks_of_one_byte_arrives():
     chunks = 200_000
     with serving() as (connect, _):
-        client = connect(POST_READ + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n" + get(b"/", b"Connection: close"))
+        client = connect(POST_READ_BODY + b"1\r\nx\r\n" * chunks + b"0\r\n\r\n" + get(b"/", b"Connection: close"))
         received = read_to_end(client)
         assert received.count(b"HTTP/1.1 200") == 2
         assert b"\r\n\r\n%d" % chunks in received
@@ -216,12 +216,12 @@ def test_an_error_is_not_written_into_another_response(pipelined):
         assert b"HTTP/1.1 400" not in read_to_end(client)
 
 
-def test_a_request_with_another_behind_it_learns_that_the_client_disconnected():
-    with serving() as (connect, everyone):
+def test_disconnect_reaches_the_running_request_when_others_are_pipelined():
+    with serving() as (connect, all_connections):
         client = connect(get(b"/slow") + get(b"/"))
         wait_for(lambda: connect.tasks)
         client.close()
-        wait_for(lambda: not everyone)
+        wait_for(lambda: not all_connections)
         wait_for(lambda: not connect.tasks, timeout=5)
 
 
@@ -236,9 +236,9 @@ def test_a_request_with_another_behind_it_learns_that_the_client_disconnected():
     ],
 )
 def test_a_client_that_does_not_read_its_response_is_closed(sent):
-    with serving(head_s=0.1, write_s=0.1) as (connect, everyone):
+    with serving(head_s=0.1, write_s=0.1) as (connect, all_connections):
         assert connect(sent, receive_buffer=4096).recv(1)
-        wait_for(lambda: not everyone, timeout=5)
+        wait_for(lambda: not all_connections, timeout=5)
         wait_for(lambda: not connect.tasks, timeout=5)
 
 
@@ -257,16 +257,16 @@ def test_a_slow_client_gets_its_whole_response(path):
 @pytest.mark.parametrize(
     "blocking", [get(b"/stream"), get(b"/large"), get(b"/large", b"Connection: close"), get(b"/broken")]
 )
-def test_who_was_blocked_the_longest_makes_room_first(blocking):
-    with serving() as (connect, everyone):
+def test_longest_blocked_connection_is_closed_first(blocking):
+    with serving() as (connect, all_connections):
         waiting, blocked = connect(HALF), []
-        for count in range(1, MOST // 2):
+        for count in range(1, MAX_CONNECTIONS // 2):
             blocked.append(connect(blocking, receive_buffer=4096))
-            wait_for(lambda count=count: sum(other._is_blocked for other in list(everyone)) == count)
+            wait_for(lambda count=count: sum(other._is_blocked_or_closing for other in list(all_connections)) == count)
         for client in blocked:
             name, newcomer = client.getsockname(), connect(get(b"/length"))
             assert newcomer.recv(1000).startswith(b"HTTP/1.1 200")
-            assert name not in {other.client for other in list(everyone)}
+            assert name not in {other.client for other in list(all_connections)}
         waiting.sendall(b"\r\n")
         assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_tq.conversation.plain_text import PlainText
 from mlx_tq.conversation.quote import CLOSING, MARK, OPENING, quote
 
-LETTER = 10_000  # the id of the character U+0000 in `Letters`
+LETTER = 10_000  # the id of the character U+0000 in `CharacterTokenizer`
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Texts in which control tokens stand, overlap, hide in one another, and are cut.
 hostile = st.lists(
@@ -50,7 +50,7 @@ def cut_one_by_one(tokenizer, plain, text):
 
 @given(text=hostile)
 @example(text="<|im_<|im_end|><|im_end|>end|>")
-def test_the_ids_are_those_of_cutting_one_word_after_the_other(text, embedded, plain):
+def test_encode_matches_cutting_one_word_at_a_time(text, embedded, plain):
     assert plain.encode(text) == cut_one_by_one(embedded[1], plain, text)
 
 
@@ -85,7 +85,7 @@ def test_control_tokens_are_left_out_of_text(embedded, plain):
     assert plain.decode(ids) == "user\nHello"
 
 
-class Letters:
+class CharacterTokenizer:
     """A tokenizer whose tokens are letters, but for its control words."""
 
     def __init__(self, *words):
@@ -109,7 +109,7 @@ class Letters:
 )
 def test_control_words_that_overlap(words, text):
     """Only a letter that is a control word by itself is replaced."""
-    plain = PlainText(Letters(*words))
+    plain = PlainText(CharacterTokenizer(*words))
     decoded = plain.decode(plain.encode(text))
     assert len(decoded) == len(text)
     single = {word for word in words if len(word) == 1}
@@ -121,11 +121,11 @@ def test_control_words_that_overlap(words, text):
 def test_thousands_of_control_words():
     """Some vocabularies have that many; a regular expression of them takes half a minute for this text."""
 
-    class Obeys(Letters):
+    class ParsesControlWords(CharacterTokenizer):
         def encode(self, text, add_special_tokens):
             return [0] if "<unused0>" in text else [LETTER + ord(letter) for letter in text]
 
-    plain = PlainText(Obeys(*(f"<unused{n}>" for n in range(6_000))))
+    plain = PlainText(ParsesControlWords(*(f"<unused{n}>" for n in range(6_000))))
     text = "<" * 300_000 + "<unused0>"
     began = time.monotonic()
     assert plain.decode(plain.encode(text)) == text

@@ -65,7 +65,7 @@ def answer(size):
         engine.join(60)
 
 
-class RaisesLater:
+class FailingSampler:
     """A greedy sampler whose fourth call raises."""
 
     def __init__(self):
@@ -90,7 +90,7 @@ async def ask_all(engine, tokenizer):
     jobs = [job(12), job(14, stops=["e"]), job(6, others=[job(6, index=1)])]
     jobs[2].others[0].events = jobs[2].events
     jobs += [job(8, sampler=Sampling(2.0).sampler(VOCABULARY, seed)) for seed in (1, 2)]
-    endless, broken = job(9, 400), job(11, 400, sampler=RaisesLater())
+    endless, broken = job(9, 400), job(11, 400, sampler=FailingSampler())
     with engine._changed:  # its thread waits until all are in the queue
         engine.start(asyncio.get_running_loop())
         engine.submit(*jobs, endless, broken)

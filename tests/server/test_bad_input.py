@@ -125,7 +125,7 @@ def test_many_faults(server, path, body):
 
 
 def test_a_large_body(server):
-    """One that takes a while to parse leaves time for others."""
+    """Parsing it does not block other requests."""
     content = b'{"model": "x", "prompt": [' + b",".join([b"1"] * 900_000) + b"]}"
     with polled(server, "/health") as health:
         assert server.http.post("/v1/completions", content=content).status_code == 404

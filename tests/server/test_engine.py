@@ -120,7 +120,7 @@ def test_the_queue_is_bounded(loaded):
         engine.submit(make_job(8))
 
 
-def test_a_step_that_does_not_end_is_noticed(loaded):
+def test_stalled_step_is_reported(loaded):
     engine = make_engine(loaded, stalled_s=0.2)
     job = make_job(20, max_tokens=2)
     entered, goes_on, seen = threading.Event(), threading.Event(), []
@@ -151,8 +151,8 @@ def test_a_step_that_does_not_end_is_noticed(loaded):
     assert not stalled_when_idle
 
 
-def test_a_failure_of_the_model_ends_its_batch_and_nothing_else(loaded, folder, monkeypatch):
-    """A pass that raises; and weights that give NaN."""
+def test_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
+    """A forward pass that raises; and weights that give NaN."""
     engine = make_engine(loaded)
     passes, kind = [], type(loaded[0])
     run = kind.__call__

@@ -25,12 +25,12 @@ def attacked(folder, tmp_path_factory, request):
 
 @pytest.mark.parametrize("requests", [300, pytest.param(8, marks=pytest.mark.full)])
 def test_clients_that_do_not_read(attacked, requests):
-    """As many as one address may have connections."""
-    before = attacked.memory()
+    """Opens as many connections as one address may have."""
+    before = attacked.resident_bytes()
     with connections(attacked.url, 256, ROOT * requests, receive_buffer=4096):
         assert slowest_answer(f"{attacked.url}/health") < 5
         assert attacked.chat("hi", max_tokens=1).usage.completion_tokens == 1
-        assert attacked.memory() < before + 100 * MEGABYTE
+        assert attacked.resident_bytes() < before + 100 * MEGABYTE
     assert len(attacked.log()) < MEGABYTE
 
 
@@ -40,13 +40,13 @@ def test_clients_that_do_not_read(attacked, requests):
     ids=["many", "long"],
 )
 def test_trailers_without_end(attacked, trailers):
-    before = attacked.memory()
+    before = attacked.resident_bytes()
     with connections(attacked.url, 4, CHUNKED + b"0\r\n") as made:
         for connection in made:
             with suppress(OSError):
                 connection.sendall(trailers)
         assert slowest_answer(f"{attacked.url}/health") < 5
-        assert attacked.memory() < before + 100 * MEGABYTE
+        assert attacked.resident_bytes() < before + 100 * MEGABYTE
 
 
 @pytest.fixture(scope="module", params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])

@@ -40,7 +40,7 @@ def asking(response_format):
     ],
     ids=["lowest integer", "lowest constant", "lark", "24 parts", "24 nested parts", "multipleOf", "regex"],
 )
-def test_it_is_refused_and_others_are_answered_meanwhile(server, asked):
+def test_hostile_schemas_get_400_without_delaying_others(server, asked):
     with ThreadPoolExecutor(2) as pool:
         began = time.perf_counter()
         hostile = [pool.submit(server.post, **asking(asked)) for _ in range(2)]
@@ -72,8 +72,8 @@ def test_one_client_does_not_keep_others_from_their_schemas(server):
             assert each.result().status_code == 400
 
 
-def test_checks_end_when_their_client_leaves(server):
-    def checks():
+def test_a_disconnect_cancels_the_check(server):
+    def workers():
         return [child for each in psutil.Process(server.process.pid).children() for child in each.children()]
 
     host, port = server.url.removeprefix("http://").split(":")
@@ -81,8 +81,8 @@ def test_checks_end_when_their_client_leaves(server):
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
     with closing(create_connection((host, int(port)))) as connection:
         connection.sendall(head.encode() + body)
-        wait_for(checks)
-    wait_for(lambda: not checks(), timeout=2)
+        wait_for(workers)
+    wait_for(lambda: not workers(), timeout=2)
     assert server.post(**PLAIN).status_code == 200
 
 
@@ -97,7 +97,7 @@ def test_a_schema_is_checked_once(server):
         forker.resume()
 
 
-def test_lark_grammars_where_a_flag_allows_them(folder, tmp_path):
+def test_allow_lark(folder, tmp_path):
     with running(folder, tmp_path / "log", *PACKED, "--allow-lark") as server:
         yes = {**FORCING, "definition": 'start: "yes" | "no"'}
         assert server.chat("hi", response_format=yes).choices[0].message.content in ("yes", "no")

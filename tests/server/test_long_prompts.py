@@ -10,7 +10,7 @@ import pytest
 
 from mlx_tq import Session
 from mlx_tq.cli import main
-from mlx_tq.conversation.text_limit import TextLimit
+from mlx_tq.conversation.prompt_length import PromptLengthLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.errors import QueueFullError
 from mlx_tq.server.guard import default_max_body
@@ -26,7 +26,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def roomy(folder, tmp_path_factory):
+def long_context_server(folder, tmp_path_factory):
     """A server of the model with more positions."""
     large = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "large")
     config = json.loads((large / "config.json").read_text())
@@ -39,8 +39,8 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def test_a_text_that_is_too_long_is_not_tokenized(roomy):
-    """Ten seconds and more where it is, also of a short request next to it."""
+def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
+    """Tokenizing it would take 10 s and delay short requests."""
     text = "0123456789" * 400_000
     asked = [
         ("/v1/chat/completions", {"messages": user(text)}, {}),
@@ -51,34 +51,36 @@ def test_a_text_that_is_too_long_is_not_tokenized(roomy):
     ]
     began = time.monotonic()
     for path, body, headers in asked:
-        response = roomy.http.post(path, json={**body, "max_tokens": 1} if "chat" in path else body, headers=headers)
+        response = long_context_server.http.post(
+            path, json={**body, "max_tokens": 1} if "chat" in path else body, headers=headers
+        )
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert f"at most {MANY_POSITIONS * LONGEST_TOKEN:,} characters fit" in error["message"]
+        assert f"at most {MANY_POSITIONS * LONGEST_TOKEN:,} fit" in error["message"]
         assert error["param"] in body
     assert time.monotonic() - began < 10
 
 
-def test_long_and_short_requests_at_once(roomy):
+def test_long_and_short_requests_at_once(long_context_server):
     """Texts that pass the check but have too many tokens, which takes seconds to find out."""
-    roomy.post(messages=HI, max_tokens=1)
+    long_context_server.post(messages=HI, max_tokens=1)
 
     def short():
         time.sleep(0.3)
         began = time.monotonic()
-        assert roomy.post(messages=HI, max_tokens=1).status_code == 200
+        assert long_context_server.post(messages=HI, max_tokens=1).status_code == 200
         return time.monotonic() - began
 
     def long():
-        return roomy.post("/v1/completions", prompt="7" * 600_000, max_tokens=1).json()["error"]["code"]
+        return long_context_server.post("/v1/completions", prompt="7" * 600_000, max_tokens=1).json()["error"]["code"]
 
     *refused, seconds = together([long, long, short])
     assert refused == ["context_length_exceeded"] * 2
     assert seconds < 2
 
 
-def test_one_long_prompt_is_prepared_at_a_time():
-    """The next ones wait for it, up to a number of characters; a request that was refused takes no room."""
+def test_large_requests_are_prepared_one_at_a_time():
+    """Others queue, up to 8 MB in total; a failed request frees its share."""
     at_once, most = [0], []
     lock = threading.Lock()
 
@@ -109,36 +111,36 @@ def test_one_long_prompt_is_prepared_at_a_time():
 @pytest.mark.parametrize(
     ("positions", "most"), [(4096, 2_000_000), (131_072, 32 * 131_072), (None, 10_000_000)], ids=str
 )
-def test_the_largest_body_follows_from_the_positions(positions, most):
+def test_default_max_body_depends_on_context_length(positions, most):
     assert default_max_body(positions) == most
 
 
-def test_the_largest_body_of_a_server(server, roomy):
+def test_the_largest_body_of_a_server(server, long_context_server):
     """Two megabytes for a model of few positions."""
     body = {"messages": user("a" * 3_000_000), "max_tokens": 1}
     assert server.post(**body).status_code == 413
-    assert roomy.post(**body).status_code == 400
+    assert long_context_server.post(**body).status_code == 400
 
 
 def test_the_limit_counts_the_longest_token(embedded):
-    limit = TextLimit(embedded[1], 10)
+    limit = PromptLengthLimit(embedded[1], 10)
     limit.check(10 * LONGEST_TOKEN)
     limit.check(8 * LONGEST_TOKEN, used=2)
-    with pytest.raises(ConfigError, match=r"the message has 141 characters; .* at most 140 characters fit"):
+    with pytest.raises(ConfigError, match=r"the message has 141 characters; at most 140 fit"):
         limit.check(10 * LONGEST_TOKEN + 1, "message")
-    with pytest.raises(ConfigError, match=r"10 positions, 2 of which are taken.*\(reset\)"):
+    with pytest.raises(ConfigError, match=r"context of 10 tokens \(2 in use\).*\(reset\)"):
         limit.check(8 * LONGEST_TOKEN + 1, used=2)
-    TextLimit(embedded[1], None).check(10**9)
+    PromptLengthLimit(embedded[1], None).check(10**9)
 
 
-def test_commands_and_sessions(embedded, folder, tmp_path, capsys):
+def test_cli_and_session_reject_long_text(embedded, folder, tmp_path, capsys):
     text = "0123456789" * 900_000
     file = tmp_path / "prompt.txt"
     file.write_text(text)
     began = time.monotonic()
     for words in (["generate"], ["cache_prompt", "--prompt-cache-file", str(tmp_path / "cache.safetensors")]):
         assert main([*words, "--model", str(folder), "--prompt-file", str(file)]) == 2
-        assert f"at most {FITS:,} characters fit" in capsys.readouterr().err
+        assert f"at most {FITS:,} fit" in capsys.readouterr().err
     with Session(*embedded) as session, pytest.raises(ConfigError, match="the message has 9,000,000 characters"):
         next(session.respond(text))
     with pytest.raises(ConfigError, match="the system prompt has 9,000,000 characters"):

@@ -15,7 +15,7 @@ from mlx_tq.commands.prompt_cache import make_caches, saved_model
 from mlx_tq.commands.prompts import read_prompt
 from mlx_tq.commands.screen import show_cache, show_plan
 from mlx_tq.config import PROFILES
-from mlx_tq.conversation.text_limit import TextLimit
+from mlx_tq.conversation.prompt_length import PromptLengthLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.seam.probe import position_limit
 from mlx_tq.sequence.build import decode_caches
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         return _decode(args)
     prompt = read_prompt(args)
     model, tokenizer = load_chosen(args)
-    TextLimit(tokenizer, position_limit(model)).check(len(prompt))
+    PromptLengthLimit(tokenizer, position_limit(model)).check(len(prompt))
     if tokenizer.has_chat_template:
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(

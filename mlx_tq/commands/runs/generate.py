@@ -43,9 +43,9 @@ from mlx_tq.commands.screen import (
 from mlx_tq.commands.stores import chosen_store
 from mlx_tq.config import RescueConfig
 from mlx_tq.conversation.bring_back import Brought
+from mlx_tq.conversation.prompt_length import PromptLengthLimit
 from mlx_tq.conversation.recall import archive_warning
 from mlx_tq.conversation.shadow import chosen_shadow
-from mlx_tq.conversation.text_limit import TextLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import load_with_config
 from mlx_tq.prefixes.folder import Folder
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _add_eos_tokens(tokenizer, args.extra_eos_token)
     text = render(tokenizer, prompt, args, continues=args.prompt_cache_file is not None)
-    TextLimit(tokenizer, position_limit(model)).check(len(text))
+    PromptLengthLimit(tokenizer, position_limit(model)).check(len(text))
     embeddings = None
     if args.image:
         text, embeddings = embed_images(model, tokenizer, model_config, text, args.image)
@@ -212,7 +212,7 @@ def _held_to(schema: dict[str, Any], tokenizer: Any, ids: list[int], args: argpa
     """What keeps an answer to a schema, behind the thoughts that the prompt may have opened."""
     try:
         from mlx_tq.commands.grammar import Grammars  # llguidance is an extra, which may not be installed
-        from mlx_tq.commands.grammar_source import GrammarError, GrammarSource  # llguidance again
+        from mlx_tq.commands.grammar_source import GrammarError, GrammarSource  # imports llguidance, too
     except ImportError as error:
         raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
     thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
@@ -221,8 +221,8 @@ def _held_to(schema: dict[str, Any], tokenizer: Any, ids: list[int], args: argpa
         matcher = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
         return grammars.constraint(matcher, thinks=thinks)
     except GrammarError as error:
-        place = ".".join(error.place) or "the schema"
-        raise ConfigError(f"--json-schema {args.json_schema}: {place}: {error}.") from error
+        path = ".".join(error.path) or "the schema"
+        raise ConfigError(f"--json-schema {args.json_schema}: {path}: {error}.") from error
     finally:
         grammars.close()
 

@@ -24,13 +24,13 @@ EACH_TOKEN = pytest.mark.parametrize(
 @EACH_TOKEN
 @pytest.mark.parametrize("requests", [300, pytest.param(8, marks=pytest.mark.full)])
 def test_clients_that_do_not_read(serve, settings, requests):
-    """As many as one address may have connections."""
+    """Opens as many connections as one address may have."""
     server = serve(**settings)
-    before = server.memory()
+    before = server.resident_bytes()
     with connections(server.url, 256, ROOT * requests, receive_buffer=4096):
         assert slowest_answer(f"{server.url}/healthz") < 5
         assert server.write("s", ("text", 0, 1)).status_code == 201
-        assert server.memory() < before + 100 * MEGABYTE
+        assert server.resident_bytes() < before + 100 * MEGABYTE
     assert len(server.log()) < MEGABYTE
 
 
@@ -42,13 +42,13 @@ def test_clients_that_do_not_read(serve, settings, requests):
 )
 def test_trailers_without_end(serve, settings, trailers):
     server = serve(**settings)
-    before = server.memory()
+    before = server.resident_bytes()
     with connections(server.url, 4, CHUNKED + b"0\r\n") as made:
         for connection in made:
             with suppress(OSError):
                 connection.sendall(trailers)
         assert slowest_answer(f"{server.url}/healthz") < 5
-        assert server.memory() < before + 100 * MEGABYTE
+        assert server.resident_bytes() < before + 100 * MEGABYTE
 
 
 def test_half_sent_heads(serve, times):

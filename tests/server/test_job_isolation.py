@@ -1,6 +1,7 @@
-"""A job whose own work fails ends alone: the others of its batch say what they say alone."""
+"""A job that fails does not affect the other jobs of its batch."""
 
 import asyncio
+from itertools import count
 
 import mlx.core as mx
 import pytest
@@ -20,7 +21,7 @@ def raises(*_):
     raise RuntimeError("it is broken")
 
 
-def has_another_shape(_, values):
+def return_wrong_shape(_, values):
     return values[..., :-1] if values.ndim > 1 else mx.concatenate([values, values])
 
 
@@ -29,19 +30,28 @@ def writes_before_it_raises(_, values):
     raise RuntimeError("it is broken")
 
 
-FAULTS = [raises, has_another_shape]
+FAULTS = [raises, return_wrong_shape]
 
 
-def breaks(fault, sampled, good):
-    """A function that works `good` times and then has a fault."""
-    calls = []
+def failing_sampler(fault, good):
+    """A greedy sampler that fails after `good` calls."""
+    calls = count()
 
-    def call(*values):
-        calls.append(values)
-        result = GREEDY(*values) if sampled else values[-1]
-        return result if len(calls) <= good else fault(None, result)
+    def sample(logprobs):
+        tokens = GREEDY(logprobs)
+        return tokens if next(calls) < good else fault(None, tokens)
 
-    return call
+    return sample
+
+
+def failing_processor(fault, good):
+    """A processor that changes nothing and fails after `good` calls."""
+    calls = count()
+
+    def process(tokens, logits):
+        return logits if next(calls) < good else fault(tokens, logits)
+
+    return process
 
 
 def text_of(events):
@@ -58,13 +68,13 @@ def others():
 
 
 @pytest.fixture(scope="module")
-def alone(loaded):
-    """What the others say alone."""
+def expected(loaded):
+    """The texts of the other jobs, each run alone."""
     return [text_of(serve(make_engine(loaded), [job])[0]) for job in others()]
 
 
-def check_that_only(bad, engine, alone):
-    """All of `bad` fail; the others say what they say alone, and so does one that comes later."""
+def check_only_these_fail(bad, engine, expected):
+    """Check that all of `bad` fail, and that the others and a later job return the expected texts."""
 
     async def later():
         job = others()[0]
@@ -75,29 +85,29 @@ def check_that_only(bad, engine, alone):
     for failed in events[: len(bad)]:
         assert isinstance(failed[-1], Failed)
         assert isinstance(failed[-1].error, ModelFailedError)
-    assert [text_of(each) for each in events[len(bad) :]] == alone
-    assert (again, healthy) == (alone[0], True)
+    assert [text_of(each) for each in events[len(bad) :]] == expected
+    assert (again, healthy) == (expected[0], True)
     return [str(failed[-1].error) for failed in events[: len(bad)]]
 
 
-def test_samplers_and_processors(loaded, alone):
+def test_samplers_and_processors(loaded, expected):
     """They fail at the first token of an answer or later."""
     bad = []
     for good in (0, 3):
         for fault in FAULTS:
-            bad.append(make_job(40, max_tokens=60, sampler=breaks(fault, True, good)))
+            bad.append(make_job(40, max_tokens=60, sampler=failing_sampler(fault, good)))
         for fault in (*FAULTS, writes_before_it_raises):
             bad.append(make_job(40, max_tokens=60))
-            bad[-1].processors = [breaks(fault, False, good)]
-    shared = breaks(raises, True, 6)
+            bad[-1].processors = [failing_processor(fault, good)]
+    shared = failing_sampler(raises, 6)
     bad += [make_job(40, max_tokens=60, seed=seed, sampler=shared) for seed in (5, 6)]
-    for message in check_that_only(bad, make_engine(loaded, concurrency=32, queue=32), alone):
-        assert message.startswith("the next token of the answer could not be chosen: ")
+    for message in check_only_these_fail(bad, make_engine(loaded, concurrency=32, queue=32), expected):
+        assert message.startswith("sampling failed: ")
 
 
 def test_a_sampler_that_all_share(loaded):
     """It is called once for all, and all fail."""
-    shared = breaks(raises, True, 2)
+    shared = failing_sampler(raises, 2)
     for failed in serve(make_engine(loaded), [make_job(40, seed=seed, sampler=shared) for seed in (5, 6)]):
         assert isinstance(failed[-1].error, ModelFailedError)
 
@@ -127,12 +137,13 @@ class Tokenizer:
         made = self._tokenizer.detokenizer
         self._made += 1
         if self._made == 1:
-            made.add_token = breaks(raises, False, 2)
+            calls = count()
+            made.add_token = lambda _: None if next(calls) < 2 else raises()
         return made
 
 
-def test_readers_looks_and_what_is_looked_up_before_a_job_joins(loaded, alone, monkeypatch):
-    """The reader cannot read a token, such as one that the model has and its tokenizer has not."""
+def test_detokenizer_recall_and_admission_errors_fail_one_job(loaded, expected, monkeypatch):
+    """The detokenizer may fail at a token that the model has and its tokenizer has not."""
     model, tokenizer = loaded
     engine = make_engine((model, Tokenizer(tokenizer)), concurrency=16, queue=16)
     _, *looking, waiting = bad = [make_job(40) for _ in range(5)]
@@ -146,12 +157,11 @@ def test_readers_looks_and_what_is_looked_up_before_a_job_joins(loaded, alone, m
 
     monkeypatch.setattr(engine._asking, "listen", listen)
     monkeypatch.setattr(engine, "_fits", lambda *about: raises() if engine._waiting[0] is waiting else fits(*about))
-    check_that_only(bad, engine, alone)
+    check_only_these_fail(bad, engine, expected)
 
 
 @pytest.mark.parametrize("max_tokens", [4, 400], ids=["complete", "cancelled"])
-def test_what_is_kept_of_an_answer(loaded, alone, monkeypatch, max_tokens):
-    """The session of a job whose caches cannot be kept has its turn back."""
+def test_failure_to_store_caches_releases_the_session(loaded, expected, monkeypatch, max_tokens):
     engine = make_engine(loaded)
     bad = make_job(40, max_tokens=max_tokens)
     bad.start = Start(None, 0)
@@ -176,7 +186,7 @@ def test_what_is_kept_of_an_answer(loaded, alone, monkeypatch, max_tokens):
         return left, [text_of(await outcome(job)) for job in jobs], engine.is_healthy
 
     try:
-        assert asyncio.run(main()) == (Left(), alone, True)
+        assert asyncio.run(main()) == (Left(), expected, True)
     finally:
         engine.join(30)
 
@@ -212,7 +222,7 @@ ANSWERED = [
 ]
 
 
-def test_numbers_of_a_request_end_no_other_one(server):
+def test_extreme_parameters_do_not_affect_other_requests(server):
     """Beside an answer that goes on; what is answered is the same as ever."""
 
     def story():
@@ -232,7 +242,7 @@ def test_numbers_of_a_request_end_no_other_one(server):
     assert beside == expected
 
 
-def test_numbers_of_other_routes(server):
+def test_huge_numbers_are_rejected_on_other_routes(server):
     for path, body, param in (
         ("/v1/responses", {"input": "hi", "max_output_tokens": BIG}, "max_output_tokens"),
         ("/v1/embeddings", {"input": "hi", "dimensions": BIG}, "dimensions"),
