@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope
 
 from rescue_svc.schemas import MAX_FAULTS
 
+LARGE_BODY = 2**16  # bytes
 MAX_NAME = 100  # characters of a name from the request that an error repeats
 
 
@@ -33,7 +35,7 @@ class ValidatedRequest(Request):
         """
         body = await self.body()
         # One at a time: parsing a large body holds the GIL, and several in turn would starve the event loop.
-        async with self._lock:
+        async with self._lock if len(body) > LARGE_BODY else nullcontext():
             result = await run_in_threadpool(_validate, self._model, body)
         if isinstance(result, str):
             raise HTTPException(422, result)

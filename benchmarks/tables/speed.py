@@ -141,6 +141,34 @@ def flood() -> Table:
     return Table("server_flood.json", about["command"], machine(about), columns, rows)
 
 
+def hostile() -> Table:
+    """A plain request and health next to hostile requests."""
+    about = report("server_hostile.json")
+    rows = [
+        [f["server"], f["attack"], f"{f['plain_max_s']:.2f}", f"{f['health_max_s']:.2f}", f"{f['grown_mb']:,}"]
+        for f in about["figures"]
+    ]
+    columns = ["server", "attack", "slowest request, s", "slowest health, s", "memory added, MB"]
+    return Table("server_hostile.json", about["command"], machine(about), columns, rows)
+
+
+def soak() -> Table:
+    """Both servers under 64 clients."""
+    about = report("server_soak.json")
+    rows = [
+        [
+            f["service"],
+            f"{f['seconds']:.0f}",
+            ", ".join(f"{count:,} x {status}" for status, count in f["statuses"].items()),
+            f"{f['warm_mb']:.0f}",
+            f"{f['growth_percent']:.1f} %",
+        ]
+        for f in about["figures"]
+    ]
+    columns = ["server", "seconds", "answers", "memory after a warm-up, MB", "growth from then on"]
+    return Table("server_soak.json", about["command"], machine(about), columns, rows)
+
+
 def counted() -> Table:
     """What each kernel does for a packed token."""
     about = report("kernels_counted.json")
@@ -262,6 +290,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "decode": decode,
     "streams": streams,
     "flood": flood,
+    "hostile": hostile,
+    "soak": soak,
     "store": store,
     "kernels_counted": counted,
     "kernels_short": short,

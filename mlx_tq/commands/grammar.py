@@ -7,6 +7,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -20,14 +21,29 @@ from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 
 _MAX_CACHED = 256  # results of checks; each key is up to 64 kB
 # Time budget for masks: a base and an allowance per token. A typical mask takes 0.2 ms.
-_BASE_BUDGET_S, _BUDGET_PER_TOKEN_S = 1.0, 0.02
+_BASE_BUDGET_S, _BUDGET_PER_TOKEN_S = 0.25, 0.005
+
+
+@dataclass(eq=False)
+class CompiledGrammar:
+    """A grammar, and the time that the masks of its answers have taken and may take.
+
+    Attributes:
+        matcher: at the grammar's beginning.
+        nbytes: that it keeps.
+    """
+
+    matcher: LLMatcher
+    nbytes: int
+    mask_seconds: float = 0.0
+    mask_budget: float = _BASE_BUDGET_S
 
 
 class Constraint:
     """Lets one answer be only what its grammar allows; a processor of mlx-lm, which has to be the last one.
 
     Args:
-        matcher: at the grammar's beginning.
+        grammar: that it follows; copies share its time for masks.
         ends: tokens that end an answer.
         after: tokens behind which the answer begins, the end of the model's thoughts; until then all is allowed.
 
@@ -35,16 +51,16 @@ class Constraint:
         error: why the grammar cannot be followed any further; from then on all is allowed.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: frozenset[int], after: tuple[int, ...] = ()) -> None:
-        self._matcher, self._ends, self._after = matcher, ends, after
+    def __init__(self, grammar: CompiledGrammar, ends: frozenset[int], after: tuple[int, ...] = ()) -> None:
+        self._grammar, self._ends, self._after = grammar, ends, after
+        self._matcher = grammar.matcher.deep_copy()
         self._last: tuple[int, ...] = ()
         self._begun = self._ended = False
-        self._mask_seconds, self._mask_budget = 0.0, _BASE_BUDGET_S
         self.error: str | None = None
 
     def copy(self) -> "Constraint":
         """Another answer to the same prompt, before either has begun."""
-        return Constraint(self._matcher.deep_copy(), self._ends, self._after)
+        return Constraint(self._grammar, self._ends, self._after)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """The logits [1, V] of the token behind `tokens` [N], those of a token that is not allowed at -inf."""
@@ -73,11 +89,12 @@ class Constraint:
     def _mask(self) -> bytes:
         began = time.perf_counter()
         mask = self._matcher.compute_bitmask()
-        self._mask_seconds += time.perf_counter() - began
-        self._mask_budget += _BUDGET_PER_TOKEN_S
-        if not self._failed() and self._mask_seconds > self._mask_budget:
+        grammar = self._grammar
+        grammar.mask_seconds += time.perf_counter() - began
+        grammar.mask_budget += _BUDGET_PER_TOKEN_S
+        if not self._failed() and grammar.mask_seconds > grammar.mask_budget:
             self.error = (
-                f"computing token masks took {self._mask_seconds:.1f} s, over the limit of {_BASE_BUDGET_S:g} s plus "
+                f"computing token masks took {grammar.mask_seconds:.1f} s, over the limit of {_BASE_BUDGET_S:g} s plus "
                 f"{1000 * _BUDGET_PER_TOKEN_S:g} ms per token; simplify the schema or grammar"
             )
         return mask
@@ -113,7 +130,7 @@ class Grammars:
         self._thoughts_end = tuple(tokenizer.think_end_tokens or ())
         self._tokenizer: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None
-        self._results: OrderedDict[GrammarSource, GrammarError | None] = OrderedDict()
+        self._results: OrderedDict[GrammarSource, GrammarError | int] = OrderedDict()
         self._compiler = _deep_stack_executor()
         if tokenizer.response_transitions or tokenizer.structural_markers:
             return  # answers have several channels; a grammar describes only one
@@ -122,7 +139,7 @@ class Grammars:
             self._tokenizer = LLTokenizer(text, eos_token=ends)
             self._checker = GrammarChecker(text, ends)
 
-    async def compile(self, source: GrammarSource) -> LLMatcher:
+    async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Compile a schema or grammar after a separate process has test-compiled it.
 
         Raises:
@@ -131,30 +148,32 @@ class Grammars:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise GrammarError("this model's tokenizer cannot be held to a grammar; ask for plain text")
-        await self._check(source)
+        nbytes = await self._check(source)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._compiler, compile_grammar, source, tokenizer)
+        matcher = await loop.run_in_executor(self._compiler, compile_grammar, source, tokenizer)
+        return CompiledGrammar(matcher, nbytes)
 
-    def constraint(self, matcher: LLMatcher, *, thinks: bool = False) -> Constraint:
+    def constraint(self, grammar: CompiledGrammar, *, thinks: bool = False) -> Constraint:
         """Return a constraint for one answer. With `thinks`, it starts after the reasoning."""
-        return Constraint(matcher, self._ends, self._thoughts_end if thinks else ())
+        return Constraint(grammar, self._ends, self._thoughts_end if thinks else ())
 
     def close(self) -> None:
         """Stop the process that checks grammars."""
         if self._checker is not None:
             self._checker.close()
 
-    async def _check(self, source: GrammarSource) -> None:
-        """Raise if the grammar is invalid. Results are cached, except for exceeded limits."""
+    async def _check(self, source: GrammarSource) -> int:
+        """Return the bytes that the grammar keeps when compiled. Results are cached, except for exceeded limits."""
         assert self._checker is not None  # noqa: S101 - tells the type checker
         if source not in self._results:
             self._results[source] = await self._checker.check(source)
             if len(self._results) > _MAX_CACHED:
                 self._results.popitem(last=False)
         self._results.move_to_end(source)
-        error = self._results[source]
-        if error is not None:
-            raise GrammarError(str(error), error.path)
+        result = self._results[source]
+        if isinstance(result, GrammarError):
+            raise GrammarError(str(result), result.path)
+        return result
 
 
 def _tokenizer_json(tokenizer: Any) -> str:

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import mlx_tq
-from mlx_tq.commands.grammar_forkserver import CompileLimits
+from mlx_tq.commands.grammar_forkserver import NUM_MASKS, CompileLimits
 from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 
 _GRACE_S = 2.0  # how late a worker may reply on a busy machine before we give up
@@ -38,8 +38,8 @@ class GrammarChecker:
         self._arguments.flush()
         self._control, self._process = self._start()
 
-    async def check(self, source: GrammarSource) -> GrammarError | None:
-        """Return what is wrong with a grammar, or None. Cancelling this ends the worker.
+    async def check(self, source: GrammarSource) -> GrammarError | int:
+        """Return the bytes that a grammar keeps when compiled, or what is wrong with it. Cancelling ends the worker.
 
         Raises:
             GrammarLimitError: compiling takes too much time or memory, or crashes.
@@ -103,15 +103,18 @@ class GrammarChecker:
             writer.close()
         return replies
 
-    def _explain(self, reply: dict[str, Any]) -> GrammarError | None:
-        seconds, gigabytes = self._limits.seconds, self._limits.nbytes / 2**30
-        remedy = "simplify the schema or grammar"
+    def _explain(self, reply: dict[str, Any]) -> GrammarError | int:
+        limits, remedy = self._limits, "simplify the schema or grammar"
         if "error" in reply:
             return GrammarError(reply["error"], tuple(reply.get("path", ())))
-        if reply.get("limit") == "time":
-            raise GrammarLimitError(f"compiling takes more than {seconds:g} s; {remedy}")
-        if reply.get("limit") == "memory":
-            raise GrammarLimitError(f"compiling takes more than {gigabytes:g} GB of memory; {remedy}")
+        if "limit" in reply:
+            exceeded = {
+                "time": f"compiling takes more than {limits.seconds:g} s",
+                "memory": f"compiling takes more than {limits.nbytes / 2**30:g} GB of memory",
+                "retained memory": f"it takes more than {limits.retained_nbytes / 2**20:g} MB of memory when compiled",
+                "mask time": f"computing {NUM_MASKS} token masks takes more than {limits.mask_seconds:g} s",
+            }
+            raise GrammarLimitError(f"{exceeded[reply['limit']]}; {remedy}")
         if "valid" not in reply:
             raise GrammarLimitError(f"compiling crashed or ran out of memory; {remedy}")
-        return None
+        return int(reply["nbytes"])

@@ -29,7 +29,7 @@ STACK_BYTES = 2**28  # compiling recurses: a chain of references of the longest 
 
 _LOCATE_S = 1.0  # for finding where in a schema an error is
 _MAX_DEPTH = 16  # of the path to an error
-_NUM_MASKS = 32  # computed before a grammar counts as valid
+NUM_MASKS = 32  # computed before a grammar counts as valid
 _POLL_S = 0.05
 
 
@@ -54,11 +54,15 @@ class CompileLimits:
 
     Attributes:
         seconds: of wall-clock time.
-        nbytes: of memory.
+        nbytes: of memory while it compiles.
+        retained_nbytes: of memory that the compiled grammar keeps.
+        mask_seconds: for `NUM_MASKS` masks.
     """
 
     seconds: float = 5.0
     nbytes: int = 2**30
+    retained_nbytes: int = 100 * 2**20
+    mask_seconds: float = 0.25
 
 
 def _serve(control: socket.socket, tokenizer: LLTokenizer, limits: CompileLimits) -> None:
@@ -82,6 +86,7 @@ class _Worker:
         self._connection, self._tokenizer, self._limits = connection, tokenizer, limits
         self._deadline = time.monotonic() + limits.seconds
         self._error_sent = False
+        self._start_memory = _current_memory()
 
     def run(self) -> NoReturn:
         """Reply and exit. The main thread watches time, memory and the client; llguidance releases the GIL."""
@@ -110,9 +115,15 @@ class _Worker:
             self._end(error=shorten_message(str(error)))
         except MemoryError:
             self._end(limit="memory")
+        began = time.monotonic()
         message = matcher.get_error() or _compute_random_masks(matcher)
+        retained = _current_memory() - self._start_memory
+        if retained > self._limits.retained_nbytes:
+            self._end(limit="retained memory")
+        if time.monotonic() - began > self._limits.mask_seconds:
+            self._end(limit="mask time")
         if not message:
-            self._end(valid=True)
+            self._end(valid=True, nbytes=max(0, retained))
         error_text = shorten_message(message)
         self._reply(error=error_text)
         self._error_sent, self._deadline = True, min(self._deadline, time.monotonic() + _LOCATE_S)
@@ -133,7 +144,7 @@ def _compute_random_masks(matcher: LLMatcher) -> str:
     A later error only means that these tokens were too complex, and a real answer may not be.
     """
     rng = random.Random(0)
-    for step in range(_NUM_MASKS):
+    for step in range(NUM_MASKS):
         if matcher.is_stopped():
             break
         mask = matcher.compute_bitmask()
@@ -162,6 +173,14 @@ def _limit_this_process(limits: CompileLimits) -> None:
 def _peak_memory() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _current_memory() -> int:
+    """Return resident bytes; on macOS, which has no cheap way to ask, the peak."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return _peak_memory()
 
 
 def _find_error(schema: dict[str, Any], error: str) -> tuple[str, ...]:

@@ -50,7 +50,6 @@ class Web:
     service: Service
     guard: Guard
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    parse_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do it beside; a task that nobody holds may vanish."""
@@ -179,8 +178,7 @@ async def _parse_body(web: Web, request: Request, kind: type[Kind]) -> Kind:
     body = await web.guard.body(request)
     request.state.nbytes = len(body)
     # One at a time: a large body holds the GIL, and several in turn would leave the event loop no time.
-    async with web.parse_lock:
-        return await run_in_threadpool(parse, kind, body)
+    return await web.service.large_requests.run(len(body), parse, kind, body)
 
 
 async def _chat(web: Web, request: Request) -> Response:
@@ -199,7 +197,8 @@ async def _embed(web: Web, request: Request) -> Response:
 async def _respond(web: Web, request: Request) -> Response:
     asked = await _parse_body(web, request, ResponseRequest)
     try:
-        return await _answer(web, request, asked.chat(), lambda answer: ResponseAnswer(answer, asked))
+        chat = await run_in_threadpool(asked.chat)
+        return await _answer(web, request, chat, lambda answer: ResponseAnswer(answer, asked))
     except InvalidRequestError as error:
         raise in_own_names(error) from error
 
@@ -219,13 +218,12 @@ async def _answer(
         form: gives an answer the form of another route.
     """
     service = web.service
-    matcher = None
-    if isinstance(asked, ChatRequest):
-        matcher = await _run_until_disconnect(request, service.response_formats.compile(asked, _address(request)))
-    name = request.headers.get(HEADER)
-    session = None if name is None else await service.sessions.enter(name)
+    name, grammar = request.headers.get(HEADER), None
+    session = None if name is None else await _run_until_disconnect(request, service.sessions.enter(name))
     try:
-        jobs, answer, turn = await service.prepare_in_thread(asked, request.state.nbytes, session, matcher)
+        if isinstance(asked, ChatRequest):
+            grammar = await _run_until_disconnect(request, service.response_formats.compile(asked, _address(request)))
+        jobs, answer, turn = await service.prepare_in_thread(asked, request.state.nbytes, session, grammar)
         events = _events(service, jobs)
         service.engine.submit(*jobs)
     except BaseException:

@@ -1,11 +1,10 @@
 """Compile the `response_format` of requests."""
 
 import asyncio
-from weakref import WeakValueDictionary
+from collections import Counter
+from weakref import WeakSet, WeakValueDictionary
 
-from llguidance import LLMatcher
-
-from mlx_tq.commands.grammar import Grammars
+from mlx_tq.commands.grammar import CompiledGrammar, Grammars
 from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
@@ -13,6 +12,8 @@ from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, Sche
 _PARAM = "response_format"
 _SLOTS = 4  # grammars that are compiled at once
 _SLOTS_PER_CLIENT = 2  # of these; a client's further requests wait for its own
+_MAX_MEMORY = 2**30  # bytes of all compiled grammars
+_MAX_KEY = 100  # characters of a schema's key that an error repeats
 
 
 class ResponseFormats:
@@ -20,7 +21,7 @@ class ResponseFormats:
 
     Args:
         grammars: of the model's tokenizer.
-        queue: requests that may wait.
+        queue: requests that may wait, half of them from one client.
         allow_lark: accept Lark grammars from clients.
     """
 
@@ -28,9 +29,10 @@ class ResponseFormats:
         self._grammars, self._queue, self._allow_lark = grammars, queue, allow_lark
         self._slots = asyncio.Semaphore(_SLOTS)
         self._client_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._pending = 0
+        self._pending: Counter[str] = Counter()  # by client
+        self._live: WeakSet[CompiledGrammar] = WeakSet()
 
-    async def compile(self, request: ChatRequest, client: str) -> LLMatcher | None:
+    async def compile(self, request: ChatRequest, client: str) -> CompiledGrammar | None:
         """Compile the grammar that the answer of a request from the address `client` has to follow.
 
         Returns None where the answer may be any text.
@@ -59,19 +61,24 @@ class ResponseFormats:
         try:
             return await self._compile(_source(response_format), client)
         except GrammarError as error:
-            path = ".".join([param, *error.path])
+            path = ".".join([param, *(key[:_MAX_KEY] for key in error.path)])
             raise InvalidRequestError(f"{path}: {error}", path) from error
 
-    async def _compile(self, source: GrammarSource, client: str) -> LLMatcher:
-        if self._pending >= self._queue:
-            raise QueueFullError(f"the grammar queue is full ({self._queue} requests); try again later")
+    async def _compile(self, source: GrammarSource, client: str) -> CompiledGrammar:
+        if self._pending.total() >= self._queue or self._pending[client] >= max(1, self._queue // 2):
+            raise QueueFullError(f"the grammar queue is full ({self._pending.total()} requests); try again later")
         client_slots = self._client_slots.setdefault(client, asyncio.Semaphore(_SLOTS_PER_CLIENT))
-        self._pending += 1
+        self._pending[client] += 1
         try:
             async with client_slots, self._slots:
-                return await self._grammars.compile(source)
+                if sum(grammar.nbytes for grammar in self._live) > _MAX_MEMORY:
+                    raise QueueFullError("the grammars of other requests fill the memory; try again later")
+                grammar = await self._grammars.compile(source)
+                self._live.add(grammar)
+                return grammar
         finally:
-            self._pending -= 1
+            self._pending[client] -= 1
+            self._pending += Counter()  # forgets clients without requests
 
 
 def _param(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> str:

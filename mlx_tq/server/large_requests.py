@@ -22,11 +22,13 @@ class LargeRequests:
         self._nbytes = 0
 
     async def run(self, nbytes: int, prepare: Callable[..., Result], *args: Any) -> Result:
-        """Run `prepare(*args)` in a thread when it is this request's turn.
+        """Run `prepare(*args)` in a thread: at once for a small request, else when it is this request's turn.
 
         Raises:
             QueueFullError: too many bytes wait.
         """
+        if nbytes <= LARGE_REQUEST_BYTES:
+            return await run_in_threadpool(prepare, *args)
         if self._nbytes and self._nbytes + nbytes > _MAX_QUEUED_BYTES:
             raise QueueFullError(
                 f"too many large requests: {self._nbytes:,} bytes are queued and this one has {nbytes:,}; "

@@ -143,10 +143,17 @@ class ResponseRequest(Strict):
     max_tool_calls: Any = None
 
     def chat(self) -> ChatRequest:
-        """The same as a request to /v1/chat/completions."""
+        """The same as a request to /v1/chat/completions.
+
+        Raises:
+            InvalidRequestError: the input holds no messages.
+        """
+        messages = self._messages()
+        if not messages:
+            raise InvalidRequestError("the input has no message; send at least one", "input")
         body = {
             "model": self.model,
-            "messages": self._messages(),
+            "messages": messages,
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -3,10 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import LLMatcher
-from starlette.concurrency import run_in_threadpool
-
-from mlx_tq.commands.grammar import Grammars
+from mlx_tq.commands.grammar import CompiledGrammar, Grammars
 from mlx_tq.commands.preflight import check_memory, check_positions
 from mlx_tq.errors import ConfigError
 from mlx_tq.rescue import RescueClient
@@ -17,7 +14,7 @@ from mlx_tq.server.engine import Engine
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from mlx_tq.server.formats import ResponseFormats
 from mlx_tq.server.jobs import Job
-from mlx_tq.server.large_requests import LARGE_REQUEST_BYTES, LargeRequests
+from mlx_tq.server.large_requests import LargeRequests
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling, processors
 from mlx_tq.server.schemas import ChatRequest, CompletionRequest
@@ -80,29 +77,27 @@ class Service:
         request: ChatRequest | CompletionRequest,
         nbytes: int,
         session: Kept | None = None,
-        matcher: LLMatcher | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> tuple[list[Job], Answer, Turn | None]:
-        """Run `prepare` in a worker thread. Requests of more than 64 kB run one at a time.
+        """Run `prepare` in a worker thread, with large requests one at a time.
 
         Raises:
             QueueFullError: too many large requests wait; and what `prepare` raises.
         """
-        if nbytes > LARGE_REQUEST_BYTES:
-            return await self.large_requests.run(nbytes, self.prepare, request, session, matcher)
-        return await run_in_threadpool(self.prepare, request, session, matcher)
+        return await self.large_requests.run(nbytes, self.prepare, request, session, grammar)
 
     def prepare(
         self,
         request: ChatRequest | CompletionRequest,
         session: Kept | None = None,
-        matcher: LLMatcher | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> tuple[list[Job], Answer, Turn | None]:
         """A job for each prompt, their answer, still empty, and the turn of the session that it is, if it is one.
 
         Args:
             request: from the client.
             session: that it belongs to.
-            matcher: of the grammar that its answers have to follow.
+            grammar: that its answers have to follow.
 
         Raises:
             InvalidRequestError: another model, a conversation that the template refuses, or one that is too long.
@@ -121,10 +116,10 @@ class Service:
             prompts = [prompt := self.conversations.chat(request) if turn is None else turn.prompt]
             logprobs = (request.top_logprobs or 0) if request.logprobs else None
             tools = [tool.model_dump() for tool in request.tools or []]
-            if matcher is not None:
-                constraint = self.grammars.constraint(matcher, thinks=prompt.state == "reasoning")
+            if grammar is not None:
+                constraint = self.grammars.constraint(grammar, thinks=prompt.state == "reasoning")
             readers = [
-                MessageReader(self.tokenizer, prompt.state, tools, constrained=matcher is not None)
+                MessageReader(self.tokenizer, prompt.state, tools, constrained=grammar is not None)
                 for _ in range(count)
             ]
         else:

@@ -75,6 +75,17 @@ def test_a_token_that_was_not_allowed_is_an_error(tokenizer, grammars):
         constraint.check()
 
 
+def test_copies_share_the_time_for_masks(grammars):
+    grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(CODE)))
+    constraint = grammars.constraint(grammar)
+    copy = constraint.copy()
+    assert len(allowed(constraint)) < 4200
+    grammar.mask_seconds = 10.0
+    assert len(allowed(copy)) == 4200
+    with pytest.raises(GrammarError, match=r"masks took 10\.0 s, over the limit of 0\.25 s plus 5 ms per token"):
+        copy.check()
+
+
 def test_tokenizers_that_no_mask_can_be_made_for(tokenizer):
     """One that is written in Python, and one whose answers have channels."""
     fields = ("eos_token_ids", "think_end_tokens", "response_transitions", "structural_markers", "_tokenizer")

@@ -44,10 +44,11 @@ def checker(make_checker):
 
 
 def check(checker, source):
-    """Raise whatever is wrong with a grammar."""
-    error = asyncio.run(checker.check(source))
-    if error is not None:
-        raise error
+    """Return the bytes that a grammar keeps when compiled; raise whatever is wrong with it."""
+    result = asyncio.run(checker.check(source))
+    if isinstance(result, GrammarError):
+        raise result
+    return result
 
 
 def source_of(schema):
@@ -96,6 +97,27 @@ def test_memory_is_limited(make_checker):
         check(make_checker(nbytes=2**25, seconds=60), source_of({"allOf": regexes(16)}))
 
 
+def test_the_memory_that_a_compiled_grammar_keeps_is_limited(checker):
+    assert check(checker, source_of({"type": "object"})) < 2**23
+    with pytest.raises(GrammarLimitError, match="100 MB of memory when compiled"):
+        check(checker, GrammarSource("regex", "a?" * 10_000))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GrammarSource("regex", "a{60000}"),
+        source_of({"type": "array", "items": {"const": 1}, "minItems": 9000}),
+        source_of({"enum": ["a" * 60_000]}),
+    ],
+    ids=lambda source: source.text[:40],
+)
+def test_grammars_whose_masks_are_slow_are_refused(checker, source):
+    """Forced bytes are followed to their end for each mask."""
+    with pytest.raises(GrammarLimitError, match=r"32 token masks takes more than 0\.25 s"):
+        check(checker, source)
+
+
 def test_locating_an_error_is_time_limited(checker):
     """Each of 900 properties is compiled with all 500 definitions."""
     wide = {"properties": {f"p{n}": {"type": "string"} for n in range(900)}, "not": {}}
@@ -116,7 +138,7 @@ def test_a_killed_worker_fails_only_its_check(checker):
         workers(checker)[0].kill()
         with pytest.raises(GrammarLimitError, match="crashed"):
             await slow
-        assert await checker.check(source_of({"type": "object"})) is None
+        assert isinstance(await checker.check(source_of({"type": "object"})), int)
 
     asyncio.run(main())
 

@@ -11,7 +11,7 @@ import pytest
 from commands.test_grammar_checker import LOWEST, SLOW, regexes
 from http_harness import wait_for
 
-from .conftest import PACKED
+from .conftest import ENDLESS, PACKED
 from .harness import running
 from .test_formats import CODE, held_to, regex
 
@@ -22,6 +22,12 @@ LIMIT_S = 20  # for a check of 5 s on a busy machine
 
 def asking(response_format):
     return {**PLAIN, "max_tokens": 40, "response_format": response_format}
+
+
+def test_an_error_does_not_repeat_a_long_key(server):
+    answer = server.post(**asking(held_to({"properties": {"k" * 60_000: {"type": "strng"}}})))
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
 
 
 @pytest.mark.parametrize(
@@ -84,6 +90,21 @@ def test_a_disconnect_cancels_the_check(server):
         wait_for(workers)
     wait_for(lambda: not workers(), timeout=2)
     assert server.post(**PLAIN).status_code == 200
+
+
+def test_a_client_that_leaves_no_longer_waits_for_its_session(server):
+    held = {"X-Session-Id": "waits"}
+    busy = {**PLAIN, "max_tokens": 400, "logit_bias": ENDLESS}
+    body = {**asking(held_to({**CODE, "title": "waits"})), "max_tokens": 2}
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.http.post, "/v1/chat/completions", json=busy, headers=held)
+        wait_for(lambda: server.metrics()["mlx_tq_running"] == 1)
+        with httpx.Client(base_url=server.url, timeout=0.5) as impatient, pytest.raises(httpx.ReadTimeout):
+            impatient.post("/v1/chat/completions", json=body, headers=held)
+        log = server.log()
+        assert not first.done()
+        wait_for(lambda: " 499 " in server.log()[len(log) - 200 :], timeout=5)
+        assert first.result().status_code == 200
 
 
 def test_a_schema_is_checked_once(server):

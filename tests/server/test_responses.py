@@ -140,3 +140,8 @@ def test_thoughts_words_and_calls_are_items(tokenizer, size):  # noqa: F811
     back = {"input": [{"role": "user", "content": "hi"}, *whole["output"], given], "tools": [FUNCTION]}
     *_, assistant, tool = parse(ResponseRequest, json.dumps(back).encode()).chat().messages
     assert (assistant.content, len(assistant.tool_calls), tool.tool_call_id) == ("Let me see.", 2, call["call_id"])
+
+
+def test_an_input_without_messages_is_refused(server):
+    answer = server.post("/v1/responses", input=[{"type": "reasoning"}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
