@@ -131,6 +131,8 @@ def workers(checker):
 
 
 def test_a_killed_worker_fails_only_its_check(checker):
+    wait_for(lambda: not workers(checker))
+
     async def main():
         slow = asyncio.create_task(checker.check(source_of(SLOW)))
         while not workers(checker):
@@ -150,6 +152,8 @@ def test_a_dead_fork_server_is_restarted(checker):
 
 
 def test_a_cancelled_check_ends_its_worker(checker):
+    wait_for(lambda: not workers(checker))
+
     async def main():
         slow = asyncio.create_task(checker.check(source_of(SLOW)))
         while not workers(checker):
