@@ -74,8 +74,8 @@ def costs(model, tokenizer, grammars, answers):
     mx.eval(logits)
     for case, text in answers:
         began = time.perf_counter()
-        matcher = asyncio.run(grammars.compile(GrammarSource.of_schema(case["schema"])))
-        constraint = grammars.constraint(matcher)
+        grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(case["schema"])))
+        constraint = grammars.constraint(grammar)
         beginnings.append(1e6 * (time.perf_counter() - began))
         for token in [0, *tokenizer.encode(text, add_special_tokens=False)]:
             last = mx.array([token])

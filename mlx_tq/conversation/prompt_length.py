@@ -34,12 +34,12 @@ class PromptLengthLimit:
         """
         if self._positions is None:
             return
-        left = max(0, self._positions - used)
-        if characters <= left or characters <= left * self._longest_token:  # most are, and need no vocabulary
+        free = max(0, self._positions - used)
+        if characters <= free or characters <= free * self._longest_token:  # most are, and need no vocabulary
             return
-        in_use, anew = (f" ({used:,} in use)", ", start a new conversation (reset)") if used else ("", "")
+        in_use, restart = (f" ({used:,} in use)", ", start a new conversation (reset)") if used else ("", "")
         raise ConfigError(
-            f"the {name} has {characters:,} characters; at most {left * self._longest_token:,} fit into a context of "
+            f"the {name} has {characters:,} characters; at most {free * self._longest_token:,} fit into a context of "
             f"{self._positions:,} tokens{in_use}, even if every token were the longest one ({self._longest_token:,} "
-            f"characters). Shorten the {name}{anew}, or use a model with a longer context."
+            f"characters). Shorten the {name}{restart}, or use a model with a longer context."
         )

@@ -300,7 +300,7 @@ def _address(request: Request) -> str:
 
 
 async def _watch(request: Request, job: Job) -> None:
-    """Tell who waits for the job's events that the client has left."""
+    """Fail the job's events when the client disconnects."""
     await _wait_for_disconnect(request)
     job.events.put_nowait(Failed(ClientGoneError("the client left before its answer was complete")))
 

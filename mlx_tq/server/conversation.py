@@ -63,9 +63,9 @@ class Conversations:
     """Render and tokenize prompts; thread-safe.
 
     Args:
-        tokenizer: Of the model.
-        template_args: Options of the chat template.
-        positions: That the model allows, or None.
+        tokenizer: of the model.
+        template_args: options of the chat template.
+        positions: that the model allows, or None.
     """
 
     def __init__(self, tokenizer: Any, template_args: dict[str, Any], positions: int | None = None) -> None:

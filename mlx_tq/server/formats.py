@@ -1,11 +1,12 @@
 """Compile the `response_format` of requests."""
 
 import asyncio
+import json
 from collections import Counter
 from weakref import WeakSet, WeakValueDictionary
 
 from mlx_tq.commands.grammar import CompiledGrammar, Grammars
-from mlx_tq.commands.grammar_source import GrammarError, GrammarSource
+from mlx_tq.commands.grammar_source import GrammarError, GrammarSource, Syntax
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 
@@ -57,9 +58,9 @@ class ResponseFormats:
                 "or restart the server with --allow-lark",
                 f"{_PARAM}.syntax",
             )
-        param = _param(response_format)
+        param, syntax, text = _read(response_format)
         try:
-            return await self._compile(_source(response_format), client)
+            return await self._compile(GrammarSource(syntax, text), client)
         except GrammarError as error:
             path = ".".join([param, *(key[:_MAX_KEY] for key in error.path)])
             raise InvalidRequestError(f"{path}: {error}", path) from error
@@ -81,15 +82,10 @@ class ResponseFormats:
             self._pending += Counter()  # forgets clients without requests
 
 
-def _param(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> str:
+def _read(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str]:
+    """Return the argument that holds the grammar, and the grammar."""
     if isinstance(response_format, GrammarFormat):
-        return f"{_PARAM}.definition"
-    return f"{_PARAM}.schema" if isinstance(response_format, ObjectFormat) else f"{_PARAM}.json_schema.schema"
-
-
-def _source(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> GrammarSource:
-    if isinstance(response_format, GrammarFormat):
-        return GrammarSource(response_format.syntax, response_format.definition)
+        return f"{_PARAM}.definition", response_format.syntax, response_format.definition
     if isinstance(response_format, ObjectFormat):
-        return GrammarSource.of_schema(response_format.described_by or {"type": "object"})
-    return GrammarSource.of_schema(response_format.json_schema.described_by)
+        return f"{_PARAM}.schema", "json_schema", json.dumps(response_format.described_by or {"type": "object"})
+    return f"{_PARAM}.json_schema.schema", "json_schema", json.dumps(response_format.json_schema.described_by)

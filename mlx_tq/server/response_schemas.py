@@ -143,7 +143,7 @@ class ResponseRequest(Strict):
     max_tool_calls: Any = None
 
     def chat(self) -> ChatRequest:
-        """The same as a request to /v1/chat/completions.
+        """Return the request as one to /v1/chat/completions.
 
         Raises:
             InvalidRequestError: the input holds no messages.

@@ -37,11 +37,11 @@ async def outcome(grammars, ends, seed):
     """What became of the grammar of a seed, and how long it took."""
     rng, began = random.Random(seed), time.monotonic()
     try:
-        matcher = await grammars.compile(random_source(rng))
+        grammar = await grammars.compile(random_source(rng))
     except GrammarError as error:
         ended = "limit" if type(error) is not GrammarError else "invalid"
     else:
-        ended = follow(grammars.constraint(matcher), ends, rng)
+        ended = follow(grammars.constraint(grammar), ends, rng)
     return ended, time.monotonic() - began
 
 

@@ -218,8 +218,8 @@ def _held_to(schema: dict[str, Any], tokenizer: Any, ids: list[int], args: argpa
     thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
     grammars = Grammars(tokenizer)
     try:
-        matcher = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
-        return grammars.constraint(matcher, thinks=thinks)
+        grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(schema)))
+        return grammars.constraint(grammar, thinks=thinks)
     except GrammarError as error:
         path = ".".join(error.path) or "the schema"
         raise ConfigError(f"--json-schema {args.json_schema}: {path}: {error}.") from error
