@@ -8,12 +8,12 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.frontier import bits, kind, measured
 from benchmarks.tables.markdown import RESULTS
 
 COLOURS = {
-    "conditioned keys": "#08519c",
+    "normalized keys": "#08519c",
     "trellis codes": "#d94801",
     "by layer": "#238b45",
     "plain keys": "#9ecae1",

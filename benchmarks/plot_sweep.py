@@ -88,7 +88,7 @@ def plot_sweep(report: dict[str, Any], path: Path) -> None:
     read = _usual([record for record in records if "kind" not in record], "tokens", "trigger")
     records, variants = [], []
     for variant in dict.fromkeys(record["variant"] for record in [*asked, *read]):
-        own = [_usual([r for r in kind if r["variant"] == variant], "prefix") for kind in (asked, read)]
+        own = [_usual([r for r in kind if r["variant"] == variant], "sinks") for kind in (asked, read)]
         if len({record["retention"] for kind in own for record in kind}) >= _LEAST:
             variants.append(variant)
             records += [record for kind in own for record in kind]

@@ -19,7 +19,7 @@ try:
     text = Path(document).read_text(encoding="utf-8")
     model, tokenizer = mlx_tq.load(rest[0] if rest else None)
     # Half of the tokens stay; the rest leave in blocks that can be read again. 256 tokens calibrate what is kept.
-    config = mlx_tq.KVConfig(prefix=32, evict=mlx_tq.EvictConfig(TriAttention(granularity=64, warmup=256), "50%"))
+    config = mlx_tq.KVConfig(sinks=32, evict=mlx_tq.EvictConfig(TriAttention(granularity=64, warmup=256), "50%"))
 
     with mlx_tq.Session(model, tokenizer, config, rescue="auto") as session:
         # The document is a turn of its own: what is evicted while it is read can be found when the question comes.

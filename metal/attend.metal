@@ -7,14 +7,14 @@
 //   key_flips: of the rotation of packed keys, see rotation.h
 //   mask_bias [B, Hq, L, tokens], or 1 for each of the first three: float, added to scores where MASKED, else anything
 //   attend_sizes: Hq, H, L, whether queries see no later ones, the bits of what multiplies scores, and the steps of
-//     mask_bias from one B, Hq and L to the next; then, for each row of the batch, tokens of the prefix, packed tokens,
+//     mask_bias from one B, Hq and L to the next; then, for each row of the batch, sink tokens, packed tokens,
 //     those in the model's type, the capacities of packed_rows and of full_keys, blocks of packed tokens, blocks, and BLOCKS
 //   packed_rows [B, H, capacity, W]: 32-bit words, two of packing.h's in each
 //   full_keys [B, H, capacity, KEY_DIM], full_values [B, H, capacity, VALUE_DIM]: the model's type
 //   block_outputs [B, H, N, BLOCKS, VALUE_DIM], block_maxima, block_sums [B, H, N, BLOCKS]: float, unnormalised, N = G L.
 //     Maxima count powers of two. Blocks of packed tokens come first; their outputs are rotated.
 //
-// Where CONDITIONED also:
+// Where NORMALIZED also:
 //
 //   attend_sizes: behind the above, for each row of the batch, the capacity of key_means, the row's number of its first packed
 //     token, and whether mean_index tells which mean a token has; else MEAN_TOKENS tokens share one

@@ -10,7 +10,7 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
 #include "weights.h"
 #endif
 

@@ -8,7 +8,7 @@
 //   dequantize_sizes [8]: L, and the threads that decode, a multiple of 256
 //   keys_out [B, H, S + L, KEY_DIM], values_out [B, H, S + L, VALUE_DIM]: T
 //
-// Where CONDITIONED also, contiguous; CLAMPED keys are clamped to fp16's range:
+// Where NORMALIZED also, contiguous; CLAMPED keys are clamped to fp16's range:
 //
 //   key_scale [B, H, KEY_DIM]: float, multiplied into the keys that follow
 //   key_means [B, H, n, KEY_DIM]: half, added to packed ones; mean_index [at least S]: int, which one
@@ -24,12 +24,12 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
 #include "weights.h"
 #endif
 
-// Decodes a unit, and adds what `mean` has for its dims where CONDITIONED.
-template <class T, class Vectors, bool SCALED, bool CONDITIONED, bool CLAMPED, class Words, class Mean, class Out>
+// Decodes a unit, and adds what `mean` has for its dims where NORMALIZED.
+template <class T, class Vectors, bool SCALED, bool NORMALIZED, bool CLAMPED, class Words, class Mean, class Out>
 TQ_FN void tq_decode_unit(Words words, int unit, Mean mean, Out out) {
   float values[Vectors::VALUES];
   Vectors::load(words, unit, values);
@@ -37,7 +37,7 @@ TQ_FN void tq_decode_unit(Words words, int unit, Mean mean, Out out) {
   TQ_UNROLL for (int i = 0; i < int(Vectors::VALUES); i++) {
     int dim = Vectors::dim(unit, i);
     float value = SCALED ? tq_mul(values[i], gain) : values[i];
-    if (CONDITIONED) value = tq_add(value, static_cast<float>(mean[dim]));
+    if (NORMALIZED) value = tq_add(value, static_cast<float>(mean[dim]));
     out[dim] = static_cast<T>(CLAMPED ? tq_clamp(value) : value);
   }
 }
@@ -80,12 +80,12 @@ if (thread_position_in_grid.x < decoding) {
     auto words = packed_rows +
                  (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
     if (key) {
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       auto mean = key_means + ((batch * heads + head) * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
 #else
       auto mean = words;
 #endif
-      tq_decode_unit<T, KEYS, (KEY_BITS <= 8), CONDITIONED, CLAMPED>(
+      tq_decode_unit<T, KEYS, (KEY_BITS <= 8), NORMALIZED, CLAMPED>(
           tq_words<KEY_TRELLIS>::with(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * uint(KEY_DIM));
     } else {
       tq_decode_unit<T, VALUES, (VALUE_BITS <= 8), false, false>(
@@ -101,7 +101,7 @@ if (thread_position_in_grid.x < decoding) {
       float x[(KEY_DIM + 31) / 32];
       auto vector = full_keys + (batch * full_keys_strides[0] + head * full_keys_strides[1] + token * full_keys_strides[2]);
       tq_load_vector<KEY_DIM>(vector, full_keys_strides[3], x, lane);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       tq_weigh<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
 #endif
       tq_follow<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * uint(KEY_DIM), lane);

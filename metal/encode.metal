@@ -11,7 +11,7 @@
 //
 //   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
 //
-// Where CONDITIONED also, contiguous:
+// Where NORMALIZED also, contiguous:
 //
 //   key_scale [B, H, KEY_DIM]: float, multiplied into keys
 //   key_centres [B, H, n, KEY_DIM]: float, subtracted from them; mean_index [at least S]: int, which one
@@ -22,7 +22,7 @@
 #if TQ_TRELLIS
 #include "search.h"
 #endif
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
 #include "weights.h"
 #endif
 
@@ -141,7 +141,7 @@ if (row < rows) {
   if (threadgroup_position_in_grid.z == 0) {
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
     tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
     uint place = batch * heads + head, means = key_centres_shape[2];
     tq_weigh<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
     tq_centre<KEY_DIM>(x, key_centres + (place * means + uint(mean_index[token])) * uint(KEY_DIM), lane);

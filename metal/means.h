@@ -1,4 +1,4 @@
-// What means of blocks of tokens add to scores of conditioned keys: <query, mean>, once for all tokens in a row that share one.
+// What means of blocks of tokens add to scores of normalized keys: <query, mean>, once for all tokens in a row that share one.
 #include "numbers.h"
 #include "softmax.h"
 
@@ -8,7 +8,7 @@ struct tq_plain {
 };
 template <int D, class Query, class Means, class Index>
 TQ_FN void tq_add_means(int, int, int, Query, Means, Index, TQ_THREAD tq_plain&, TQ_THREAD float*) {}
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
 
 #define TQ_NONE uint(0xFFFFFFFFu)
 

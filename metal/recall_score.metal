@@ -8,12 +8,12 @@
 //   key_codes [1, H, S, words]: 16-bit words, see packing.h; any strides but the last
 //   key_scales [1, H, S]: half or float, any strides; anything where keys have none
 //   asked_queries [H, T, KEY_DIM, QUERIES]: float, contiguous; N queries by QUERIES, zeros behind the last. They are over the
-//     weights of conditioned keys, and rotated as keys are
+//     weights of normalized keys, and rotated as keys are
 //   block_starts [at least n + 1]: int, where each block begins, and the end of the last; none is empty
 //   recall_sizes [8]: N and n
 //   block_maxima, block_sums [H, N, n]: float; sums of exp(score - maximum)
 //
-// Where CONDITIONED also, contiguous:
+// Where NORMALIZED also, contiguous:
 //
 //   key_means [1, H, m, KEY_DIM]: half, added to keys; mean_index [at least S]: int, which one
 //
@@ -60,12 +60,12 @@ for (int start = begin; start < stop; start += SPAN) {
     KEYS::load(words, unit, values);
     if (KEY_BITS <= 8)
       gain = tq_gain_of<KEY_DIM, KEY_BITS>(static_cast<float>(key_scales[int64_t(head) * key_scales_strides[1] + place * key_scales_strides[2]]));
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
     auto mean = key_means + (int64_t(head) * key_means_shape[2] + mean_index[place]) * KEY_DIM;
 #endif
     TQ_UNROLL for (int v = 0; v < int(KEYS::VALUES); v++) {
       int dim = KEYS::dim(unit, v);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       key_values[dim * PITCH + key] = tq_fma(values[v], gain, static_cast<float>(mean[dim]));
 #else
       key_values[dim * PITCH + key] = tq_mul(values[v], gain);

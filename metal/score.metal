@@ -10,7 +10,7 @@
 //   score_sizes [8]: S, the tokens, and F
 //   key_scores [B, H, G, S]: float
 //
-// Where CONDITIONED also, contiguous:
+// Where NORMALIZED also, contiguous:
 //
 //   key_scale [B, H, KEY_DIM]: float, by which keys are divided
 //   key_means [B, H, n, KEY_DIM]: half, added before they are rotated back; mean_index [at least S]: int, which one
@@ -26,7 +26,7 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
 #include "weights.h"
 #endif
 
@@ -52,7 +52,7 @@ if (token < tokens) {
   auto words = tq_words<KEY_TRELLIS>::with(
       packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]), key_levels);
   float gain = KEYS::gain(words);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
   uint place = batch * heads + head;
   auto mean = key_means + (place * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
 #endif
@@ -61,7 +61,7 @@ if (token < tokens) {
     KEYS::load(words, unit, values);
     TQ_UNROLL for (int i = 0; i < int(KEYS::VALUES); i++) {
       int dim = KEYS::dim(unit, i);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       key[dim] = tq_fma(values[i], gain, static_cast<float>(mean[dim]));
 #else
       key[dim] = tq_mul(values[i], gain);
@@ -81,10 +81,10 @@ if (token < tokens) {
     float factor = tq_div(1.0f, tq_sqrt(static_cast<float>(KEY_DIM)));
     TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_mul(x[j], factor);
   }
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
   tq_divide<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
 #endif
-  if (KEY_ROTATED || CONDITIONED) {
+  if (KEY_ROTATED || NORMALIZED) {
     TQ_UNROLL for (int j = 0; j < N; j++) {
       int dim = 32 * j + int(lane);
       if (dim < KEY_DIM) key[dim] = x[j];

@@ -1,4 +1,4 @@
-// Weights of conditioned keys: they are multiplied by them, queries divided.
+// Weights of normalized keys: they are multiplied by them, queries divided.
 #include "tq_compat.h"
 
 template <int D, class Weights>

@@ -4,12 +4,12 @@
 //   rotation_flips: see rotation.h
 //   rotated [A B C, DIM]: T
 //
-// Where CONDITIONED also key_scale [A, H, DIM]: float, by which vectors, B / H heads for each, are divided first. CLAMPED
+// Where NORMALIZED also key_scale [A, H, DIM]: float, by which vectors, B / H heads for each, are divided first. CLAMPED
 // ones are clamped to fp16's range.
 //
 // Grid (32 SIMDGROUPS, ceil(A B C / SIMDGROUPS), 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "vectors.h"
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
 #include "weights.h"
 #endif
 
@@ -23,7 +23,7 @@ if (row < vectors_shape[0] * middle * inner) {
                            row % inner * vectors_strides[2]);
   float x[(DIM + 31) / 32];
   tq_load_vector<DIM>(vector, vectors_strides[3], x, lane);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
   uint heads = key_scale_shape[1], head = row / inner / (middle / heads);
   tq_divide<DIM>(x, key_scale + head * uint(DIM), lane);
 #endif

@@ -34,7 +34,7 @@ class KVConfig:
         key: format of keys in the body (see `codec.format_names`), or two, RECENT~COLD, of which older tokens have the
             second; or such for each layer, joined by "+".
         value: format of values in the body; or one for each layer, joined by "+".
-        prefix: first tokens kept in the model's type (sinks, system prompt).
+        sinks: first tokens kept in the model's type (sinks, system prompt).
         window: last tokens kept in the model's type. 32 to 63 more stay beside them, so that a trim of up to 32 tokens
             restores exactly what was there.
         key_scale: write-time scale of tq keys, "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
@@ -46,7 +46,7 @@ class KVConfig:
         seed: of the rotations.
         fp32_scales: store scales as fp32 instead of fp16.
         recent: packed tokens whose keys have the first of two formats, a multiple of 32.
-        condition: keys are stored less the mean of their block, and weighted by what queries of the first 128 tokens
+        normalize: keys are stored less the mean of their block, and weighted by what queries of the first 128 tokens
             read of each pair of dims; so nothing is packed before these were seen.
         evict: which tokens leave the cache, or None to keep all.
         mean_bits: stored bits a value, scales and means included, that all layers may take together; the formats of
@@ -59,7 +59,7 @@ class KVConfig:
 
     key: str = "q8"
     value: str = "tq4"
-    prefix: int = 128
+    sinks: int = 128
     window: int = 128
     key_scale: str = "unbiased"
     value_scale: str = "unbiased"
@@ -69,7 +69,7 @@ class KVConfig:
     seed: int = 42
     fp32_scales: bool = False
     recent: int = 512
-    condition: bool = True
+    normalize: bool = True
     evict: EvictConfig | None = None
     mean_bits: float | None = None
 
@@ -82,7 +82,7 @@ class KVConfig:
         CodecOptions(scale=self.value_scale)
         if self.rotation not in ROTATIONS:
             raise ConfigError(f"rotation {self.rotation!r} is unknown; valid are {', '.join(ROTATIONS)}.")
-        for name in ("prefix", "window", "boundary", "outlier", "seed"):
+        for name in ("sinks", "window", "boundary", "outlier", "seed"):
             value = getattr(self, name)
             if not value >= 0:  # also refuses NaN
                 raise ConfigError(f"{name} is {value}; it must be 0 or more.")
@@ -104,16 +104,16 @@ class KVConfig:
                 f"at all. Write at least {BLOCK}, or auto, or off (--kv-recall off)."
             )
         tokens = parse_budget(evict.budget).tokens
-        if tokens is not None and tokens <= self.prefix + self.latest:
+        if tokens is not None and tokens <= self.sinks + self.latest:
             recent = f" plus {self.latest - self.window} with recent keys" if self.latest > self.window else ""
-            lower = "lower --kv-recent, or take --kv-recall off" if recent else "lower prefix or window"
+            lower = "lower --kv-recent, or take --kv-recall off" if recent else "lower sinks or window"
             raise ConfigError(
-                f"a budget of {tokens} tokens is not above prefix {self.prefix} plus window {self.window}{recent}, "
+                f"a budget of {tokens} tokens is not above sinks {self.sinks} plus window {self.window}{recent}, "
                 f"which are never evicted. Raise the budget, or {lower}."
             )
-        if evict.policy.mode in ("v1", "v2") and self.prefix > 0:
+        if evict.policy.mode in ("v1", "v2") and self.sinks > 0:
             raise ConfigError(
-                f"mode {evict.policy.mode} may evict the first tokens; prefix is {self.prefix}. Set prefix to 0."
+                f"mode {evict.policy.mode} may evict the first tokens; sinks is {self.sinks}. Set sinks to 0."
             )
 
     @property

@@ -15,7 +15,7 @@ CHANGES = {
     "mean_bits": 4.2,
     "key": "tq4",
     "value": "tq3",
-    "prefix": 64,
+    "sinks": 64,
     "window": 256,
     "key_scale": "raw",
     "value_scale": "matched",
@@ -25,7 +25,7 @@ CHANGES = {
     "seed": 7,
     "fp32_scales": True,
     "recent": 64,
-    "condition": False,
+    "normalize": False,
     "evict": EvictConfig(),
 }
 
@@ -38,7 +38,7 @@ CHANGES = {
         ("key_scale", "max", r"scale rule 'max' is unknown; valid are raw, matched, ls, unbiased\."),
         ("value_scale", "", r"scale rule '' is unknown; valid are raw, matched, ls, unbiased\."),
         ("rotation", "dct", r"rotation 'dct' is unknown; valid are wht, haar\."),
-        ("prefix", -1, r"prefix is -1; it must be 0 or more\."),
+        ("sinks", -1, r"sinks is -1; it must be 0 or more\."),
         ("window", -128, r"window is -128; it must be 0 or more\."),
         ("boundary", -1, r"boundary is -1; it must be 0 or more\."),
         ("outlier", -0.5, r"outlier is -0\.5; it must be 0 or more\."),
@@ -71,7 +71,7 @@ def test_a_misspelt_setting_names_the_nearest():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("key", 8), ("key", None), ("value", ["q8"]), ("prefix", "128"), ("window", 1.5), ("seed", True), ("evict", "v3")],
+    [("key", 8), ("key", None), ("value", ["q8"]), ("sinks", "128"), ("window", 1.5), ("seed", True), ("evict", "v3")],
 )
 def test_refused_types(field, value):
     with pytest.raises(ConfigError, match=rf"^{field} is .*; it must be of type "):
@@ -97,7 +97,7 @@ def test_profiles():
         "tiny": ("tq4", "tcq3"),
         "long": ("q8", "tq4"),
     }
-    assert PROFILES["tiny"].condition
+    assert PROFILES["tiny"].normalize
     assert {name for name, config in PROFILES.items() if config.evict} == {"long"}
     assert replace(PROFILES["long"], evict=None) == PROFILES["balanced"]
     assert str(PROFILES["long"].evict.policy) == "triattention"
@@ -106,7 +106,7 @@ def test_profiles():
     assert [name for name, config in PROFILES.items() if config.is_off] == ["off"]
     assert not KVConfig(key="fp16", value="tq4").is_off
     assert not KVConfig(key="fp16", value="fp16", evict=EvictConfig()).is_off, "eviction needs a cache of ours"
-    assert profile("small", prefix=0) == replace(PROFILES["small"], prefix=0)
+    assert profile("small", sinks=0) == replace(PROFILES["small"], sinks=0)
     with pytest.raises(ConfigError, match=r"profile .fast. is unknown; valid are off, .*, small, tiny, long\."):
         profile("fast")
     for alias, name in (("turbo8", "q8"), ("turbo4", "tq4"), ("turbo3", "tq3"), ("turbo2", "tq2")):
@@ -118,7 +118,7 @@ def test_profiles():
 )
 def test_pairs_of_other_programs(pair, key, value):
     assert profile(pair) == KVConfig(key=key, value=value)
-    assert profile(pair, value="q8", prefix=0) == KVConfig(key=key, value="q8", prefix=0)
+    assert profile(pair, value="q8", sinks=0) == KVConfig(key=key, value="q8", sinks=0)
 
 
 def test_the_configuration_of_rescue():
@@ -137,20 +137,20 @@ def test_the_configuration_of_rescue():
 def test_config_is_frozen_and_hashable():
     with pytest.raises(FrozenInstanceError):
         KVConfig().key = "tq2"
-    assert len({KVConfig(), KVConfig(), KVConfig(prefix=0)}) == 2
+    assert len({KVConfig(), KVConfig(), KVConfig(sinks=0)}) == 2
     assert mlx_tq.KVConfig is KVConfig
 
 
 def test_what_stays_by_rule_must_fit_the_budget():
-    with pytest.raises(ConfigError, match=r"256 tokens is not above prefix 128 plus window 128.* Raise the budget"):
+    with pytest.raises(ConfigError, match=r"256 tokens is not above sinks 128 plus window 128.* Raise the budget"):
         KVConfig(evict=EvictConfig(budget=256))
     assert KVConfig(evict=EvictConfig(budget=257)).evict.budget == 257
     with pytest.raises(ConfigError, match=r"recall is 31 tokens, fewer than a block of 32, .* Write at least 32"):
         KVConfig(evict=EvictConfig(recall=31))
     assert KVConfig(evict=EvictConfig(recall=32)).evict.recall == 32
-    with pytest.raises(ConfigError, match=r"mode v1 may evict the first tokens; prefix is 128\. Set prefix to 0\."):
+    with pytest.raises(ConfigError, match=r"mode v1 may evict the first tokens; sinks is 128\. Set sinks to 0\."):
         KVConfig(evict=EvictConfig("knorm:mode=v1"))
-    assert KVConfig(prefix=0, evict=EvictConfig("knorm:mode=v2")).evict.policy.mode == "v2"
+    assert KVConfig(sinks=0, evict=EvictConfig("knorm:mode=v2")).evict.policy.mode == "v2"
 
 
 def test_keys_of_two_formats():
@@ -159,7 +159,7 @@ def test_keys_of_two_formats():
     for recall, latest in (("auto", 128 + 544), (256, 128 + 544), ("off", 128)):
         assert KVConfig(key="tq4~tq3", evict=EvictConfig(recall=recall)).latest == latest
         KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest + 1, recall=recall))
-        with pytest.raises(ConfigError, match=f"a budget of {128 + latest} tokens is not above prefix 128 plus window"):
+        with pytest.raises(ConfigError, match=f"a budget of {128 + latest} tokens is not above sinks 128 plus window"):
             KVConfig(key="tq4~tq3", evict=EvictConfig(budget=128 + latest, recall=recall))
     with pytest.raises(ConfigError, match=r"plus 544 with recent keys, .* lower --kv-recent, or take --kv-recall off"):
         KVConfig(key="tq4~tq3", evict=EvictConfig(budget=600))

@@ -47,26 +47,26 @@ def decoded(case):
     tokens=st.integers(400, 3000),
     depth=st.floats(0, 1),
     seed=st.integers(0, 10**6),
-    prefix=st.sampled_from([0, 16, 32, 100]),
+    sinks=st.sampled_from([0, 16, 32, 100]),
     window=st.sampled_from([0, 1, 64, 100]),
     chat=st.booleans(),
 )
 def test_the_needle_lies_where_the_case_says_and_is_packed_when_the_question_comes(
-    tokens, depth, seed, prefix, window, chat
+    tokens, depth, seed, sinks, window, chat
 ):
-    case = build_case(TOKENIZER, TEXT, tokens=tokens, depth=depth, seed=seed, prefix=prefix, window=window, chat=chat)
+    case = build_case(TOKENIZER, TEXT, tokens=tokens, depth=depth, seed=seed, sinks=sinks, window=window, chat=chat)
     assert len(case.ids) == tokens
     assert decoded(case) == f" The secret code word is {case.answer}."
     assert QUESTION in TOKENIZER.decode(case.ids[case.question :])
     assert QUESTION not in TOKENIZER.decode(case.ids[: case.question])
     assert TOKENIZER.decode(case.ids).count(case.answer) == 1
 
-    cache = CompressedKVCache(CacheSpec.for_layer(KVConfig(prefix=prefix, window=window), 0, "q8", "q8"))
+    cache = CompressedKVCache(CacheSpec.for_layer(KVConfig(sinks=sinks, window=window), 0, "q8", "q8"))
     for start in range(0, case.question, 512):
         row = mx.ones((1, 1, min(512, case.question - start), 16))
         cache.append(row, row)
     cache.settle()  # no queries ask with these
-    packed = cache.positions[prefix : prefix + cache.body_tokens]
+    packed = cache.positions[sinks : sinks + cache.body_tokens]
     assert set(range(*case.needle)) <= set(packed)
 
 
@@ -74,7 +74,7 @@ def test_depth_moves_the_needle_and_seeds_differ_and_repeat():
     starts = [build_case(TOKENIZER, TEXT, tokens=2000, depth=d, seed=1).needle[0] for d in (0, 0.25, 0.5, 0.75, 1)]
     assert starts == sorted(set(starts))
     assert starts[0] < 250 < 900 < starts[2] < 1100 < 1600 < starts[-1]
-    cases = [build_case(TOKENIZER, TEXT, tokens=500, depth=0.5, seed=s, prefix=32, window=64) for s in (1, 2, 3, 1)]
+    cases = [build_case(TOKENIZER, TEXT, tokens=500, depth=0.5, seed=s, sinks=32, window=64) for s in (1, 2, 3, 1)]
     assert len({case.answer for case in cases[:3]}) == 3
     assert len({tuple(case.ids[:20]) for case in cases[:3]}) == 3
     assert cases[0] == cases[3]

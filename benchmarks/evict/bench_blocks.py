@@ -31,7 +31,7 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
     """Of tokens that leave by so many."""
     policy = TriAttention(warmup=256, trigger=32, stats="text", granularity=granularity)
     evict = EvictConfig(policy, budget="75%", recall="off")
-    caches = make_prompt_cache(model, KVConfig(prefix=32, window=64, evict=evict))
+    caches = make_prompt_cache(model, KVConfig(sinks=32, window=64, evict=evict))
     sequence = sequence_in(caches)
     assert sequence is not None
     rounds: list[np.ndarray] = []

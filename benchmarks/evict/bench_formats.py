@@ -32,7 +32,7 @@ from mlx_tq.sequence.passes import compressed_caches
 PREFIX, WINDOW, STEP = 32, 64, 512
 LENGTH, SHARES = 2048, (0.1, 0.25)
 POLICY = TriAttention(stats="text", granularity=1)
-CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
+CONFIG = KVConfig(key="fp16", value="fp16", sinks=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
 
 
 def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
@@ -58,8 +58,8 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
     twin.append(*source.keys_and_values()[0].view.undivided().decoded())
     twin.settle()
-    rows, layout, conditioning = twin.body()
-    return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, conditioning=conditioning)
+    rows, layout, normalization = twin.body()
+    return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, normalization=normalization)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -49,7 +49,7 @@ RETENTIONS = (90, 75, 50, 25)
 CONFIG = KVConfig(
     key="fp16",
     value="fp16",
-    prefix=PREFIX,
+    sinks=PREFIX,
     window=WINDOW,
     evict=EvictConfig("triattention:stats=text:granularity=1", "100%", "off"),
 )
@@ -67,7 +67,7 @@ class Scene:
     """A text with facts in it, read once."""
 
     def __init__(self, model: Any, tokenizer: Any, kind: str, length: int, seed: int) -> None:
-        planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, prefix=PREFIX, window=WINDOW)
+        planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, sinks=PREFIX, window=WINDOW)
         self.model, self.scene, self.seed = model, planted.scene, seed
         answers = [tokenizer.encode(planted.facts[i].answer, add_special_tokens=False) for i in planted.asked]
         pairs = zip(self.scene.questions, answers, strict=True)

@@ -51,7 +51,7 @@ PARTS = {
     "blocks": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
     "segments": f"--policies {SEGMENTS} --retentions {FEW} {ONCE}",
     "prefixes": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
-    # Where the prefix holds the sinks, `streaming` is `recency`.
+    # Where the sinks holds the sinks, `streaming` is `recency`.
     "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
     # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
     "triggers": f"--policies {SELF},random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 "

@@ -111,7 +111,7 @@ def by_head(
 
 def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) -> np.ndarray:
     """Attention weights that queries at positions from `start` give to the body: [layers, Hq, L, S]."""
-    prefix, found = caches[0].spec.prefix, []
+    sinks, found = caches[0].spec.sinks, []
     tokens = len(caches[0].body_positions)
     own = calibrators(caches)
     for cache, each in zip(caches, queries, strict=True):
@@ -121,7 +121,7 @@ def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) 
         logits = turned @ keys.swapaxes(-1, -2) / each.shape[-1] ** 0.5
         rows, columns = np.arange(start, start + each.shape[1])[:, None], np.arange(keys.shape[1])[None]
         weights = mx.softmax(mx.where(mx.array(columns <= rows), logits, -mx.inf), axis=-1)
-        found.append(np.array(weights[..., prefix : prefix + tokens]))
+        found.append(np.array(weights[..., sinks : sinks + tokens]))
     return np.stack(found)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.codec.rows import RowLayout
@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
 
 def cases(tokens: int, heads: int, asking: int = QUESTION) -> list[Case]:
-    """Every kernel on a layer of `heads` KV heads, tq4 keys and values, fp16; then those that conditioned keys change.
+    """Every kernel on a layer of `heads` KV heads, tq4 keys and values, fp16; then those that normalized keys change.
 
     An archive's tokens are in blocks of BLOCK, of which `tokens` must be a multiple, and `asking` tokens ask it.
     In a body "with gaps" one token of four has stayed.
@@ -45,13 +45,13 @@ def cases(tokens: int, heads: int, asking: int = QUESTION) -> list[Case]:
     blocks = [BLOCK] * (tokens // BLOCK)
     kept = mx.arange(0, tokens, 2, dtype=mx.int32)
 
-    def asked(means: Conditioning | None) -> mx.array:
+    def asked(means: KeyNormalization | None) -> mx.array:
         return grouped(question, heads, layout, means)
 
     mx.eval(queries, weights, pairs, kept)
     rotation = get_rotation("wht", DIM, 0)
 
-    def of_keys(name: str, means: Conditioning | None) -> list[Case]:
+    def of_keys(name: str, means: KeyNormalization | None) -> list[Case]:
         """The kernels that read packed keys, and what writes them."""
         rows = encode(keys, values, layout, means).rows
         regions = Regions(rows, tokens, layout, keys[:, :, :64], values[:, :, :64], 32, 64, means)
@@ -76,14 +76,14 @@ def cases(tokens: int, heads: int, asking: int = QUESTION) -> list[Case]:
     rows = encode(keys, values, layout).rows
     scale = mx.ones((1, heads, DIM))
     means = _random(heads, -(-4 * tokens // MEAN_TOKENS))
-    gaps = Conditioning(scale, means, mx.arange(tokens, dtype=mx.int32) * 4 // MEAN_TOKENS)
+    gaps = KeyNormalization(scale, means, mx.arange(tokens, dtype=mx.int32) * 4 // MEAN_TOKENS)
     mx.eval(rows, gaps.scale, gaps.means, gaps.index)
     return [
         *of_keys("", None),
         Case("wht", lambda: [wht(keys, rotation)], 2 * keys.nbytes),
         Case("compact", lambda: [compact(rows, kept, kept.size)], rows.nbytes),
-        *of_keys(", conditioned", Conditioning(scale, means)),
-        *(case for case in of_keys(", conditioned, with gaps", gaps) if "attend" in case.kernel),
+        *of_keys(", normalized", KeyNormalization(scale, means)),
+        *(case for case in of_keys(", normalized, with gaps", gaps) if "attend" in case.kernel),
     ]
 
 

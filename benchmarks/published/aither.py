@@ -72,7 +72,7 @@ def codec() -> list[Row]:
             "bytes of a vector of 128 at 4, 3, 2 bits",
             "68, 52, 36: 3.8, 4.9, 7.1 times less than fp16",
             REACHED,
-            f"{_each(lambda name: str(nbytes(name)))}: with conditioned keys {_each(lambda name: ratio(name, name))}",
+            f"{_each(lambda name: str(nbytes(name)))}: with normalized keys {_each(lambda name: ratio(name, name))}",
             FORMATS,
         ),
         Row(
@@ -181,10 +181,10 @@ def codec() -> list[Row]:
 
 def serving() -> list[Row]:
     """Kernels, vLLM, tiers, the graph of blocks, throughput."""
-    served = {(f["profile"], f["streams"], f["prefix"]): f for f in report("server_streams.json")["figures"]}
+    served = {(f["profile"], f["streams"], f["sinks"]): f for f in report("server_streams.json")["figures"]}
     streams = {key[:2]: f["tokens_per_second"] for key, f in served.items() if key[2] == "hot"}
-    cold, hot = (served["small", 1, prefix]["seconds"] for prefix in ("cold", "hot"))
-    token = 36 * 8 * nbytes("tq4", "tq4", conditioned=True)
+    cold, hot = (served["small", 1, sinks]["seconds"] for sinks in ("cold", "hot"))
+    token = 36 * 8 * nbytes("tq4", "tq4", normalized=True)
     looks = report("recall.json")["rows"]
     return [
         Row(
@@ -295,7 +295,7 @@ def serving() -> list[Row]:
             "4 bits answer as FP8 does",
             "the same traces on GSM8K",
             NOT_REACHED,
-            f"the same next token as fp16: {on_real_models('small', 'top1')}, prefix and window in 16 bits",
+            f"the same next token as fp16: {on_real_models('small', 'top1')}, sinks and window in 16 bits",
             _PROFILES,
         ),
         Row(
@@ -306,7 +306,7 @@ def serving() -> list[Row]:
             _ANSWERS,
         ),
         Row(
-            "a prefix that was read before",
+            "a sinks that was read before",
             "12 to 17 % faster, one request",
             SMALL,
             f"an answer behind 2,048 tokens that were read takes {hot:.1f} s, behind 256 that were not {cold:.1f}; bit "

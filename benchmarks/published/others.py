@@ -120,7 +120,7 @@ def tq3_0() -> list[Row]:
     keys = pair("tq3/fp16", "formats")
     real = {name: kld(pair(f"{name}:plain/fp16", "reports_smollm2")) for name in ("tq3_0", "tq3")}
     gemma = {name: kld(pair(f"{name}/fp16", "reports_gemma3-270m")) for name in ("tq3_0:plain", "tq3")}
-    own = rows * nbytes("tq3", "tq3", conditioned=True) / 2**20
+    own = rows * nbytes("tq3", "tq3", normalized=True) / 2**20
     return [
         Row(
             "blocks of 32 in 14 bytes",
@@ -149,7 +149,7 @@ def tq3_0() -> list[Row]:
             "+6.6 %, 1.64 times less",
             SMALL,
             f"`tq3` keys {change(keys)}, {keys['ratio']:.2f} times less; the embedded model. Of `tq3_0` keys the KLD "
-            f"alone: {real['tq3_0']}, plain `tq3` {real['tq3']} (SmolLM2-135M); {gemma['tq3_0:plain']}, conditioned "
+            f"alone: {real['tq3_0']}, plain `tq3` {real['tq3']} (SmolLM2-135M); {gemma['tq3_0:plain']}, normalized "
             f"`tq3` {gemma['tq3']} (Gemma 3 270M)",
             f"{_WITH_KERNELS}; {_REAL}",
         ),
@@ -281,7 +281,7 @@ def tbq4_0() -> list[Row]:
             "q8_0/turbo3 and tbq4_0/tbq4_0; q8_0/tbq4_0, tbq4_0/q8_0, tbq4_0/tbq3_0 (about +2 to 3 %) planned",
             BUILT,
             f"any pair. KLD of the three planned {', '.join(mixed.values())}; of q8/tq4 with plain, tq4/q8 and tq4/tq3 "
-            f"with conditioned keys {', '.join(ours.values())} (Gemma 3 270M)",
+            f"with normalized keys {', '.join(ours.values())} (Gemma 3 270M)",
             _REAL,
         ),
         Row(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.tables.eviction import HYBRID, ONCE, SMOLLM2, SWEEP, TEXT, find
 from benchmarks.tables.markdown import Record, report
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.formats import get_format
 
 REACHED, SMALL, NOT_REACHED, REFUTED = "reached", "reached, small model", "not reached", "refuted"
@@ -53,19 +53,19 @@ def kld(found: Record) -> str:
     return f"{found['kld']:.5f} ± {found['kld_error']:.5f}"
 
 
-def nbytes(key: str, value: str = "", *, conditioned: bool = False) -> int:
-    """Of a packed vector of 128, or of a key and a value, with the key's share of a mean where it is conditioned."""
+def nbytes(key: str, value: str = "", *, normalized: bool = False) -> int:
+    """Of a packed vector of 128, or of a key and a value, with the key's share of a mean where it is normalized."""
     names = [key, value] if value else [key]
-    return sum(get_format(name).bytes_per_vector(128) for name in names) + conditioned * 2 * 128 // MEAN_TOKENS
+    return sum(get_format(name).bytes_per_vector(128) for name in names) + normalized * 2 * 128 // MEAN_TOKENS
 
 
-def ratio(key: str, value: str, *, conditioned: bool = True) -> str:
+def ratio(key: str, value: str, *, normalized: bool = True) -> str:
     """Of fp16's bytes to a packed token's."""
-    return f"{512 / nbytes(key, value, conditioned=conditioned):.2f}"
+    return f"{512 / nbytes(key, value, normalized=normalized):.2f}"
 
 
 def on_real_models(name: str, what: str) -> str:
-    """The KLD ("kld") or top-1 ("top1") of a profile or pair with conditioned keys, on the two real models."""
+    """The KLD ("kld") or top-1 ("top1") of a profile or pair with normalized keys, on the two real models."""
     found = {label: report(f"quality_profiles_{model}.json")["results"][name] for model, label in _REAL.items()}
     return ", ".join(f"{kld(r) if what == 'kld' else f'{r[what]:.1f} %'} ({label})" for label, r in found.items())
 

@@ -50,7 +50,7 @@ def eviction() -> list[Row]:
         for key in ("fp8", "q8", "tq4")
     }
     unrotated = f"{POLICY}:score_unrotated_dims=on"
-    stack = 512 / nbytes("q8", "tq4", conditioned=True) / 0.9
+    stack = 512 / nbytes("q8", "tq4", normalized=True) / 0.9
     often, seldom = (text(POLICY, 25, text="1 x 3000", trigger=trigger) for trigger in (32, 2048))
     found = [r["verdict"] for r in report("quality_needle_default.json")["results"].values() if r["name"] == "balanced"]
     return [
@@ -61,9 +61,9 @@ def eviction() -> list[Row]:
             "the same; a needle that fp16 misses is void, packed tokens are counted",
             "[Measurements](README.md#how-to-read-the-tables)",
         ),
-        Row("V1, V2, V3: whole, in segments, in segments behind a prefix", "built", BUILT, "`mode=`", _ROUNDS),
+        Row("V1, V2, V3: whole, in segments, in segments behind a sinks", "built", BUILT, "`mode=`", _ROUNDS),
         Row(
-            "defaults: prefix 128, window 128, 8 segments, warm-up 1,024",
+            "defaults: sinks 128, window 128, 8 segments, warm-up 1,024",
             "the same",
             BUILT,
             "the same",
@@ -147,10 +147,10 @@ def eviction() -> list[Row]:
             _FACTS,
         ),
         Row(
-            "prefix of 128 or 256",
+            "sinks of 128 or 256",
             "no difference",
             SMALL,
-            f"of 0 or 32, no difference: {answers(POLICY, 90, prefix=0)} and {answers(POLICY, 90)}",
+            f"of 0 or 32, no difference: {answers(POLICY, 90, sinks=0)} and {answers(POLICY, 90)}",
             _OPTIONS,
         ),
         Row(
@@ -262,8 +262,8 @@ def eviction() -> list[Row]:
             "TurboQuant in vLLM: bytes",
             "3.85 times less (4 bits), 2.67 (FP8 keys, 4-bit values)",
             NOT_REACHED,
-            f"{ratio('tq4', 'tq4')} and {ratio('q8', 'tq4')} with conditioned keys, "
-            f"{ratio('tq4', 'tq4', conditioned=False)} and {ratio('q8', 'tq4', conditioned=False)} with plain ones",
+            f"{ratio('tq4', 'tq4')} and {ratio('q8', 'tq4')} with normalized keys, "
+            f"{ratio('tq4', 'tq4', normalized=False)} and {ratio('q8', 'tq4', normalized=False)} with plain ones",
             FORMATS,
         ),
         Row(

@@ -24,7 +24,7 @@ SETTINGS = {
     "chunks": 2,
     "length": 512,
     "step": 256,
-    "prefix": 32,
+    "sinks": 32,
     "window": 64,
 }
 # A mean and a scale of each dim are for keys, whose dims differ; what they cost a value is known from these.
@@ -45,7 +45,7 @@ def main() -> None:
     results = Results(str(TARGET), "ablation", SETTINGS, resume=True)
     model, tokenizer = load()
     chunks = cut_chunks(tokenizer, load_text(), SETTINGS["chunks"], SETTINGS["length"])
-    arms = [parse_arm(name, prefix=SETTINGS["prefix"], window=SETTINGS["window"]) for name in pairs()]
+    arms = [parse_arm(name, sinks=SETTINGS["sinks"], window=SETTINGS["window"]) for name in pairs()]
     left = [arm for arm in arms if arm.name not in results.rows]
     for row in measure_formats(model, chunks, left, SETTINGS["step"]):
         results.add(row.name, asdict(row))

@@ -3,7 +3,7 @@
 python benchmarks/quality/frontier.py {ours,trellis,layers,plain,field}+... [flags of `mlx_tq.evaluate formats`]
 
 mlx-lm's codes are asymmetric integers with an fp16 scale and bias for each group of 32 or 64 values; here they take the
-place of a format of the package, behind the same prefix and window, so that codes are compared and nothing else.
+place of a format of the package, behind the same sinks and window, so that codes are compared and nothing else.
 """
 
 import sys

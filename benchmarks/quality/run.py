@@ -12,7 +12,7 @@ from mlx_tq.codec.formats.base import SCALE_RULES
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 # Lets a needle be packed in 500 tokens, and is an eighth of a context at 768.
-SMALL = "--kv-prefix 32 --kv-window 64"
+SMALL = "--kv-sinks 32 --kv-window 64"
 
 
 def _scales(pair: str) -> str:
@@ -39,8 +39,8 @@ MIXED = (
 )
 PARETO = f"--length 768 --step 256 --needles 1 --needle-length 500 {SMALL}"
 
-# Of plain keys: what formats cost by themselves. Conditioned ones are in ../../docs/measurements/keys.md.
-PLAIN = "--kv-condition off"
+# Of plain keys: what formats cost by themselves. Normalized ones are in ../../docs/measurements/keys.md.
+PLAIN = "--kv-normalize off"
 _RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
     "scales_value": f"divergence --profiles {_scales('fp16/{}')}",

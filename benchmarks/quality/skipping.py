@@ -3,7 +3,7 @@
     python -m benchmarks.quality.skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
     python -m benchmarks.quality.skipping --counted
 
-A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between prefix and
+A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between sinks and
 window are counted that all query heads of a KV head could skip while at most 2^-9 of the sum of weights is left out: at
 best, and by what a kernel knows when it meets a tile of its block. It writes ../results/value_skipping.json. The second
 command counts, on the simulator, what `attend` does with values: ../results/value_skipping_counted.json.

@@ -55,7 +55,7 @@ def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
 def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache], Sequence]:
     """Layers with so many live tokens, and a round that is due."""
     evict = EvictConfig("knorm:granularity=32:trigger=127", live, recall)
-    caches = build_caches(plan_caches(model, KVConfig(condition=False, evict=evict)))
+    caches = build_caches(plan_caches(model, KVConfig(normalize=False, evict=evict)))
     sequence = sequence_in(caches)
     assert sequence is not None
     sequence.plan = replace(sequence.plan, positions=None)  # no model reads these

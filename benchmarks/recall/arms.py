@@ -64,9 +64,9 @@ def named(
     return holding(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
 
 
-def by_rank(order: Sequence[Extent], prefix: int, most: int) -> list[Extent]:
+def by_rank(order: Sequence[Extent], sinks: int, most: int) -> list[Extent]:
     """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
-    return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), prefix, most)
+    return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), sinks, most)
 
 
 def _words(text: str) -> list[str]:
@@ -87,7 +87,7 @@ def inside(positions: np.ndarray, span: Span) -> int:
 
 
 def is_cut(span: Span) -> bool:
-    """Whether a block's edge goes through a span; the prefix is a whole block."""
+    """Whether a block's edge goes through a span; the sinks is a whole block."""
     return span[0] // BLOCK != (span[1] - 1) // BLOCK
 
 
@@ -210,7 +210,7 @@ def recalls(
         **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
-    others = {arm: by_rank(order, layer.spec.prefix, most) for arm, order in orders.items() if arm != "queries"}
+    others = {arm: by_rank(order, layer.spec.sinks, most) for arm, order in orders.items() if arm != "queries"}
     back = set(found.positions)
     chosen = {"queries": [extent for extent in orders["queries"] if extent.positions[0] in back], **others}
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.recall.bench_recall import BLOCK, COLOURS, STEP, Given, read, scene, survey
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.codec.conditioning import Conditioning, decode, decode_rotated
+from mlx_tq.codec.normalization import KeyNormalization, decode, decode_rotated
 from mlx_tq.config import KVConfig
 from mlx_tq.conversation import recall as conversation
 from mlx_tq.conversation.recall import recall, release
@@ -89,19 +89,19 @@ def scores_of(asked: Asked, words: np.ndarray, means: np.ndarray, sizes: list[in
     """One layer's `powers` by each of WAYS."""
     layer, queries, live = asked
     _, layout, known = layer.body()
-    conditioning = None
+    normalization = None
     if known is not None:
         which = mx.array(np.repeat(np.arange(len(sizes)), sizes), mx.int32)
-        conditioning = Conditioning(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
+        normalization = KeyNormalization(known.scale, mx.array(means.swapaxes(0, 1))[None], which)
     keys = layout.split_keys(mx.array(words)[None])
-    asking = grouped(queries, len(words), layout, conditioning)
-    found = recall_score(asking, keys, layout, conditioning, sizes)
+    asking = grouped(queries, len(words), layout, normalization)
+    found = recall_score(asking, keys, layout, normalization, sizes)
     total = np.logaddexp(live, np.array(found.total))
     count = queries.shape[2]
     exact = powers(np.array(found.each) - total[..., None], count)
     starts, heads = np.cumsum([0, *sizes[:-1]]), words.shape[0]
-    packed = asking[0], decode_rotated(layout.key, keys, conditioning)[0]
-    plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, conditioning)[0]
+    packed = asking[0], decode_rotated(layout.key, keys, normalization)[0]
+    plain = queries.reshape(heads, -1, queries.shape[-1]), decode(layout.key, keys, normalization)[0]
     boxes = [powers(box_weights(*pair, starts, live), count) for pair in (packed, plain)]
     return [exact, *boxes, *(exact[::-1][first::2] for first in (0, 1))]  # the last token's first
 
@@ -112,7 +112,7 @@ def looks(model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, see
     blocks = "+".join(sorted({str(p // BLOCK) for start, stop in made.spans for p in range(start, stop)}))
     evict = EvictConfig(Given(first=blocks), budget, "auto")
     with compressed(model):
-        caches = make_prompt_cache(model, KVConfig(args.key, args.value, prefix=32, window=64, evict=evict))
+        caches = make_prompt_cache(model, KVConfig(args.key, args.value, sinks=32, window=64, evict=evict))
         read(model, caches, made.ids)
         for colour, span in zip(COLOURS, made.spans, strict=False):
             question = f"\nWhat is the access code of the {colour} gate? Answer with the number only.<|im_end|>\n"

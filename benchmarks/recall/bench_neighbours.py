@@ -45,8 +45,8 @@ def there(model: Any, caches: list[Any], ids: list[int], rule: Callable[[int], t
     """The positions that are live or back for a question, by a rule."""
     caches = copy.deepcopy(caches)
 
-    def by_rule(ranked: Any, beside: Sequence[tuple[int]], prefix: int, most: int) -> list[Extent]:
-        return choose(ranked, [rule(side) for (side,) in beside], prefix, most)
+    def by_rule(ranked: Any, beside: Sequence[tuple[int]], sinks: int, most: int) -> list[Extent]:
+        return choose(ranked, [rule(side) for (side,) in beside], sinks, most)
 
     with mock.patch.object(search, "choose", by_rule):
         recall(model, caches, ids, STEP)

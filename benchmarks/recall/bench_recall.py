@@ -117,7 +117,7 @@ def measure(
     made = scene(tokenizer, tokens, seed)
     blocks = "+".join(sorted({str(p // BLOCK) for start, stop in made.spans for p in range(start, stop)}))
     config = KVConfig(
-        args.key, args.value, prefix=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto")
+        args.key, args.value, sinks=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto")
     )
     rows = []
     with compressed(model):

@@ -16,7 +16,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
 
 PREFIX, WINDOW = 32, 64
-# Sentences are planted between these depths: behind the prefix, and before what no round reaches any more.
+# Sentences are planted between these depths: behind the sinks, and before what no round reaches any more.
 FIRST, LAST = 0.12, 0.75
 
 
@@ -114,7 +114,7 @@ def config(
 
     By default it loses the blocks of these spans first, others by chance.
     """
-    kept = KVConfig(key, value, prefix=PREFIX, window=WINDOW)
+    kept = KVConfig(key, value, sinks=PREFIX, window=WINDOW)
     if budget is None:
         return kept
     first = "+".join(sorted({str(p // BLOCK) for start, stop in spans for p in range(start, stop)}))

@@ -46,7 +46,7 @@ def planted(tokenizer: Any, blocks: bool) -> Iterator[Question]:
             fact = make(rng)
             depth = rng.random()
             scene = build_scene(
-                tokenizer, load_text(), [fact], [depth], rng, tokens=TOKENS, prefix=0, window=0, chat=False
+                tokenizer, load_text(), [fact], [depth], rng, tokens=TOKENS, sinks=0, window=0, chat=False
             )
             ids = scene.ids
             ranges = [(start, start + BLOCK) for start in range(0, len(ids), BLOCK)]

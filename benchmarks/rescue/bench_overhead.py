@@ -96,7 +96,7 @@ def measure(session: Session, text: str) -> dict[str, Any]:
 
 def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, running: Service) -> dict[str, Any]:
     """Pairs at one length, the order alternating; a first one warms up."""
-    margins = {"prefix": PREFIX, "window": WINDOW + 64}
+    margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=tokens, depth=0.5, seed=0, **margins, chat=False)
     text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", budget)
     quotation: Rehydration | None = None

@@ -50,7 +50,7 @@ class Everything(Session):
 
 def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
     """The cache of an arm."""
-    plain = KVConfig(prefix=PREFIX, window=WINDOW)
+    plain = KVConfig(sinks=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
     evict = EvictConfig(parse_policy(policy, stats="text", warmup=WARMUP, granularity=64, trigger=64), budget, "off")
@@ -67,7 +67,7 @@ def measure(
     model: Any, tokenizer: Any, arm: str, cell: dict[str, Any], running: Service, folder: Path
 ) -> dict[str, dict[str, Any]]:
     """The cells of an arm with rescue and of its twin. Turn 1: a text with a fact in it. Turn 2: the question."""
-    margins = {"prefix": PREFIX, "window": WINDOW + 64}
+    margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(
         tokenizer, load_text(), tokens=cell["rung"], depth=cell["depth"], seed=cell["seed"], **margins, chat=False
     )

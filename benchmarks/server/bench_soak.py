@@ -36,7 +36,7 @@ from postgres_server import PostgresServer
 RESULTS = Path(__file__).parents[1] / "results" / "server_soak.json"
 CLIENTS = 64
 SPANS = 50  # of a rescue session before it is forgotten
-FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
+FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
 SCHEMA = {"type": "object", "properties": {"code": {"enum": [417295, 112358]}}, "required": ["code"]}
 
 

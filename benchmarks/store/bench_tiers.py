@@ -43,7 +43,7 @@ def layers(tokens):
     config = profile("small")
     spec = CacheSpec.for_layer(config, 0, config.key, config.value)
     begun = CompressedKVCache(spec)
-    pair = [mx.random.normal((1, HEADS, config.prefix + 1024, DIM)).astype(mx.float16) for _ in range(2)]
+    pair = [mx.random.normal((1, HEADS, config.sinks + 1024, DIM)).astype(mx.float16) for _ in range(2)]
     begun.append(*pair)
     begun.settle()
     keys, values, rows, health, *learned, offset, kept, about, gaps, part, (asked, scale, means) = begun.state

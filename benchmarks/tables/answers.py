@@ -8,7 +8,7 @@ from mlx_tq.evaluate.arms import OFF
 from mlx_tq.evaluate.paired import Answered, compare
 
 MODEL = "--model smollm2 --dequantize --dtype float32"
-_SMALL = "--profiles tq4/tq4,tq2/tq2 --kv-prefix 32 --kv-window 64"
+_SMALL = "--profiles tq4/tq4,tq2/tq2 --kv-sinks 32 --kv-window 64"
 RUNS = {
     "reasoning": f"reasoning --data problems.jsonl {MODEL} {_SMALL} --samples 40 --max-tokens 32",
     "tools": f"tools {MODEL} {_SMALL} --tool-parser json_tools --shots 3 --samples 33 --max-tokens 40",

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Table, machine, report
 
 _COMMAND = (
-    "python -m mlx_tq evaluate divergence --dtype float32 --profiles tq4/tq4,4.21bits,... --kv-prefix 32 "
+    "python -m mlx_tq evaluate divergence --dtype float32 --profiles tq4/tq4,4.21bits,... --kv-sinks 32 "
     "--kv-window 64 --length 1024 --step 128 --chunks 2 --text REST [--model M --dequantize]"
 )
 

@@ -83,10 +83,10 @@ def records(source: str) -> list[Record]:
 
 
 def find(source: str, fields: Record) -> list[Record]:
-    """Records that have all the fields; in the sweep a prefix that is not asked for is 32, or 0 for v1 and v2."""
+    """Records that have all the fields; in the sweep a sinks that is not asked for is 32, or 0 for v1 and v2."""
     found = [r for r in records(source) if all(r.get(name) == value for name, value in fields.items())]
-    if source == SWEEP and "prefix" not in fields:
-        found = [r for r in found if r.get("prefix") == (0 if ":mode=" in r["variant"] else 32)]
+    if source == SWEEP and "sinks" not in fields:
+        found = [r for r in found if r.get("sinks") == (0 if ":mode=" in r["variant"] else 32)]
     return found
 
 
@@ -120,8 +120,8 @@ def _policies(*names: str) -> dict[str, Record]:
     return {LABELS.get(name, name): {"variant": name} for name in names}
 
 
-def _columns(shares: Iterable[int], fields: Record, show: Show, prefix: str = "") -> dict[str, tuple[Record, Show]]:
-    return {f"{prefix}{share} %": ({**fields, "retention": share}, show) for share in shares}
+def _columns(shares: Iterable[int], fields: Record, show: Show, sinks: str = "") -> dict[str, tuple[Record, Show]]:
+    return {f"{sinks}{share} %": ({**fields, "retention": share}, show) for share in shares}
 
 
 def by_retention(fields: Record, shares: Iterable[int], show: Show, parts: str) -> Table:
@@ -163,14 +163,14 @@ def options() -> Table:
 
 
 def prefixes() -> Table:
-    """A row for each policy and prefix."""
+    """A row for each policy and sinks."""
     rows = {
-        f"{LABELS.get(name, name)}, {prefix}": {"variant": name, "prefix": prefix}
+        f"{LABELS.get(name, name)}, {sinks}": {"variant": name, "sinks": sinks}
         for name in MAIN
-        for prefix in (0, 16, 32)
+        for sinks in (0, 16, 32)
     }
     columns = _columns(FEW, ONCE, needles) | _columns((75,), TEXT, text, "text, ")
-    return _table("policy, prefix", rows, columns, parts="prefixes text_prefixes")
+    return _table("policy, sinks", rows, columns, parts="prefixes text_prefixes")
 
 
 def triggers() -> Table:
@@ -187,8 +187,8 @@ def hybrid() -> Table:
     rows = {label: {"variant": name} for name, label in HYBRID_LABELS.items()}
     command = "# the model and its sweep: benchmarks/models/README.md"
     columns: dict[str, tuple[Record, Show]] = {}
-    for size, prefix in ((1, ""), (8, "blocks of 8, "), (32, "blocks of 32, ")):
-        columns |= _columns(FEW, {"granularity": size}, needles, prefix)
+    for size, sinks in ((1, ""), (8, "blocks of 8, "), (32, "blocks of 32, ")):
+        columns |= _columns(FEW, {"granularity": size}, needles, sinks)
     return _table("policy", rows, columns, source=HYBRID, command=command, model=HYBRID_MODEL)
 
 

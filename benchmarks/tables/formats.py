@@ -1,7 +1,7 @@
 """Formats and profiles as the package has them: what each takes by definition, and what its profiles cost."""
 
 from benchmarks.tables.markdown import Record, lines, machine, report
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.formats import CodecOptions, Format, format_names, get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
@@ -43,7 +43,7 @@ def profiles() -> str:
     rows = []
     for name, config in PROFILES.items():
         nbytes = sum(get_format(each).bytes_per_vector(128) for each in (config.key, config.value))
-        if config.condition and not config.is_off:
+        if config.normalize and not config.is_off:
             nbytes += 2 * 128 // MEAN_TOKENS
         tops = [_top1(config, found) for found in measured]
         shown = f"`{name}`" + (" (default)" if name == DEFAULT_PROFILE else "")

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machines, report, with_missing
 
 ARMS = {"off": "fp16", "balanced": "TQ", "off@90%": "V3", "balanced@90%": "TQ and V3"}
 LENGTHS = {"embedded": (3500,), "smollm2": (1000, 2000, 7500), "gemma3-270m": (8000, 16000, 32000)}
 _FLAGS = (
     "--profiles off,balanced,off@90%,balanced@90% --kv-evict triattention:granularity=1:aggregation=paper "
-    "--kv-prefix 32 --kv-window 64"
+    "--kv-sinks 32 --kv-window 64"
 )
 _PERPLEXITY = f"""python -m mlx_tq evaluate perplexity {_FLAGS} \\
     --length L --chunks N --step S --dtype float32 [--model M --dequantize]"""

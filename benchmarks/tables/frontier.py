@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machines, report, with_missing
 from mlx_tq.sequence.allocation import CHOICES
 
 FULL_BITS = 32  # the models computed in float32
 BY_LAYER = "bits"
 _COMMAND = (
-    "python benchmarks/quality/frontier.py ours+trellis+layers+plain+field --kv-prefix 32 --kv-window 64 --length L "
+    "python benchmarks/quality/frontier.py ours+trellis+layers+plain+field --kv-sinks 32 --kv-window 64 --length L "
     "--step 128 --chunks N --dtype float32 [--model M --dequantize]"
 )
 
@@ -32,7 +32,7 @@ def kind(name: str) -> str:
     if "tcq" in name:
         return "trellis codes"
     if ":plain" not in name:
-        return "conditioned keys"
+        return "normalized keys"
     return "plain keys" if name.partition(":")[0] in CHOICES else "others'"
 
 
@@ -40,7 +40,7 @@ def frontier() -> str:
     """A row for each pair, by kind and then by bits."""
     about = measured()
     names = list(dict.fromkeys(name for found in about.values() for name in found["results"]))
-    kinds = ("conditioned keys", "trellis codes", "by layer", "plain keys", "others'")
+    kinds = ("normalized keys", "trellis codes", "by layer", "plain keys", "others'")
     first = next(iter(about.values()))["results"]
     names.sort(key=lambda name: (kinds.index(kind(name)), bits(first[name]) if name in first else 0))
     rows = [[name.replace(":plain", ""), kind(name), *_cells(name, about)] for name in names]

@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.tables import (
     answers,
     by_layer,
-    conditioned,
+    normalized,
     eviction,
     formats,
     four_arms,
@@ -38,7 +38,7 @@ TABLES: dict[str, Callable[[], Table | str]] = {
     **quality.TABLES,
     **answers.TABLES,
     **report_formats.TABLES,
-    **conditioned.TABLES,
+    **normalized.TABLES,
     **formats.TABLES,
     **frontier.TABLES,
     **by_layer.TABLES,

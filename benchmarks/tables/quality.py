@@ -123,15 +123,15 @@ def layers() -> Table:
 
 
 def adversarial() -> Table:
-    """Keys that no healthy model makes: errors plain, then conditioned."""
+    """Keys that no healthy model makes: errors plain, then normalized."""
     about = report("adversarial_keys.json")
     found = {(e["keys"], e["format"]): e for e in about["errors"] if e["asked"] == "all"}
     formats = list(dict.fromkeys(name for _, name in found))
     rows = [
-        [kind, *(f"{found[kind, name]['plain']:.4f}, {found[kind, name]['conditioned']:.4f}" for name in formats)]
+        [kind, *(f"{found[kind, name]['plain']:.4f}, {found[kind, name]['normalized']:.4f}" for name in formats)]
         for kind in dict.fromkeys(kind for kind, _ in found)
     ]
-    columns = ["keys", *(f"{name}: plain, conditioned" for name in formats)]
+    columns = ["keys", *(f"{name}: plain, normalized" for name in formats)]
     made = "no model: made-up keys of 128 dims"
     return Table("adversarial_keys.json", about["command"], machine(about), columns, rows, model=made)
 
@@ -152,7 +152,7 @@ def adversarial_rules() -> Table:
 
 
 def scale_rules() -> Table:
-    """Two real models: divergence by rule, keys alone and values alone; keys are conditioned."""
+    """Two real models: divergence by rule, keys alone and values alone; keys are normalized."""
     files = {"SmolLM2-135M-Instruct": "quality_scales_smollm2.json", "Gemma 3 270M": "quality_scales_gemma3-270m.json"}
     rows, rules = [], ("matched", "ls", "unbiased")
     for model, name in files.items():
@@ -167,7 +167,7 @@ def scale_rules() -> Table:
     return Table(first, command, machine(report(first)), columns, rows, model="the models named", also=tuple(also))
 
 
-RULES_READ = "--dequantize --dtype float32 --chunks 1 --length 1024 --step 128 --kv-prefix 32 --kv-window 64"
+RULES_READ = "--dequantize --dtype float32 --chunks 1 --length 1024 --step 128 --kv-sinks 32 --kv-window 64"
 TABLES: dict[str, Callable[[], Table]] = {
     "scale_rules": scale_rules,
     "adversarial": adversarial,

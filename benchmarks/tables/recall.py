@@ -28,7 +28,7 @@ def recall() -> Table:
         )
     columns = ["budget", "tokens", "codes", "evidence first", "whole code back"]
     columns += ["full cache", "evicted", "recall", "tokens back"]
-    model = f"{about['model']}, float32, prefix 32, window 64, {about['key']}/{about['value']}"
+    model = f"{about['model']}, float32, sinks 32, window 64, {about['key']}/{about['value']}"
     return Table("recall.json", about["command"], machine(about), columns, rows, model=model)
 
 
@@ -98,7 +98,7 @@ def text() -> Table:
     command = """python -m mlx_tq evaluate perplexity --profiles off,off@50%,off@25%,off@10% --kv-evict POLICY \\
     --length L --chunks 3 --step 256 --dtype float32 [--model smollm2 --dequantize]"""
     columns = ["model", "tokens", "policy", *found]
-    model, (first, *also) = "the models named, float32, prefix and window 128", files
+    model, (first, *also) = "the models named, float32, sinks and window 128", files
     return Table(first, command, machines(files), columns, rows, model=model, also=tuple(also))
 
 
@@ -112,7 +112,7 @@ def worth() -> Table:
         for row in about["rows"]
     ]
     columns = ["model", "tokens", "questions", "a block's worth", "evidence first", *(f"from {each}" for each in parts)]
-    model = "the models named, float32, prefix 32, window 64, q8/tq4, 25% kept"
+    model = "the models named, float32, sinks 32, window 64, q8/tq4, 25% kept"
     return Table("recall_worth.json", about["command"], machine(about), columns, rows, model=model)
 
 
@@ -129,7 +129,7 @@ def floor() -> Table:
         rows.append([row["model"], f"{row['tokens']:,}", row["kind"], row["about"], str(len(asked)), worth, *counts])
     columns = ["model", "tokens", "texts of", "asked about", "asked", "worth of the best block, median"]
     columns += ["no floor", *(f"from {floor}" for floor in floors[1:])]
-    model = "the models named, float32, prefix 32, window 64, q8/tq4, 25% kept"
+    model = "the models named, float32, sinks 32, window 64, q8/tq4, 25% kept"
     return Table("recall_floor.json", about["command"], machine(about), columns, rows, model=model)
 
 
@@ -143,7 +143,7 @@ def neighbours() -> Table:
         for row in about["rows"]
     ]
     columns = ["model", "tokens", "questions", "kept", "asked", *rules]
-    model = "the models named, float32, prefix 32, window 64, q8/tq4"
+    model = "the models named, float32, sinks 32, window 64, q8/tq4"
     return Table("recall_neighbours.json", about["command"], machine(about), columns, rows, model=model)
 
 
@@ -156,7 +156,7 @@ def shortlist() -> Table:
         same = "" if row["listed"] == "all" else f", {row['same']}"
         cells.setdefault(cell, []).append(f"{row['first']}, {row['whole']}{same}")
     columns = ["model", "tokens", "questions", "archived", "asked", *dict.fromkeys(r["listed"] for r in about["rows"])]
-    model = "the models named, float32, prefix 32, window 64, q8/tq4, 10% kept"
+    model = "the models named, float32, sinks 32, window 64, q8/tq4, 10% kept"
     rows = [[*cell, *ways] for cell, ways in cells.items()]
     return Table("recall_shortlist.json", about["command"], machine(about), columns, rows, model=model)
 
@@ -172,7 +172,7 @@ def layers() -> Table:
         [name, f"{sum(place == 0 for place in places[name])} of {len(places[name])}", str(max(places[name]))]
         for name in names
     ]
-    model = f"{about['model']}, float32, prefix 32, window 64, {about['key']}/{about['value']}"
+    model = f"{about['model']}, float32, sinks 32, window 64, {about['key']}/{about['value']}"
     columns = ["layers that look", "evidence first", "worst rank"]
     return Table("recall_layers.json", about["command"], machine(about), columns, rows, model=model)
 

@@ -79,7 +79,7 @@ def policies() -> Table:
     given = " ".join(f"--{name} {settings[name]}" for name in ("policies", "budgets", "arms"))
     command = f"python -m benchmarks.recall.bench_grid --model M --kind K --tokens L {given} \\\n    --json FILE"
     columns += ["full", "evicted", "queries"]
-    model = "the models named, float32, prefix 32, window 64, q8/tq4"
+    model = "the models named, float32, sinks 32, window 64, q8/tq4"
     return Table(first, command, machines(POLICIES), columns, lines, model=model, also=tuple(also))
 
 
@@ -135,7 +135,7 @@ def _table(columns: list[str], rows: list[list[str]]) -> Table:
 
 
 def _measured_on(about: Record) -> str:
-    return f"{about.get('model', 'the models named')}, float32, prefix 32, window 64, {about['key']}/{about['value']}"
+    return f"{about.get('model', 'the models named')}, float32, sinks 32, window 64, {about['key']}/{about['value']}"
 
 
 TABLES: dict[str, Callable[[], Table]] = {

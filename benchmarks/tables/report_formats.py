@@ -6,7 +6,7 @@ from benchmarks.tables.markdown import Table, machine, report
 from mlx_tq.codec.formats import get_format
 
 MODELS = {"smollm2": ("SmolLM2-135M", 64), "gemma3-270m": ("Gemma 3 270M", 256)}  # with the size of a head
-_FLAGS = "--dequantize --dtype float32 --chunks 1 --kv-prefix 32 --kv-window 64"
+_FLAGS = "--dequantize --dtype float32 --chunks 1 --kv-sinks 32 --kv-window 64"
 FILES = [f"quality_reports_{model}.json" for model in MODELS]
 
 
@@ -23,7 +23,7 @@ def report_formats() -> Table:
             row = [
                 label,
                 "/".join(pairs[name]),
-                "plain" if ":plain" in name else "conditioned",
+                "plain" if ":plain" in name else "normalized",
                 str(nbytes[name]),
                 f"{4 * dim / nbytes[name]:.2f}",
             ]

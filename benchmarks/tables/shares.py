@@ -29,7 +29,7 @@ python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --text 
 MODES = {
     "triattention:granularity=32": "v3, blocks of 32 (the default)",
     "triattention:granularity=32:stats=questions.safetensors": "v3, blocks of 32, statistics of questions alone",
-    "triattention:granularity=32:mode=v1": "v1 (no prefix, no segments), blocks of 32",
+    "triattention:granularity=32:mode=v1": "v1 (no sinks, no segments), blocks of 32",
     "triattention": "v3, single tokens",
     "triattention:granularity=32:aggregation=paper": "aggregation paper, v3, blocks of 32",
     "triattention:granularity=32:mode=v1:aggregation=paper": "aggregation paper, v1, blocks of 32",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.eviction import RETENTIONS, Show, needles, text
 from benchmarks.tables.markdown import Table, machines, report
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.tables.conditioned import MODELS
+from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machine, machines, report
 
 _DISTORTION, _COUNTED, _TIMED = "trellis_distortion.json", "trellis_counted.json", "trellis_cuda.json"
@@ -137,7 +137,7 @@ def divergence() -> Table:
             kind = arm.partition("/")[0]
             plain = found["/".join([f"tq{kind.partition('q')[2][0]}"] * 2)]["kld"]
             kld = f"{r['kld']:.5f} ± {r['kld_error']:.5f}"
-            row = [MODELS[model], kind.replace(":plain", ", keys not conditioned"), kld, f"{r['kld'] / plain:.2f}"]
+            row = [MODELS[model], kind.replace(":plain", ", keys not normalized"), kld, f"{r['kld'] / plain:.2f}"]
             rows.append([*row, f"{r['kld_median']:.6f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}"])
     columns = ["model", "keys and values", "KLD", "of tq's", "median", "top-1 %"]
     command = f"mlx_tq.evaluate divergence --profiles tq4/tq4,tcq4/tcq4,... {FLAGS} [--model M --dequantize]"
@@ -145,7 +145,7 @@ def divergence() -> Table:
     return Table(first, command, machines(files.values()), columns, rows, model="the models named", also=tuple(also))
 
 
-FLAGS = "--dtype float32 --chunks 1 --length 2048 --step 32 --kv-prefix 32 --kv-window 64"
+FLAGS = "--dtype float32 --chunks 1 --length 2048 --step 32 --kv-sinks 32 --kv-window 64"
 TABLES: dict[str, Callable[[], Table]] = {
     "trellis_divergence": divergence,
     "trellis_distortion": distortion,

@@ -43,7 +43,7 @@ class LayerRows:
     Attributes:
         keys: uint16 [H, n, key_words].
         values: uint16 [H, n, value_words].
-        mean: of the block of positions that these are of, fp16 [H, D]; None where keys are not conditioned.
+        mean: of the block of positions that these are of, fp16 [H, D]; None where keys are not normalized.
     """
 
     keys: np.ndarray

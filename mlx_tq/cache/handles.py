@@ -132,7 +132,7 @@ class StepView:
         return run(queries, regions, scale=scale, mask=mask, sinks=sinks)
 
     def undivided(self) -> Regions:
-        """All tokens as one body between prefix and tail."""
+        """All tokens as one body between sinks and tail."""
         return self.regions
 
     def materialize(self) -> tuple[mx.array, mx.array]:

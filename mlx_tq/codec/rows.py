@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, condition
+from mlx_tq.codec.normalization import KeyNormalization, normalize
 from mlx_tq.codec.formats.base import Codec, Encoded
 
 
@@ -77,10 +77,10 @@ class RowLayout:
         """Stored bytes of a token and KV head: the payload padded to 4 bytes."""
         return 4 * self.words
 
-    def encode(self, keys: mx.array, values: mx.array, conditioning: Conditioning | None = None) -> Rows:
-        """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]; with `conditioning` [B, H, S, D]."""
-        if conditioning is not None:
-            keys = condition(keys, conditioning, self.key.rotation)
+    def encode(self, keys: mx.array, values: mx.array, normalization: KeyNormalization | None = None) -> Rows:
+        """Encode keys [..., Dk] and values [..., Dv] into rows uint32 [..., W]; with `normalization` [B, H, S, D]."""
+        if normalization is not None:
+            keys = normalize(keys, normalization, self.key.rotation)
         encoded = [self.key.encode(keys), self.value.encode(values)]
         return Rows(self.join(*encoded), self._health(encoded, keys, values))
 

@@ -71,7 +71,7 @@ OPTIONS = (
     ),
     Option("--kv-value", "value", str, "format of values: the same but for spectral (default: the profile's)"),
     MEAN_BITS,
-    Option("--kv-prefix", "prefix", int, "first tokens kept in the model's type (default: 128)"),
+    Option("--kv-sinks", "sinks", int, "first tokens kept in the model's type (default: 128)"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type (default: 128)"),
     Option("--kv-boundary", "boundary", int, "first and last layers kept at 8 bits or more (default: 0)"),
     Option(
@@ -81,8 +81,8 @@ OPTIONS = (
         "key norm, in medians, above which a layer's keys keep 8 bits; 0 is off (default: 3)",
     ),
     Option(
-        "--kv-condition",
-        "condition",
+        "--kv-normalize",
+        "normalize",
         on_or_off,
         "keys are stored less the mean of their block, and dims weighted by what queries read of them (default: on)",
     ),

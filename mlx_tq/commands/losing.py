@@ -18,7 +18,7 @@ _FROM = 192  # tokens after which packed ones are attended to
 _FULL = "fp16"
 _FINE = "q8"  # changes little but how the model's type rounds
 _SEEN = 0.1  # of the rounding's loss: what a layer loses beside it is known no better
-_CONFIG = KVConfig(prefix=32, window=32, outlier=0.0)
+_CONFIG = KVConfig(sinks=32, window=32, outlier=0.0)
 
 Progress = Callable[[int, int], None]
 

@@ -78,7 +78,7 @@ def check_memory(plan: Plan, tokens: int, limit: int) -> None:
     remedy = (
         f"About {fits:,} tokens fit: shorten the prompt or --max-tokens, or take --kv-profile small."
         if fits
-        else "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-prefix and --kv-window."
+        else "Not even a short prompt fits: raise --kv-memory-limit, or lower --kv-sinks and --kv-window."
     )
     raise ConfigError(
         f"a context of {tokens:,} tokens needs {human_bytes(needed)} of KV cache; {human_bytes(limit)} are there. "

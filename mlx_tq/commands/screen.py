@@ -82,7 +82,7 @@ def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
         console.print(f"{plan.ranks.size} ranks; KV heads of a layer on each: {heads}; bytes are of one rank")
     spec = plan.layers[0].spec
     console.print(
-        f"in the model's own type, {plan.layers[0].slot.dtype}: the first {spec.prefix} tokens, the last {spec.window} "
+        f"in the model's own type, {plan.layers[0].slot.dtype}: the first {spec.sinks} tokens, the last {spec.window} "
         "and up to 63 before those\n"
         f"computed by {impl.describe()}; thresholds {thresholds.table().origin}",
         style="dim",
@@ -95,7 +95,7 @@ def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
             style="dim",
             soft_wrap=True,
         )
-    if any(layer.spec.condition for layer in plan.layers):
+    if any(layer.spec.normalize for layer in plan.layers):
         console.print(
             f"keys are stored less the mean of their block, weighted by what the first {LEARNED} tokens' queries read",
             style="dim",

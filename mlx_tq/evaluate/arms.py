@@ -15,7 +15,7 @@ from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import planner
 from mlx_tq.sequence.plan import Plan
 
-# Of keys: not conditioned.
+# Of keys: not normalized.
 _PLAIN = "plain"
 # What chooses formats, which an arm's name does.
 _CHOOSING = (*FORMAT_OPTIONS, MEAN_BITS)
@@ -49,7 +49,7 @@ OFF = Arm("off", PROFILES["off"])
 def parse_arm(text: str, **changes: Any) -> Arm:
     """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule, and keys be plain.
 
-    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without conditioning, `off@90%` and
+    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without normalization, `off@90%` and
     `balanced@90%` with eviction to this budget, `4.2bits` with formats chosen by layer.
 
     Args:
@@ -80,7 +80,7 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     for field, part in (("key", key), ("value", value)):
         changes[field], *words = part.split(":")
         for word in words:
-            changes |= {"condition": False} if (field, word) == ("key", _PLAIN) else {f"{field}_scale": word}
+            changes |= {"normalize": False} if (field, word) == ("key", _PLAIN) else {f"{field}_scale": word}
     return Arm(text, KVConfig(**changes))
 
 

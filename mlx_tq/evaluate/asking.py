@@ -65,7 +65,7 @@ def whereabouts(caches: list[Any], needle: tuple[int, int]) -> tuple[int, int]:
     live, packed = [], []
     for cache in compressed:
         positions = list(cache.positions)
-        prefix = cache.spec.prefix
+        sinks = cache.spec.sinks
         live.append(len(set(span).intersection(positions)))
-        packed.append(len(set(span).intersection(positions[prefix : prefix + cache.body_tokens])))
+        packed.append(len(set(span).intersection(positions[sinks : sinks + cache.body_tokens])))
     return min(live), min(packed)

@@ -243,10 +243,10 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
             "--chunks and --seeds are both 0, so there is nothing to measure. Make one of them 1 or more."
         )
     sweep.check_settings(settings, base.window, read, args.warmup, args.step)
-    prefix = max(_numbers(args.prefixes, "--prefixes", least=0))
+    sinks = max(_numbers(args.prefixes, "--prefixes", least=0))
     # Settings, texts and scenes are in the keys of the records: a file can take up more of them later.
     names = ("warmup", "step", "max_tokens")
-    results = _results(args, [Arm("base", replace(base, prefix=prefix, evict=None))], names, resume=True)
+    results = _results(args, [Arm("base", replace(base, sinks=sinks, evict=None))], names, resume=True)
     model, tokenizer = load_chosen(args)
     ask_beforehand(model, tokenizer, *(setting.config(base, args.warmup) for setting in settings))
     shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
@@ -272,7 +272,7 @@ def _sweep(args: argparse.Namespace, text: str) -> int:
                 text,
                 settings,
                 base,
-                prefix=prefix,
+                sinks=sinks,
                 kinds=kinds,
                 lengths=lengths,
                 depths=depths,

@@ -97,7 +97,7 @@ def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
         "--profiles",
         metavar="A,B,...",
         help="what to compare: profiles, or pairs such as q8/tq4, with a scale rule as in tq4:raw/fp16, without "
-        "conditioning of keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (then the others keep all) "
+        "normalization of keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (then the others keep all) "
         f"(default: {default}, or what the --kv flags say)",
     )
     parser.set_defaults(default_profiles=default)

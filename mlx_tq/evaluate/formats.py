@@ -134,7 +134,7 @@ def find_needles(
         model: to ask.
         tokenizer: of the model.
         text: what surrounds the needles.
-        arms: to ask, which have the same prefix and window.
+        arms: to ask, which have the same sinks and window.
         length: tokens of each prompt.
         seeds: needles at each of three depths.
         step: tokens read at a time.
@@ -170,14 +170,14 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> _Storage
         cache = make_cache(planned.spec)
         past = layer.keys.shape[2] - QUERIES
         reading = cache.append(layer.keys[:, :, :past], layer.values[:, :, :past])
-        reading.attend(layer.earlier, layer.scale, "causal", layer.sinks)  # keys are conditioned by queries
+        reading.attend(layer.earlier, layer.scale, "causal", layer.sinks)  # keys are normalized by queries
         if not cache.body_tokens:
             raise ConfigError(
-                f"{past} tokens with prefix {planned.spec.prefix} and window {planned.spec.window} pack none. Take a "
-                f"longer --length, or a smaller --kv-prefix or --kv-window.{why_unpacked(planned.spec, past)}"
+                f"{past} tokens with sinks {planned.spec.sinks} and window {planned.spec.window} pack none. Take a "
+                f"longer --length, or a smaller --kv-sinks or --kv-window.{why_unpacked(planned.spec, past)}"
             )
         nbytes += cache.body_nbytes / (layer.keys.shape[0] * cache.body_tokens)
-        body = slice(planned.spec.prefix, planned.spec.prefix + cache.body_tokens)
+        body = slice(planned.spec.sinks, planned.spec.sinks + cache.body_tokens)
         view = cache.append(layer.keys[:, :, past:], layer.values[:, :, past:])
         output = view.attend(layer.queries, layer.scale, layer.mask, layer.sinks)
         keys, values = (handle.materialize() for handle in cache.keys_and_values())

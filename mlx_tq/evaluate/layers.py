@@ -14,7 +14,7 @@ import numpy as np
 
 from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.codec.conditioning import condition
+from mlx_tq.codec.normalization import normalize
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
@@ -201,14 +201,14 @@ def _wanted_codes(view: Regions, reference: Any, cache: CompressedKVCache, side:
     full: mx.array = getattr(reference, f"{side}s")
     start = _start(view, cache)
     body = full[:, :, start : start + view.body]
-    if side == "key" and view.conditioning is not None:
-        body = condition(body, view.conditioning, codec.rotation)
+    if side == "key" and view.normalization is not None:
+        body = normalize(body, view.normalization, codec.rotation)
     return _codes(codec, codec.encode(body))
 
 
 def _start(view: Regions, cache: CompressedKVCache) -> int:
     """The position of the body's first token, behind the cold ones of a mixed cache."""
-    return cache.spec.prefix + cache.body_tokens - view.body
+    return cache.spec.sinks + cache.body_tokens - view.body
 
 
 def _stored_codes(view: Regions, side: str) -> np.ndarray:

@@ -75,7 +75,7 @@ def measure_needles(
         model: to ask.
         tokenizer: of the model.
         text: what surrounds the needles.
-        arms: to compare; they must agree on prefix and window, so that all answer the same cases.
+        arms: to compare; they must agree on sinks and window, so that all answer the same cases.
         lengths: of the prompts in tokens.
         depths: of the needles, 0 to 1.
         seeds: of the cases.
@@ -89,10 +89,10 @@ def measure_needles(
             or a text too short.
     """
     compressed = [arm for arm in arms if not arm.config.is_off]
-    regions = {(arm.config.prefix, arm.config.window) for arm in compressed or [OFF]}
+    regions = {(arm.config.sinks, arm.config.window) for arm in compressed or [OFF]}
     if len(regions) > 1:
         raise ConfigError(f"the arms have different prefixes and windows: {sorted(regions)}. Give them one each.")
-    ((prefix, window),) = regions
+    ((sinks, window),) = regions
     limit = position_limit(model)
     if limit is not None and max(lengths) + max_tokens > limit:
         raise ConfigError(
@@ -102,7 +102,7 @@ def measure_needles(
     makers = [arm.caches(model) for arm in (OFF, *compressed)]
     cells = []
     for tokens, depth, seed in product(lengths, depths, seeds):
-        case = build_case(tokenizer, text, tokens=tokens, depth=depth, seed=seed, prefix=prefix, window=window)
+        case = build_case(tokenizer, text, tokens=tokens, depth=depth, seed=seed, sinks=sinks, window=window)
         void = False
         for arm, make in zip((OFF, *compressed), makers, strict=True):
             before = known(cell_key(arm.name, tokens, depth, seed))

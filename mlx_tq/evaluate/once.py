@@ -24,7 +24,7 @@ Make = Callable[[list[int], int], list[Any]]
 
 
 class Readings:
-    """Texts that were read under `configs`, which may differ in prefix and eviction."""
+    """Texts that were read under `configs`, which may differ in sinks and eviction."""
 
     def __init__(self, model: Any, plan: Callable[[KVConfig], Plan], configs: Sequence[KVConfig], step: int) -> None:
         """Plan all of them, with the model's `sequence.compressed.planner`.
@@ -38,13 +38,13 @@ class Readings:
                 raise ConfigError("ema and recalibrate change the scores while a text is read. Measure without --once.")
         self._model, self._step = model, step
         self._plans = {config: plan(config) for config in configs}
-        by_prefix = {config.prefix: config for config in configs}
-        self._readers = {prefix: plan(self._reading(config)) for prefix, config in by_prefix.items()}
+        by_sinks = {config.sinks: config for config in configs}
+        self._readers = {sinks: plan(self._reading(config)) for sinks, config in by_sinks.items()}
         self._ids: list[int] = []
         self._read: dict[int, list[Any]] = {}
 
     def _reading(self, config: KVConfig) -> KVConfig:
-        """What reads for all configurations of a prefix: calibrates for each, and evicts nothing."""
+        """What reads for all configurations of a sinks: calibrates for each, and evicts nothing."""
         policies = [found.evict.policy for found in self._plans if found.evict is not None]
         calibrated = [policy for policy in policies if isinstance(policy, CalibratedPolicy)]
         if not calibrated:
@@ -57,21 +57,21 @@ class Readings:
         """Caches that hold a text, from which was evicted as `config` says."""
 
         def make(ids: list[int], number: int) -> list[Any]:
-            caches = under(self._plans[config], self._caches(ids, config.prefix))
+            caches = under(self._plans[config], self._caches(ids, config.sinks))
             draw_anew(caches, number)
             before_pass(caches, 1)  # the round comes here, once, and not with every question
             return caches
 
         return make
 
-    def _caches(self, ids: list[int], prefix: int) -> list[Any]:
+    def _caches(self, ids: list[int], sinks: int) -> list[Any]:
         if ids != self._ids:
             self._ids, self._read = ids, {}
-        if prefix not in self._read:
-            caches = build_caches(self._readers[prefix])
+        if sinks not in self._read:
+            caches = build_caches(self._readers[sinks])
             read_text(self._model, ids, caches, self._step)
-            self._read[prefix] = caches
-        return self._read[prefix]
+            self._read[sinks] = caches
+        return self._read[sinks]
 
 
 def under(plan: Plan, caches: list[Any]) -> list[Any]:

@@ -205,8 +205,8 @@ def _answer(
 def _check_packed(arm: Arm, answers: Sequence[Answered]) -> None:
     if not arm.config.is_off and not any(answered.packed for answered in answers):
         raise ConfigError(
-            f"{arm.name} packed none of the prompts' tokens with prefix {arm.config.prefix} and window "
-            f"{arm.config.window}, so there is nothing to compare. Take a smaller --kv-prefix and --kv-window."
+            f"{arm.name} packed none of the prompts' tokens with sinks {arm.config.sinks} and window "
+            f"{arm.config.window}, so there is nothing to compare. Take a smaller --kv-sinks and --kv-window."
         )
 
 

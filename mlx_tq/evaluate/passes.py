@@ -117,19 +117,19 @@ def check_reading(model: Any, length: int, step: int, arms: Sequence[Arm]) -> No
     for arm in arms:
         config = arm.config
         spec = CacheSpec.for_layer(config, 0, *(side.split(SCHEDULE)[0] for side in (config.key, config.value)))
-        if not config.is_off and spec.packed_until(last) == config.prefix:
+        if not config.is_off and spec.packed_until(last) == config.sinks:
             raise ConfigError(
-                f"{length} tokens in steps of {step} never read a packed one with prefix {config.prefix} and window "
-                f"{config.window}. Take a longer --length, or a smaller --step, --kv-prefix or --kv-window."
+                f"{length} tokens in steps of {step} never read a packed one with sinks {config.sinks} and window "
+                f"{config.window}. Take a longer --length, or a smaller --step, --kv-sinks or --kv-window."
                 f"{why_unpacked(spec, last)}"
             )
 
 
 def why_unpacked(spec: CacheSpec, tokens: int) -> str:
-    """A sentence on conditioned keys, if it is for them that nothing is packed of so many tokens; else nothing."""
-    if replace(spec, condition=False).packed_until(tokens) == spec.prefix:
+    """A sentence on normalized keys, if it is for them that nothing is packed of so many tokens; else nothing."""
+    if replace(spec, normalize=False).packed_until(tokens) == spec.sinks:
         return ""
-    return f" Or add --kv-condition off: conditioned keys pack none before {READY} tokens were read."
+    return f" Or add --kv-normalize off: normalized keys pack none before {READY} tokens were read."
 
 
 def body_tokens(caches: list[Any]) -> int:

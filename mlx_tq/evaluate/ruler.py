@@ -79,7 +79,7 @@ def _variables(tokenizer: Any, text: str, length: int, rng: random.Random) -> Ma
 
 def _planted(tokenizer: Any, text: str, length: int, rng: random.Random, facts: list[Fact]) -> list[int]:
     depths = [(place + 0.5) / len(facts) for place in range(len(facts))]
-    scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, prefix=0, window=0)
+    scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, sinks=0, window=0)
     return [*scene.ids, *scene.questions[0]]
 
 

@@ -45,7 +45,7 @@ def plant(kind: str, tokenizer: Any, text: str, depth: float, seed: int, **sizes
         text: what surrounds the needles.
         depth: of the needle that is asked for; several needles spread over the text whatever it is.
         seed: of names, words, numbers and the place in the text.
-        sizes: tokens, prefix, window and chat of `haystack.build_scene`.
+        sizes: tokens, sinks, window and chat of `haystack.build_scene`.
 
     Raises:
         ConfigError: an unknown kind, or a scene that cannot be built.

@@ -17,7 +17,7 @@ class Setting:
         retention: of the tokens seen, the share that stays, in percent.
         granularity: tokens that leave together.
         trigger: tokens above the budget at which a round begins.
-        prefix: first tokens that stay; 0 in modes v1 and v2.
+        sinks: first tokens that stay; 0 in modes v1 and v2.
         once: needles are asked for after one round that follows the reading of the text (see `once`).
     """
 
@@ -25,14 +25,14 @@ class Setting:
     retention: float
     granularity: int = 1
     trigger: int = 128
-    prefix: int = KVConfig.prefix
+    sinks: int = KVConfig.sinks
     once: bool = False
 
     @property
     def name(self) -> str:
         """The name of a setting, unique in a sweep."""
         about = f"{self.variant} {self.retention:g}% blocks {self.granularity} trigger {self.trigger}"
-        return f"{about} prefix {self.prefix}{' once' if self.once else ''}"
+        return f"{about} sinks {self.sinks}{' once' if self.once else ''}"
 
     def config(self, base: KVConfig, warmup: int) -> KVConfig:
         """The whole configuration, with everything else as in `base`.
@@ -41,7 +41,7 @@ class Setting:
             ConfigError: a value that cannot be met.
         """
         policy = parse_policy(self.variant, granularity=self.granularity, trigger=self.trigger, warmup=warmup)
-        return replace(base, prefix=self.prefix, evict=EvictConfig(policy, f"{self.retention}%", "off"))
+        return replace(base, sinks=self.sinks, evict=EvictConfig(policy, f"{self.retention}%", "off"))
 
 
 def grid(
@@ -53,12 +53,12 @@ def grid(
     *,
     once: bool = False,
 ) -> list[Setting]:
-    """All combinations, each once; modes v1 and v2 take prefix 0 whatever `prefixes` says."""
+    """All combinations, each once; modes v1 and v2 take sinks 0 whatever `prefixes` says."""
     found = []
-    for variant, retention, granularity, trigger, prefix in product(
+    for variant, retention, granularity, trigger, sinks in product(
         variants, retentions, granularities, triggers, prefixes
     ):
         mode = parse_policy(variant, warmup=1).mode  # the warm-up of the sweep comes later
-        own = 0 if mode in ("v1", "v2") else prefix
+        own = 0 if mode in ("v1", "v2") else sinks
         found.append(Setting(variant, retention, granularity, trigger, own, once))
     return list(dict.fromkeys(found))

@@ -24,7 +24,7 @@ from mlx_tq.sequence.compressed import planner
 
 # Text is read by this many settings beside one fp16 cache: few, so that a stopped sweep loses little.
 _SIDE_BY_SIDE = 9
-# Of the context, prefix and window may take this much: what they keep, no policy kept.
+# Of the context, sinks and window may take this much: what they keep, no policy kept.
 _PROTECTED = 8
 
 Record = dict[str, Any]
@@ -150,7 +150,7 @@ def sweep_needles(
     settings: Sequence[Setting],
     base: KVConfig,
     *,
-    prefix: int,
+    sinks: int,
     kinds: Sequence[str],
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -169,7 +169,7 @@ def sweep_needles(
         text: what surrounds the needles.
         settings: to compare.
         base: the rest of the configuration.
-        prefix: tokens at the start that no needle lies in; at least that of every setting.
+        sinks: tokens at the start that no needle lies in; at least that of every setting.
         kinds: of scenes.
         lengths: of the prompts in tokens.
         depths: of the needles, 0 to 1.
@@ -183,11 +183,11 @@ def sweep_needles(
     Raises:
         ConfigError: a scene or a setting that cannot be met, or one that evicts nothing.
     """
-    check_protected(prefix, base.window, min(lengths))
+    check_protected(sinks, base.window, min(lengths))
     makers = _makers(model, settings, base, warmup, step)
     for seed, length, kind in product(seeds, lengths, kinds):
         for depth in (0.5,) if kind in SPREAD else depths:
-            planted = plant(kind, tokenizer, text, depth, seed, tokens=length, prefix=prefix, window=base.window)
+            planted = plant(kind, tokenizer, text, depth, seed, tokens=length, sinks=sinks, window=base.window)
             void: set[int] = set()
             for setting, make in makers:
                 keys = {index: needle_key(setting, kind, length, depth, seed, index) for index in planted.asked}
@@ -239,16 +239,16 @@ def _ask(model: Any, tokenizer: Any, planted: Planted, index: int, caches: list[
     return ask(model, tokenizer, scene.questions[index], caches, scene.needles[index], limit)
 
 
-def check_protected(prefix: int, window: int, length: int) -> None:
-    """Raise where prefix and window are so much of the context that they would decide the result.
+def check_protected(sinks: int, window: int, length: int) -> None:
+    """Raise where sinks and window are so much of the context that they would decide the result.
 
     Raises:
         ConfigError: they are more than an eighth.
     """
-    if (prefix + window) * _PROTECTED > length:
+    if (sinks + window) * _PROTECTED > length:
         raise ConfigError(
-            f"prefix {prefix} and window {window} are more than an eighth of {length:,} tokens, and nothing in them is "
-            f"ever evicted. Take --lengths from {(prefix + window) * _PROTECTED:,}, or smaller --prefixes and "
+            f"sinks {sinks} and window {window} are more than an eighth of {length:,} tokens, and nothing in them is "
+            f"ever evicted. Take --lengths from {(sinks + window) * _PROTECTED:,}, or smaller --prefixes and "
             "--kv-window."
         )
 
@@ -261,7 +261,7 @@ def check_settings(settings: Sequence[Setting], window: int, lengths: Iterable[i
     """
     length = min(lengths)
     for setting in settings:
-        config = setting.config(KVConfig(window=window, prefix=setting.prefix), warmup).evict
+        config = setting.config(KVConfig(window=window, sinks=setting.sinks), warmup).evict
         policy = None if config is None else config.policy
         calibrates = isinstance(policy, CalibratedPolicy) and not (policy.file or policy.looks_up)
         most = max(int(setting.retention / 100 * length), window + 1) + setting.trigger

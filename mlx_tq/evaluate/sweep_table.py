@@ -21,7 +21,7 @@ def show_sweep(results: Results) -> None:
 def sweep_lines(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Columns, and a line for the fp16 cache and each setting."""
     kinds = [kind for kind in KINDS if any(record.get("kind") == kind for record in records)]
-    columns = ["policy", "stays %", "block", "trigger", "prefix", "kept %", "rounds", "PPL %", "+-", "KLD"]
+    columns = ["policy", "stays %", "block", "trigger", "sinks", "kept %", "rounds", "PPL %", "+-", "KLD"]
     columns += ["alive %", "whole", *kinds]
     names = dict.fromkeys(record["name"] for record in records)
     return columns, [_line([record for record in records if record["name"] == name], kinds) for name in names]
@@ -31,7 +31,7 @@ def _line(records: list[Record], kinds: Iterable[str]) -> list[str]:
     first = records[0]
     text = next((record for record in records if "ppl" in record), None)
     asked = [record for record in records if "kind" in record]
-    about = [str(first.get(field, "-")) for field in ("granularity", "trigger", "prefix")]
+    about = [str(first.get(field, "-")) for field in ("granularity", "trigger", "sinks")]
     if first.get("once"):
         about[1] = "once"
     line = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, asking, mean_scores
+from mlx_tq.codec.normalization import KeyNormalization, asking, mean_scores
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import impl
@@ -92,13 +92,13 @@ def attend_ref(
 ) -> mx.array:
     """`attend` in mlx's own operations."""
     batch, query_heads, length, dim = queries.shape
-    keys, values, prefix, body = regions.keys, regions.values, regions.prefix, regions.body
+    keys, values, sink_tokens, body = regions.keys, regions.values, regions.sink_tokens, regions.body
     heads, tokens = keys.shape[1:3]
     q = (queries.astype(mx.float32) * scale).reshape(batch, heads, -1, dim)  # [B, H, G L, Dk]
 
     scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
     if isinstance(mask, mx.array):
-        columns = take_columns(mask, (0, prefix), (prefix + body, regions.tokens))
+        columns = take_columns(mask, (0, sink_tokens), (sink_tokens + body, regions.tokens))
         scores = apply_mask(scores, columns, length)
     elif mask == "causal" and length > 1:
         scores = apply_mask(scores, causal_columns(length, tokens), length)
@@ -107,16 +107,16 @@ def attend_ref(
         result = merge(result, _sink(sinks, result, heads, length))
 
     if body:
-        turned = rotated(asking(q, regions.conditioning), regions.layout.key.rotation)
+        turned = rotated(asking(q, regions.normalization), regions.layout.key.rotation)
         packed = reduce(merge, [_attend_run(*run, turned, regions, mask, length) for run in runs(body)])
         result = merge(result, packed._replace(o=rotated_back(packed.o, regions.layout.value.rotation)))
     out = result.o / result.l
     return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
 
 
-def _columns(mask: Mask, prefix: int, start: int, stop: int) -> mx.array | None:
+def _columns(mask: Mask, sink_tokens: int, start: int, stop: int) -> mx.array | None:
     """The part of a mask for positions [start, stop) of the body; causal queries see all of it."""
-    return take_columns(mask, (prefix + start, prefix + stop)) if isinstance(mask, mx.array) else None
+    return take_columns(mask, (sink_tokens + start, sink_tokens + stop)) if isinstance(mask, mx.array) else None
 
 
 def _attend_run(
@@ -138,8 +138,8 @@ def _attend_run(
                     q,
                     regions.between(first, last),
                     regions.layout,
-                    regions.conditioning and regions.conditioning.after(first),
-                    _columns(mask, regions.prefix, first, last),
+                    regions.normalization and regions.normalization.after(first),
+                    _columns(mask, regions.sink_tokens, first, last),
                     length,
                 )
                 for first, last in pairwise(edges)
@@ -151,13 +151,13 @@ def _attend_block(
     q: mx.array,
     block: mx.array,
     layout: RowLayout,
-    conditioning: Conditioning | None,
+    normalization: KeyNormalization | None,
     mask: mx.array | None,
     length: int,
 ) -> Partial:
     scores = layout.key.scores(q, layout.keys(block))
-    if conditioning is not None:
-        scores = scores + mean_scores(q, conditioning, block.shape[2])
+    if normalization is not None:
+        scores = scores + mean_scores(q, normalization, block.shape[2])
     if mask is not None:
         scores = apply_mask(scores, mask, length)
     codes, scale = layout.values(block)

@@ -1,7 +1,7 @@
 """Attention of a few queries over packed rows on a GPU: attend.metal and merge.metal, or attend_short.metal.
 
 Rows of a batch that have buffers of their own attend in one call, as many at a time as Metal passes a kernel arrays:
-eight, or four whose keys are conditioned, and one less of each where codes are of a trellis.
+eight, or four whose keys are normalized, and one less of each where codes are of a trellis.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, thresholds
 from mlx_tq.kernels.constants import (
@@ -37,7 +37,7 @@ ATTEND = build.Kernel(
     sources=OWN,
     outputs=("block_outputs", "block_maxima", "block_sums"),
 )
-CONDITIONED_ATTEND = ATTEND.with_more(sources=MEANS)
+NORMALIZED_ATTEND = ATTEND.with_more(sources=MEANS)
 MERGE = build.Kernel(
     "merge",
     inputs=("block_outputs", "block_maxima", "block_sums", "value_flips", "sink_logits", "attend_sizes"),
@@ -46,7 +46,7 @@ MERGE = build.Kernel(
 ATTEND_SHORT = build.Kernel(
     "attend_short", inputs=(*ATTEND.inputs, "value_flips", "sink_logits"), sources=OWN, outputs=("attended",)
 )
-CONDITIONED_SHORT = ATTEND_SHORT.with_more(sources=MEANS)
+NORMALIZED_SHORT = ATTEND_SHORT.with_more(sources=MEANS)
 _ARRAYS = 31  # that Metal passes a kernel
 # A kernel decodes a code once for this many query rows, as many as fit a lane's registers.
 QUERIES = 4
@@ -80,9 +80,9 @@ class Blocks(NamedTuple):
     cuts: list[tuple[int, int]]
 
 
-def most_together(layout: RowLayout, *, conditioned: bool) -> int:
+def most_together(layout: RowLayout, *, normalized: bool) -> int:
     """Rows of a batch in one call."""
-    kernels = (CONDITIONED_ATTEND, CONDITIONED_SHORT) if conditioned else (ATTEND, ATTEND_SHORT)
+    kernels = (NORMALIZED_ATTEND, NORMALIZED_SHORT) if normalized else (ATTEND, ATTEND_SHORT)
     shared = max(len(kernel.inputs) + len(kernel.outputs) for kernel in kernels)
     return (_ARRAYS - shared - has_trellis(layout.key, layout.value)) // len(kernels[0].sources)
 
@@ -93,14 +93,14 @@ class Question:
 
     Attributes:
         sources: regions of a call; 1 where one is for all B.
-        conditioned: keys are taken for conditioned ones, so that all calls for a batch run one text.
+        normalized: keys are taken for normalized ones, so that all calls for a batch run one text.
         scale: of scores.
         mask: an array is for one region.
     """
 
     queries: mx.array
     sources: int
-    conditioned: bool
+    normalized: bool
     scale: float
     mask: Mask = None
 
@@ -119,7 +119,7 @@ class Question:
         simdgroups = _SHARING if dim <= _WIDE else _SHARING // 2
         inputs, arrays, constants, _ = self._arguments(batch, [_shared(regions, simdgroups) for regions in batch])
         _, tiles = self._tiles(batch[0].full_keys.shape[1])
-        kernel, levels = with_levels(CONDITIONED_SHORT if self.conditioned else ATTEND_SHORT, layout.key, layout.value)
+        kernel, levels = with_levels(NORMALIZED_SHORT if self.normalized else ATTEND_SHORT, layout.key, layout.value)
         (attended,) = build.run(
             kernel,
             inputs=[*inputs, flips(layout.value.rotation), _logits(sinks), *levels, *arrays],
@@ -139,7 +139,7 @@ class Question:
         inputs, arrays, constants, sizes = self._arguments(batch, cuts)
         shape = self.queries.shape[:3]
         layout = batch[0].layout
-        kernel, levels = with_levels(CONDITIONED_ATTEND if self.conditioned else ATTEND, layout.key, layout.value)
+        kernel, levels = with_levels(NORMALIZED_ATTEND if self.normalized else ATTEND, layout.key, layout.value)
         outputs, maxima, sums = build.run(
             kernel,
             inputs=[*inputs, *levels, *arrays],
@@ -178,7 +178,7 @@ class Question:
         header = (query_heads, heads, length, causal, *struct.unpack("i", struct.pack("f", self.scale)))
         sizes = [*header, *_steps(bias), *_entries(batch, cuts) * times]
         own = [[_NO_ROWS if r.rows is None else r.rows, r.full_keys, r.full_values] for r in batch]
-        if self.conditioned:
+        if self.normalized:
             means = [_means(regions) for regions in batch]
             own = [[*arrays, *m.arrays] for arrays, m in zip(own, means, strict=True)]
             sizes += [number for m in means for number in m.sizes] * times
@@ -190,7 +190,7 @@ class Question:
             ("MASKED", isinstance(self.mask, mx.array)),
             ("FULL_BITS", 8 * kind.size),
             ("FULL_WORD", kind if kind.size == 2 else mx.float16),
-            ("CONDITIONED", self.conditioned),
+            ("NORMALIZED", self.normalized),
             ("MEAN_TOKENS", MEAN_TOKENS),
             *layout_constants(layout),
         )
@@ -202,7 +202,7 @@ def _entries(batch: Sequence[Regions], cuts: list[tuple[int, int]]) -> list[int]
     """What `attend_sizes` says of each row."""
     most = max(blocks for _, blocks in cuts)
     sizes = [
-        (r.prefix, r.body, r.beside, 0 if r.rows is None else r.rows.shape[2], r.full_keys.shape[2]) for r in batch
+        (r.sink_tokens, r.body, r.beside, 0 if r.rows is None else r.rows.shape[2], r.full_keys.shape[2]) for r in batch
     ]
     return [number for size, cut in zip(sizes, cuts, strict=True) for number in (*size, *cut, most)]
 
@@ -220,11 +220,11 @@ class _Means(NamedTuple):
 
 
 def _means(regions: Regions) -> _Means:
-    """Those of a row's conditioning; of plain keys, or none, weights that are 1 and means that are 0."""
-    found, shape = regions.conditioning, regions.full_keys.shape
+    """Those of a row's normalization; of plain keys, or none, weights that are 1 and means that are 0."""
+    found, shape = regions.normalization, regions.full_keys.shape
     if found is None:
         nothing = mx.zeros((*shape[:2], 1, shape[3]), mx.float16)
-        found = Conditioning(mx.ones((*shape[:2], shape[3])), nothing, mx.zeros(regions.body, mx.int32))
+        found = KeyNormalization(mx.ones((*shape[:2], shape[3])), nothing, mx.zeros(regions.body, mx.int32))
     if found.index is None and found.first % 32:  # the kernel takes 32 tokens at once
         found = replace(found, index=found.which(regions.body))
     index = _NO_INDEX if found.index is None else filled(found.index)

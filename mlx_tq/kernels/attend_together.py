@@ -35,13 +35,13 @@ def attend_gpu(
     check_can_run(batch[0].layout, queries.dtype, batch[0].full_keys.dtype)
     if isinstance(mask, mx.array):
         batch = [_undivided(regions) for regions in batch]
-    conditioned = any(regions.conditioning is not None for regions in batch)
-    together = most_together(batch[0].layout, conditioned=conditioned)
+    normalized = any(regions.normalization is not None for regions in batch)
+    together = most_together(batch[0].layout, normalized=normalized)
     sources = 1 if len(batch) == 1 else together
     found = []
     for start, stop in [(0, 1)] if len(batch) == 1 else _runs(batch, together):
         rows = queries if len(batch) == 1 else queries[start:stop]
-        question, run = Question(rows, sources, conditioned, scale, mask), batch[start:stop]
+        question, run = Question(rows, sources, normalized, scale, mask), batch[start:stop]
         attend = _attend_shared if run[0].shared else Question.attended
         found.append(attend(question, run, sinks))
     return found[0] if len(found) == 1 else mx.concatenate(found)
@@ -75,7 +75,7 @@ def _attend_shared(question: Question, batch: Sequence[Regions], sinks: mx.array
     parts, first = [], 0
     for shared in batch[0].shared:
         part = _part(batch[0], first, shared.tokens, shared.rows)
-        parts.append(asked.blocks([replace(part, prefix=0, beside=0)]))
+        parts.append(asked.blocks([replace(part, sink_tokens=0, beside=0)]))
         first += shared.tokens
     own = question.blocks([_part(regions, first, regions.body - first, regions.rows) for regions in batch])
     outputs, maxima, sums = (
@@ -91,8 +91,8 @@ def _attend_shared(question: Question, batch: Sequence[Regions], sinks: mx.array
 
 def _part(regions: Regions, first: int, count: int, rows: mx.array | None) -> Regions:
     """The regions with `count` tokens from `first` on as their body, in rows of their own."""
-    known = regions.conditioning and regions.conditioning.after(first)
-    return replace(regions, rows=rows, body=count, shared=(), conditioning=known)
+    known = regions.normalization and regions.normalization.after(first)
+    return replace(regions, rows=rows, body=count, shared=(), normalization=known)
 
 
 def _unfolded(found: mx.array, shape: tuple[int, ...], *, alone: bool) -> mx.array:

@@ -35,7 +35,7 @@ class Kernel:
     sources: tuple[str, ...] = ()
 
     def with_more(self, *, inputs: tuple[str, ...] = (), sources: tuple[str, ...] = ()) -> "Kernel":
-        """The same text with further inputs and sources, which its part for conditioned keys uses."""
+        """The same text with further inputs and sources, which its part for normalized keys uses."""
         return replace(self, inputs=self.inputs + inputs, sources=self.sources + sources)
 
     def names(self, sources: int) -> list[str]:
@@ -59,7 +59,7 @@ def built(kernel: Kernel, where: str, constants: Constants) -> Callable[..., lis
     """
     make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
     known = dict(constants)
-    flags = {"conditioned": ("CONDITIONED",), "trellis": ("KEY_TRELLIS", "VALUE_TRELLIS")}
+    flags = {"normalized": ("NORMALIZED",), "trellis": ("KEY_TRELLIS", "VALUE_TRELLIS")}
     header, body = text(
         kernel.name, where, **{flag: any(known.get(name) for name in names) for flag, names in flags.items()}
     )

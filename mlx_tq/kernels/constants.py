@@ -5,7 +5,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_tq.codec import trellis
-from mlx_tq.codec.conditioning import Conditioning
+from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.base import SCALE_RULES
@@ -116,11 +116,11 @@ def table(numbers: list[int] | list[float], dtype: mx.Dtype = mx.int32) -> mx.ar
     return mx.array(numbers + [0] * (LEAST - len(numbers)), dtype)
 
 
-def means_inputs(conditioning: Conditioning | None, tokens: int) -> list[mx.array]:
+def means_inputs(normalization: KeyNormalization | None, tokens: int) -> list[mx.array]:
     """Weights, means, and which one each of the first rows has, for a kernel; none where keys are plain."""
-    if conditioning is None:
+    if normalization is None:
         return []
-    return [mx.contiguous(conditioning.scale), mx.contiguous(conditioning.means), filled(conditioning.which(tokens))]
+    return [mx.contiguous(normalization.scale), mx.contiguous(normalization.means), filled(normalization.which(tokens))]
 
 
 def filled(numbers: mx.array) -> mx.array:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, decode_rotated, narrowed
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated, narrowed
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import build, impl
@@ -17,7 +17,7 @@ KERNEL = build.Kernel(
     inputs=("packed_rows", "full_keys", "full_values", "key_flips", "value_flips", "dequantize_sizes"),
     outputs=("keys_out", "values_out"),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
+NORMALIZED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
 THREADS = 256
 # Packed tokens that mlx's own operations decode at a time.
 BLOCK_TOKENS = 256
@@ -30,7 +30,7 @@ def dequantize(
     layout: RowLayout,
     dtype: mx.Dtype,
     following: Pair | None = None,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> Pair:
     """Rotated keys and values of packed rows, and behind them those of other tokens: no copy joins the two.
 
@@ -41,13 +41,13 @@ def dequantize(
         layout: of the rows.
         dtype: of the result.
         following: keys [B, H, L, Dk] and values [B, H, L, Dv] of type `dtype`, not rotated yet.
-        conditioning: of the packed keys.
+        normalization: of the packed keys.
 
     Returns:
         Keys [B, H, S + L, Dk] and values [B, H, S + L, Dv].
     """
     check = partial(check_can_run, layout, dtype)
-    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, conditioning, check=check)
+    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, normalization, check=check)
 
 
 def dequantize_ref(
@@ -55,24 +55,24 @@ def dequantize_ref(
     layout: RowLayout,
     dtype: mx.Dtype,
     following: Pair | None = None,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> Pair:
     """`dequantize` in mlx's own operations, in blocks: what one of them needs in fp32 is gone before the next."""
     edges = [*range(0, rows.shape[2], BLOCK_TOKENS), rows.shape[2]]
     keys, values = [], []
     for start, stop in pairwise(edges):
-        block, means = rows[:, :, start:stop], conditioning and conditioning.after(start)
+        block, means = rows[:, :, start:stop], normalization and normalization.after(start)
         keys.append(narrowed(decode_rotated(layout.key, layout.keys(block), means), dtype, means))
         values.append(layout.value.decode_rotated(layout.values(block)).astype(dtype))
     if following is not None:
-        keys.append(_turned(following[0], layout.key, conditioning))
+        keys.append(_turned(following[0], layout.key, normalization))
         values.append(_turned(following[1], layout.value))
     return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
 
 
-def _turned(x: mx.array, codec: Codec, conditioning: Conditioning | None = None) -> mx.array:
-    wide = x if conditioning is None else x.astype(mx.float32) * conditioning.scale[:, :, None]
-    return narrowed(wide if codec.rotation is None else wht_ref(wide, codec.rotation), x.dtype, conditioning)
+def _turned(x: mx.array, codec: Codec, normalization: KeyNormalization | None = None) -> mx.array:
+    wide = x if normalization is None else x.astype(mx.float32) * normalization.scale[:, :, None]
+    return narrowed(wide if codec.rotation is None else wht_ref(wide, codec.rotation), x.dtype, normalization)
 
 
 def _dequantize_gpu(
@@ -80,7 +80,7 @@ def _dequantize_gpu(
     layout: RowLayout,
     dtype: mx.Dtype,
     following: Pair | None = None,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> Pair:
     batch, heads, tokens, _ = rows.shape
     units = max(_units(layout.key), _units(layout.value))
@@ -88,7 +88,7 @@ def _dequantize_gpu(
     length = following[0].shape[2] if following else 0
     # Arrays must not be empty, and the kernel reads none of these where nothing follows.
     full = following or (table([], mx.float32).astype(dtype).reshape(1, 1, 1, -1),) * 2
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
+    kernel, levels = with_levels(KERNEL if normalization is None else NORMALIZED, layout.key, layout.value)
     keys, values = build.run(
         kernel,
         inputs=[
@@ -97,13 +97,13 @@ def _dequantize_gpu(
             flips(layout.key.rotation),
             flips(layout.value.rotation),
             table([length, decoding]),
-            *means_inputs(conditioning, tokens),
+            *means_inputs(normalization, tokens),
             *levels,
         ],
         constants=(
             ("T", dtype),
-            ("CONDITIONED", conditioning is not None),
-            ("CLAMPED", conditioning is not None and dtype == mx.float16),
+            ("NORMALIZED", normalization is not None),
+            ("CLAMPED", normalization is not None and dtype == mx.float16),
             *layout_constants(layout),
         ),
         grid=(decoding + _whole(32 * batch * heads * length), 2, 1),

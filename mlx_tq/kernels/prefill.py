@@ -6,7 +6,7 @@ output is rotated back once.
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import asking, narrowed
+from mlx_tq.codec.normalization import asking, narrowed
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.masks import Mask, take_columns
 from mlx_tq.kernels.regions import Regions
@@ -21,13 +21,13 @@ def prefill(
     if regions.body == 0:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     if isinstance(mask, mx.array):
-        start, stop = regions.prefix, regions.prefix + regions.body
+        start, stop = regions.sink_tokens, regions.sink_tokens + regions.body
         mask = take_columns(mask, (start, stop), (0, start), (stop, regions.tokens))
-    means, rotation = regions.conditioning, layout.key.rotation
+    means, rotation = regions.normalization, layout.key.rotation
     out = mx.fast.scaled_dot_product_attention(
         narrowed(asking(queries, means), queries.dtype, means)
         if rotation is None
-        else wht(queries, rotation, conditioning=means),
+        else wht(queries, rotation, normalization=means),
         *dequantize(regions.packed(), layout, keys.dtype, (keys, values), means),
         scale=scale,
         mask=mask,

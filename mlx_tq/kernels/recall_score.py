@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, asking, decode_rotated, mean_scores
+from mlx_tq.codec.normalization import KeyNormalization, asking, decode_rotated, mean_scores
 from mlx_tq.codec.formats import Encoded
 from mlx_tq.codec.rotation import rotated
 from mlx_tq.codec.rows import RowLayout
@@ -26,7 +26,7 @@ KERNEL = build.Kernel(
     inputs=("key_codes", "key_scales", "asked_queries", "block_starts", "recall_sizes"),
     outputs=("block_maxima", "block_sums"),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_means", "mean_index"))
+NORMALIZED = KERNEL.with_more(inputs=("key_means", "mean_index"))
 SIMDGROUPS = 4
 # Of a lane: decoded keys are read once for so many.
 QUERIES = 8
@@ -48,7 +48,7 @@ def recall_score(
     asked: mx.array,
     keys: Encoded,
     layout: RowLayout,
-    conditioning: Conditioning | None,
+    normalization: KeyNormalization | None,
     sizes: Sequence[int],
 ) -> Found:
     """Score keys.
@@ -57,22 +57,22 @@ def recall_score(
         asked: queries times the scale of scores, by `grouped`, fp32 [1, H, N, Dk].
         keys: side by side, [1, H, S, ...].
         layout: of the rows that they are of.
-        conditioning: of these keys, or None.
+        normalization: of these keys, or None.
         sizes: tokens of each block, at least 1 each, S in all.
     """
     check = partial(check_can_run, layout)
-    return impl.call(_recall_score_gpu, recall_score_ref, asked, keys, layout, conditioning, sizes, check=check)
+    return impl.call(_recall_score_gpu, recall_score_ref, asked, keys, layout, normalization, sizes, check=check)
 
 
 def recall_score_ref(
     asked: mx.array,
     keys: Encoded,
     layout: RowLayout,
-    conditioning: Conditioning | None,
+    normalization: KeyNormalization | None,
     sizes: Sequence[int],
 ) -> Found:
     """`recall_score` in mlx's own operations and, what follows the products, NumPy's."""
-    decoded = decode_rotated(layout.key, keys, conditioning)[0]
+    decoded = decode_rotated(layout.key, keys, normalization)[0]
     scores = np.array(decoded @ mx.contiguous(asked[0].swapaxes(-1, -2)), copy=False)  # [H, S, N]: a block is some rows
     maxima = _maxima(scores, sizes)
     total = _log_sum_exp(scores, maxima.max(axis=1, keepdims=True), axis=1)
@@ -103,13 +103,13 @@ def _recall_score_gpu(
     asked: mx.array,
     keys: Encoded,
     layout: RowLayout,
-    conditioning: Conditioning | None,
+    normalization: KeyNormalization | None,
     sizes: Sequence[int],
 ) -> Found:
     heads, tokens = keys.codes.shape[1:3]
     count, dim = asked.shape[2:]
     asked = mx.pad(asked, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key)
+    kernel, levels = with_levels(KERNEL if normalization is None else NORMALIZED, layout.key)
     maxima, sums = build.run(
         kernel,
         inputs=[
@@ -118,14 +118,14 @@ def _recall_score_gpu(
             mx.contiguous(asked.swapaxes(-1, -2)),
             filled(mx.array([0, *accumulate(sizes)], mx.int32)),
             table([count, len(sizes)]),
-            *means_inputs(conditioning, tokens)[1:],  # queries are divided by the weights already
+            *means_inputs(normalization, tokens)[1:],  # queries are divided by the weights already
             *levels,
         ],
         constants=(
             ("SIMDGROUPS", SIMDGROUPS),
             ("QUERIES", QUERIES),
             ("SPAN", 32 if dim <= 128 else 16 if dim <= 256 else 8),  # keys of at most 19 KB
-            ("CONDITIONED", conditioning is not None),
+            ("NORMALIZED", normalization is not None),
             *codec_constants("KEY", layout.key),
         ),
         grid=(32 * SIMDGROUPS, len(sizes), heads),
@@ -136,10 +136,10 @@ def _recall_score_gpu(
     return Found(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
 
 
-def grouped(queries: mx.array, heads: int, layout: RowLayout, conditioning: Conditioning | None) -> mx.array:
+def grouped(queries: mx.array, heads: int, layout: RowLayout, normalization: KeyNormalization | None) -> mx.array:
     """Queries [1, Hq, L, Dk] as they meet packed keys: [1, H, G L, Dk]."""
     shape = (1, heads, -1, queries.shape[-1])
-    return rotated(asking(queries, conditioning).reshape(shape), layout.key.rotation)
+    return rotated(asking(queries, normalization).reshape(shape), layout.key.rotation)
 
 
 def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
@@ -149,7 +149,7 @@ def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
         queries: times the scale of scores, fp32 [1, Hq, L, Dk].
         regions: of batch size 1.
     """
-    heads, length, prefix, body = regions.full_keys.shape[1], queries.shape[2], regions.prefix, regions.body
+    heads, length, sink_tokens, body = regions.full_keys.shape[1], queries.shape[2], regions.sink_tokens, regions.body
     asking = mx.arange(regions.tokens - length, regions.tokens)[:, None]
 
     def seen(start: int, stop: int) -> mx.array:
@@ -158,18 +158,18 @@ def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
 
     plain = queries.reshape(1, heads, -1, queries.shape[-1])
     scores = plain @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
-    beside = mx.concatenate([seen(0, prefix), seen(prefix + body, regions.tokens)], axis=1)
+    beside = mx.concatenate([seen(0, sink_tokens), seen(sink_tokens + body, regions.tokens)], axis=1)
     scores = apply_mask(scores, beside, length)
     parts = [_of_each(scores)]
     if body:
-        rows, layout, known = regions.packed(), regions.layout, regions.conditioning
+        rows, layout, known = regions.packed(), regions.layout, regions.normalization
         asked = grouped(queries, heads, layout, known)
         for start, stop in pairwise([*range(0, body, BLOCK_TOKENS), body]):
             found = layout.key.scores(asked, layout.keys(rows[:, :, start:stop]))
             if known is not None:
                 found = found + mean_scores(asked, known.after(start), stop - start)
-            if length > regions.beside - prefix:  # the first of them are packed already
-                found = apply_mask(found, seen(prefix + start, prefix + stop), length)
+            if length > regions.beside - sink_tokens:  # the first of them are packed already
+                found = apply_mask(found, seen(sink_tokens + start, sink_tokens + stop), length)
             parts.append(_of_each(found))
     return mx.array(np.logaddexp.reduce(parts))
 

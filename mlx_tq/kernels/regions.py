@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, decode
+from mlx_tq.codec.normalization import KeyNormalization, decode
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
 
@@ -21,17 +21,17 @@ class SharedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Regions:
-    """`prefix | body | tail` of one layer, in logical order.
+    """`sink_tokens | body | tail` of one layer, in logical order.
 
     Attributes:
         rows: packed body, uint32 [B, H, capacity, W], or None while it is empty; what lies past `body` is never read.
         body: tokens in the body, those of `shared` included.
         layout: of the rows.
-        full_keys: prefix and tail in the model's type, [B, H, capacity, Dk]; what lies past `beside` is never read.
+        full_keys: sink_tokens and tail in the model's type, [B, H, capacity, Dk]; what lies past `beside` is never read.
         full_values: theirs, [B, H, capacity, Dv].
-        prefix: how many of these come before the body.
+        sink_tokens: how many of these come before the body.
         beside: how many there are.
-        conditioning: of the packed keys, row by row; None where they are plain.
+        normalization: of the packed keys, row by row; None where they are plain.
         shared: rows of the body that come before `rows`.
     """
 
@@ -40,9 +40,9 @@ class Regions:
     layout: RowLayout
     full_keys: mx.array
     full_values: mx.array
-    prefix: int
+    sink_tokens: int
     beside: int
-    conditioning: Conditioning | None = None
+    normalization: KeyNormalization | None = None
     shared: tuple[SharedRows, ...] = ()
 
     @property
@@ -52,7 +52,7 @@ class Regions:
 
     @property
     def keys(self) -> mx.array:
-        """Those of prefix and tail without spare capacity, [B, H, beside, Dk]."""
+        """Those of sink_tokens and tail without spare capacity, [B, H, beside, Dk]."""
         return self.full_keys[:, :, : self.beside]
 
     @property
@@ -80,14 +80,14 @@ class Regions:
             return self.keys, self.values
         rows, layout = self.packed(), self.layout
         return (
-            splice(self.keys, self.prefix, decode(layout.key, layout.keys(rows), self.conditioning)),
-            splice(self.values, self.prefix, layout.value.decode(layout.values(rows))),
+            splice(self.keys, self.sink_tokens, decode(layout.key, layout.keys(rows), self.normalization)),
+            splice(self.values, self.sink_tokens, layout.value.decode(layout.values(rows))),
         )
 
 
-def splice(full: mx.array, prefix: int, body: mx.array) -> mx.array:
-    """[B, H, T, D] with the vectors of `body` between the first `prefix` of `full` and the rest, in its type."""
-    return mx.concatenate([full[:, :, :prefix], body.astype(full.dtype), full[:, :, prefix:]], axis=2)
+def splice(full: mx.array, sink_tokens: int, body: mx.array) -> mx.array:
+    """[B, H, T, D] with the vectors of `body` between the first `sink_tokens` of `full` and the rest, in its type."""
+    return mx.concatenate([full[:, :, :sink_tokens], body.astype(full.dtype), full[:, :, sink_tokens:]], axis=2)
 
 
 def rows_between(shared: Sequence[SharedRows], rows: mx.array | None, start: int, stop: int) -> mx.array:

@@ -5,7 +5,7 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, decode_rotated
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
@@ -17,7 +17,7 @@ KERNEL = build.Kernel(
     inputs=("packed_rows", "key_flips", "virtual_queries", "pair_weights", "rope_pairs", "score_sizes"),
     outputs=("key_scores",),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
+NORMALIZED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
 SIMDGROUPS = 4
 
 
@@ -28,7 +28,7 @@ def score(
     queries: mx.array,
     weights: mx.array,
     pairs: mx.array,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> mx.array:
     """<query, K> + sum over f of weight_f |K_f| of each packed key K in its original space.
 
@@ -39,13 +39,13 @@ def score(
         queries: turned virtual queries, fp32 [H, G, Dk].
         weights: of the lengths of the RoPE pairs, fp32 [H, G, F]; F may be 0.
         pairs: dims of each pair, int32 [2, F].
-        conditioning: of the keys, with one weight for both dims of a pair.
+        normalization: of the keys, with one weight for both dims of a pair.
 
     Returns:
         fp32 [B, H, G, body].
     """
     check = partial(check_can_run, layout)
-    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, conditioning, check=check)
+    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, normalization, check=check)
 
 
 def score_ref(
@@ -55,15 +55,15 @@ def score_ref(
     queries: mx.array,
     weights: mx.array,
     pairs: mx.array,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> mx.array:
     """`score` in mlx's own operations."""
     encoded = layout.keys(rows[:, :, :body])
     if _in_halves(layout.key.rotation, pairs):
-        return _score_halves(layout.key, encoded, queries, weights, conditioning)
-    keys = rotated_back(decode_rotated(layout.key, encoded, conditioning), layout.key.rotation)
-    if conditioning is not None:
-        keys = keys / conditioning.scale[:, :, None]
+        return _score_halves(layout.key, encoded, queries, weights, normalization)
+    keys = rotated_back(decode_rotated(layout.key, encoded, normalization), layout.key.rotation)
+    if normalization is not None:
+        keys = keys / normalization.scale[:, :, None]
     found = queries @ keys.swapaxes(-1, -2)
     if pairs.shape[1]:
         first, second = (_dims(keys, index) for index in pairs)
@@ -80,7 +80,7 @@ def _in_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
 
 
 def _score_halves(
-    codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, conditioning: Conditioning | None
+    codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, normalization: KeyNormalization | None
 ) -> mx.array:
     """`score_ref` without rotating whole keys back, half of its time.
 
@@ -88,9 +88,9 @@ def _score_halves(
     and b; a pair's length is sqrt(a^2 + b^2), without that step and the signs, over the weight that its dims share. The
     last step of a and of b goes into the lengths, so that a product of half as many terms is left.
     """
-    keys, quarter = decode_rotated(codec, encoded, conditioning), codec.head_dim // 4
-    if conditioning is not None:
-        scale = conditioning.scale[:, :, None]
+    keys, quarter = decode_rotated(codec, encoded, normalization), codec.head_dim // 4
+    if normalization is not None:
+        scale = normalization.scale[:, :, None]
         queries, weights = queries / scale, weights / scale[..., : 2 * quarter]
     quarters = keys.reshape(*keys.shape[:-1], 4, quarter) @ _hadamard(quarter)
     lengths = _lengths(*(quarters[..., i, :] for i in range(4)))
@@ -130,13 +130,13 @@ def _score_gpu(
     queries: mx.array,
     weights: mx.array,
     pairs: mx.array,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> mx.array:
     batch, heads = rows.shape[:2]
     count = pairs.shape[1]
     # Arrays must not be empty, and the kernel reads none of these where there are no pairs.
     lengths = [mx.contiguous(weights), mx.contiguous(pairs)] if count else [table([], mx.float32), table([])]
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
+    kernel, levels = with_levels(KERNEL if normalization is None else NORMALIZED, layout.key, layout.value)
     (scores,) = build.run(
         kernel,
         inputs=[
@@ -145,12 +145,12 @@ def _score_gpu(
             mx.contiguous(queries),
             *lengths,
             table([body, count]),
-            *means_inputs(conditioning, body),
+            *means_inputs(normalization, body),
             *levels,
         ],
         constants=(
             ("SIMDGROUPS", SIMDGROUPS),
-            ("CONDITIONED", conditioning is not None),
+            ("NORMALIZED", normalization is not None),
             *layout_constants(layout),
         ),
         grid=(32 * SIMDGROUPS, -(-body // SIMDGROUPS), batch * heads),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, block_means, pair_scale
+from mlx_tq.codec.normalization import KeyNormalization, block_means, pair_scale
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import impl, thresholds
@@ -51,21 +51,21 @@ def check_kernels(where: str) -> Iterator[KernelCheck]:
     for number, key in enumerate(FORMATS):
         for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
             value = FORMATS[(number + DIMS.index(dim)) % len(FORMATS)]
-            for conditioned in (False, True):
-                yield from _check_case(where, key, value, dim, dtype, conditioned=conditioned)
+            for normalized in (False, True):
+                yield from _check_case(where, key, value, dim, dtype, normalized=normalized)
 
 
 def _check_case(
-    where: str, key: str, value: str, dim: int, dtype: mx.Dtype, *, conditioned: bool
+    where: str, key: str, value: str, dim: int, dtype: mx.Dtype, *, normalized: bool
 ) -> Iterator[KernelCheck]:
-    case = f"{key}/{value}, D = {dim}, {str(dtype).removeprefix('mlx.core.')}" + ", conditioned" * conditioned
+    case = f"{key}/{value}, D = {dim}, {str(dtype).removeprefix('mlx.core.')}" + ", normalized" * normalized
     layout = RowLayout(
         *(get_format(name).codec(dim, CodecOptions(seed=i), dtype) for i, name in enumerate((key, value)))
     )
     shape = (2, _HEADS, _TOKENS, dim)
     keys, values = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(2))
     queries = mx.random.normal((2, _HEADS * _GROUP, 2, dim), key=mx.random.key(2)).astype(dtype)
-    means = _conditioning(keys, queries, layout) if conditioned else None
+    means = _normalization(keys, queries, layout) if normalized else None
     with impl.using("ops"):
         rows = encode(keys, values, layout, means).rows
     regions = Regions(rows, _TOKENS, layout, keys[:, :, :9], values[:, :, :9], 4, 9, means)
@@ -90,7 +90,7 @@ def _check_case(
     }
     if layout.key.rotation is not None:
         rotation = layout.key.rotation
-        calls["wht"] = lambda: [wht(queries, rotation, conditioning=means), wht(keys, rotation, inverse=True)]
+        calls["wht"] = lambda: [wht(queries, rotation, normalization=means), wht(keys, rotation, inverse=True)]
     for name, call in calls.items():
         with impl.using(where):
             found = call()
@@ -103,12 +103,12 @@ def _check_case(
         yield KernelCheck(name, case, difference, allowed)
 
 
-def _conditioning(keys: mx.array, queries: mx.array, layout: RowLayout) -> Conditioning:
+def _normalization(keys: mx.array, queries: mx.array, layout: RowLayout) -> KeyNormalization:
     """Weights of these keys and queries, and means of every ninth key: rows of an eviction."""
     stored, asked = (mx.sqrt(mx.square(x.astype(mx.float32)).mean(axis=2)) for x in (keys, queries))
     scale = pair_scale(stored, asked)
     means = block_means(keys[:, :, ::9, None], scale, layout.key.rotation).means
-    return Conditioning(scale, means, mx.arange(_TOKENS, dtype=mx.int32) // 9)
+    return KeyNormalization(scale, means, mx.arange(_TOKENS, dtype=mx.int32) // 9)
 
 
 def _difference(a: mx.array, b: mx.array) -> float:

@@ -14,8 +14,8 @@ _COMMENT = re.compile(r"[ \t]*//.*")
 _INDENT = re.compile(r"\n\s+")
 # In tq_compat.h: the part for CUDA, and the one for Metal.
 _DIALECTS = re.compile(r"#if defined\(__CUDACC__\).*?\n(.*?)\n#else\n(.*?)\n#endif\n", re.S)
-# What only kernels for conditioned keys or trellis codes have, and what others have in its place.
-_PARTS = re.compile(r"#if TQ_(CONDITIONED|TRELLIS)\n(.*?)(?:#else\n(.*?))?#endif\n", re.S)
+# What only kernels for normalized keys or trellis codes have, and what others have in its place.
+_PARTS = re.compile(r"#if TQ_(NORMALIZED|TRELLIS)\n(.*?)(?:#else\n(.*?))?#endif\n", re.S)
 _INCLUDE = re.compile(r'#include "(\w+\.(?:h|inc))"\n')
 
 
@@ -43,16 +43,16 @@ def folder() -> Traversable:
 
 
 @cache
-def text(name: str, where: str = "metal", *, conditioned: bool = False, trellis: bool = False) -> Text:
+def text(name: str, where: str = "metal", *, normalized: bool = False, trellis: bool = False) -> Text:
     """The text of the kernel in metal/`name`.metal for "metal" or "cuda", its includes put in place, once each.
 
-    Of parts between `#if TQ_CONDITIONED`, `#else` and `#endif` it has those for conditioned keys, or for plain ones; of
+    Of parts between `#if TQ_NORMALIZED`, `#else` and `#endif` it has those for normalized keys, or for plain ones; of
     those behind `#if TQ_TRELLIS` those for trellis codes, or for others.
     mlx copies the text and compares it at every call, so comments, indents, empty lines and the other dialect are
     dropped. It also looks for names in the text, and would find them in comments.
     """
     seen: set[str] = set()
-    wanted = {"CONDITIONED": conditioned, "TRELLIS": trellis}
+    wanted = {"NORMALIZED": normalized, "TRELLIS": trellis}
 
     def included(file: str) -> str:
         if file in seen:

@@ -5,39 +5,39 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, asking, narrowed
+from mlx_tq.codec.normalization import KeyNormalization, asking, narrowed
 from mlx_tq.codec.exact import split_order
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.kernels import build, impl
 from mlx_tq.kernels.constants import check_can_rotate, flips
 
 KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
-CONDITIONED = KERNEL.with_more(inputs=("key_scale",))
+NORMALIZED = KERNEL.with_more(inputs=("key_scale",))
 SIMDGROUPS = 4
 
 
 def wht(
-    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
     """R x, or R^T x, of vectors [..., D] in their own type; computed in fp32.
 
-    With `conditioning` they are queries [B, Hq, L, D], which are divided by its weights first.
+    With `normalization` they are queries [B, Hq, L, D], which are divided by its weights first.
     """
     check = partial(check_can_rotate, rotation)
-    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, conditioning=conditioning, check=check)
+    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, normalization=normalization, check=check)
 
 
 def wht_ref(
-    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
     """`wht` in mlx's own operations."""
-    wide = asking(x, conditioning).astype(mx.float32)
+    wide = asking(x, normalization).astype(mx.float32)
     y = rotation.inverse(wide) if inverse else rotation.forward(wide) / math.sqrt(rotation.dim)
-    return narrowed(y, x.dtype, conditioning)
+    return narrowed(y, x.dtype, normalization)
 
 
 def _wht_gpu(
-    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     count = x.size // rotation.dim
@@ -47,13 +47,13 @@ def _wht_gpu(
         ("DIM", rotation.dim),
         ("ORDER", order),
         ("INVERSE", inverse),
-        ("CONDITIONED", conditioning is not None),
-        ("CLAMPED", conditioning is not None and x.dtype == mx.float16),
+        ("NORMALIZED", normalization is not None),
+        ("CLAMPED", normalization is not None and x.dtype == mx.float16),
         ("SIMDGROUPS", SIMDGROUPS),
     )
     (rotated,) = build.run(
-        KERNEL if conditioning is None else CONDITIONED,
-        inputs=[vectors, flips(rotation)] + ([] if conditioning is None else [mx.contiguous(conditioning.scale)]),
+        KERNEL if normalization is None else NORMALIZED,
+        inputs=[vectors, flips(rotation)] + ([] if normalization is None else [mx.contiguous(normalization.scale)]),
         constants=constants,
         grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, decode
+from mlx_tq.codec.normalization import KeyNormalization, decode
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import ConfigError
 from mlx_tq.policies.options import check_options, option, read_options, split_spec, unknown, write_spec
@@ -33,25 +33,25 @@ class PackedLayer:
     Attributes:
         rows: uint32 [1, H, capacity, W]; those past the body's tokens are unused.
         layout: of the rows.
-        conditioning: of their keys, or None where these are plain.
+        normalization: of their keys, or None where these are plain.
         rope: of the layer, where the policy needs queries.
         queries: their statistics, where the policy needs them.
     """
 
     rows: mx.array
     layout: RowLayout
-    conditioning: Conditioning | None = None
+    normalization: KeyNormalization | None = None
     rope: Rope | None = None
     queries: QueryStats | None = None
 
     def part(self, start: int, stop: int) -> "PackedLayer":
         """The rows from `start` to `stop`."""
-        after = None if self.conditioning is None else self.conditioning.after(start)
-        return replace(self, rows=self.rows[:, :, start:stop], conditioning=after)
+        after = None if self.normalization is None else self.normalization.after(start)
+        return replace(self, rows=self.rows[:, :, start:stop], normalization=after)
 
     def keys(self) -> mx.array:
         """The decoded keys of all rows, fp32 [1, H, S, D]."""
-        return decode(self.layout.key, self.layout.keys(self.rows), self.conditioning)
+        return decode(self.layout.key, self.layout.keys(self.rows), self.normalization)
 
     def value_norms(self) -> mx.array:
         """The norms of the values of all rows, as `Codec.norms` has them: fp32 [H, S]."""
@@ -86,7 +86,7 @@ class Policy(ABC):
         name: under which the policy is found.
         segmented: whether `mode` has a say; else the lowest of all leave.
         mode: how the lowest are chosen. "v1" among all, "v2" in equal segments of the context, "v3" in equal segments
-            behind the prefix. "v1" and "v2" need a cache with prefix 0.
+            behind the sinks. "v1" and "v2" need a cache with sinks 0.
         segments: of modes "v2" and "v3".
         segment_tokens: a constant width of segments instead of their number; 0 is off.
         granularity: aligned tokens that leave together: 1, 8, 16, 32 (as they are archived and recalled) or 64.

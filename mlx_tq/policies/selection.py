@@ -1,6 +1,6 @@
 """Which tokens leave, given the score of each: modes v1, v2 and v3, in NumPy.
 
-Source: TriAttention V3 (T. Turney): equal segments behind the prefix each give the same share, so that no part of the
+Source: TriAttention V3 (T. Turney): equal segments behind the sinks each give the same share, so that no part of the
 context is lost whole.
 """
 

@@ -17,7 +17,7 @@ SINKS = 4
 @names_settings
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Policy):
-    """The first four tokens (attention sinks) and the newest stay; with a prefix of 4 or more it is `recency`."""
+    """The first four tokens (attention sinks) and the newest stay; with a sinks of 4 or more it is `recency`."""
 
     name: ClassVar[str] = "streaming"
     segmented: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from mlx_tq.cache.blocks import Block, LayerRows, LayerShape, from_bytes, to_byt
 from mlx_tq.cache.files import Parts, put_together, take_apart
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.sequence.statistics import tokens_seen
@@ -175,5 +175,5 @@ def _count(layers: list[_Layer]) -> int:
 
 
 def _block(layers: list[_Layer], number: int) -> bytes:
-    start = layers[0].spec.prefix + number * ROWS
+    start = layers[0].spec.sinks + number * ROWS
     return to_bytes(Block(np.arange(start, start + ROWS), [layer.block(number) for layer in layers]))

@@ -298,7 +298,7 @@ class StoredPrompt:
         """The prompt is read: wait for the disk, once. Blocks count as used after the points that name them."""
         self._folder.use([*((POINTS, key) for key in self._points), *((BLOCKS, name) for name in self._blocks)])
         if self._shared in self._ends:
-            count = max(0, self._shared - self._store.plan.config.prefix) // ROWS
+            count = max(0, self._shared - self._store.plan.config.sinks) // ROWS
             shared = [(POINTS, self._ends[self._shared]), *((BLOCKS, name) for name in self._blocks[:count])]
             self._folder.use(shared, protect=True)
         if self._points and not self._fails:

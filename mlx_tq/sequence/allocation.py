@@ -13,7 +13,7 @@ from math import gcd
 import numpy as np
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import ConfigError
@@ -80,7 +80,7 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
 
 def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:
     """Bits of a packed token of a layer, all heads: codes, scales, and its share of a block's mean."""
-    mean = slot.key_dim * MEAN / MEAN_TOKENS if spec.condition else 0
+    mean = slot.key_dim * MEAN / MEAN_TOKENS if spec.normalize else 0
     return round(8 * slot.heads * (layer_layout(slot, spec).nbytes + mean))
 
 

@@ -18,19 +18,19 @@ class MemoryReport:
 
     Attributes:
         body: packed tokens; with eviction the most that stay between two forward passes.
-        prefix, window: tokens in the model's type; the window includes the block in progress and the slack for trims.
+        sinks, window: tokens in the model's type; the window includes the block in progress and the slack for trims.
         fp16: all tokens in a 16-bit type, those too that would have been evicted.
     """
 
     body: int
-    prefix: int
+    sinks: int
     window: int
     fp16: int
 
     @property
     def total(self) -> int:
         """Bytes of all regions."""
-        return self.body + self.prefix + self.window
+        return self.body + self.sinks + self.window
 
     @property
     def ratio(self) -> float:
@@ -60,7 +60,7 @@ def memory_report(
     ]
     full = sum(native_bytes(slot, seq_len) for slot in slots)
     if config.is_off:
-        return MemoryReport(body=0, prefix=0, window=full, fp16=full)
+        return MemoryReport(body=0, sinks=0, window=full, fp16=full)
     layers = [
         LayerPlan(slot, CacheSpec.for_layer(config, slot.index, *config.formats_of(slot.index, num_layers)), "")
         for slot in slots
@@ -72,7 +72,7 @@ def memory_report(
     found = [layer_footprint(each.slot, each.spec, plan.live(seq_len), plan.left(seq_len)) for each in layers]
     return MemoryReport(
         body=sum(each.body for each in found),
-        prefix=sum(each.prefix for each in found),
+        sinks=sum(each.sinks for each in found),
         window=sum(each.window for each in found),
         fp16=full,
     )

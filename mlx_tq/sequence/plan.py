@@ -69,7 +69,7 @@ class LayerPlan:
         """Bytes that a copy of a cache of `tokens` tokens need not have of its own; see `cache.sharing`."""
         if self.spec.cold:
             return 0
-        rows = whole_steps(self.spec.packed_until(tokens) - self.spec.prefix)
+        rows = whole_steps(self.spec.packed_until(tokens) - self.spec.sinks)
         return self.slot.heads * rows * layer_layout(self.slot, self.spec).nbytes
 
     def fp16_nbytes(self, tokens: int, batch: int = 1) -> int:
@@ -174,7 +174,7 @@ def make_plan(
             note = ""
         spectral = any(get_format(part).keys_only for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if spectral else None
-        if config.condition and get_format(key.split(COLD)[0]).bits < 16 and not spectral:
+        if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral:
             pairs, why = _known_pairs(slot)
             note = "; ".join(filter(None, [note, why]))
         spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, pairs=pairs)
@@ -206,7 +206,7 @@ def unasked(plan: Plan) -> Plan:
     return replace(
         plan,
         layers=[
-            replace(layer, note="; ".join(filter(None, [layer.note, why]))) if layer.spec.condition else layer
+            replace(layer, note="; ".join(filter(None, [layer.note, why]))) if layer.spec.normalize else layer
             for layer in plan.layers
         ],
     )
@@ -285,14 +285,14 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
         positions: that the model allows, where that is known.
 
     Raises:
-        ConfigError: the bytes do not hold prefix, window and one round.
+        ConfigError: the bytes do not hold sinks, window and one round.
     """
     budget = parse_budget(config.budget)
     if budget.nbytes is None:
         return budget
     own = budget.nbytes // plan.ranks.size
     gathers = config.policy.trigger + BLOCK
-    least = plan.config.prefix + plan.config.latest + 1
+    least = plan.config.sinks + plan.config.latest + 1
     left = Departures(positions, config.policy.granularity)
 
     def most(tokens: int) -> int:
@@ -300,8 +300,8 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
 
     if most(least) > own:
         raise ConfigError(
-            f"a budget of {own:,} bytes is below the {most(least):,} that prefix "
-            f"{plan.config.prefix}, window {plan.config.window} and a round of {gathers} tokens take. Raise the budget."
+            f"a budget of {own:,} bytes is below the {most(least):,} that sinks "
+            f"{plan.config.sinks}, window {plan.config.window} and a round of {gathers} tokens take. Raise the budget."
         )
     per_token = sum(layer.slot.heads * layer.row_bytes for layer in plan.layers)
     enough = least + (own - most(least)) // per_token

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.cache.blocks import Block
-from mlx_tq.cache.departures import conditioning_of, leaving
+from mlx_tq.cache.departures import normalization_of, leaving
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear
 from mlx_tq.config import BLOCK
@@ -133,14 +133,14 @@ class Question(NamedTuple):
 
     Attributes:
         asked: by the layers that look, by their number.
-        prefix: tokens before the first block.
+        sinks: tokens before the first block.
         archive: that holds the blocks.
         extents: the blocks, some of which may be lost.
         most: tokens of the best blocks and their neighbours that may come back.
     """
 
     asked: dict[int, Asked]
-    prefix: int
+    sinks: int
     archive: ArchiveFile
     extents: List[Extent]
     most: int
@@ -170,7 +170,7 @@ def look(question: Question, ranks: Ranks) -> Look:
         room = int(np.searchsorted(tokens, question.most)) + 1  # and for no more
         best = [piece for piece in ranked[:room] if piece.score and piece.score >= enough(ranked[0].score)]
         beside = [(side,) for side in goes_on(question, [piece.extent for piece in best], ranks)]
-        return Look(ranked, choose(ranked, beside, question.prefix, question.most))
+        return Look(ranked, choose(ranked, beside, question.sinks, question.most))
 
     first = found()
     numbers = all(math.isfinite(piece.score) for piece in first.ranked)
@@ -273,7 +273,7 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
 
     Args:
         question: that was read.
-        extents: pieces of blocks of BLOCK positions behind the prefix, on all ranks.
+        extents: pieces of blocks of BLOCK positions behind the sinks, on all ranks.
         ranks: whose heads have a say.
     """
     if not extents:
@@ -282,7 +282,7 @@ def goes_on(question: Question, extents: List[Extent], ranks: Ranks) -> list[int
     weights = ranks.most(np.max(layers, axis=0))
     ends = np.cumsum([len(extent.positions) for extent in extents])
     peaks = [piece.argmax() for piece in np.split(weights, ends[:-1])]
-    places = [extent.positions[peak] - question.prefix for extent, peak in zip(extents, peaks, strict=True)]
+    places = [extent.positions[peak] - question.sinks for extent, peak in zip(extents, peaks, strict=True)]
     return [1 if place % BLOCK >= BLOCK // 2 else -1 for place in places]
 
 
@@ -304,9 +304,9 @@ def _log_weights(question: Question, some: List[Extent] = (), *, tokens: bool = 
             keys, means = question.archive.keys(tile, number)
             sizes = [len(extent.positions) for extent in tile]
             which = mx.array(np.repeat(np.arange(len(tile)), sizes), mx.int32)
-            conditioning = conditioning_of(layer, means, which)
+            normalization = normalization_of(layer, means, which)
             encoded = layout.split_keys(mx.array(keys)[None])
-            found = recall_score(asking, encoded, layout, conditioning, [1] * sum(sizes) if tokens else sizes)
+            found = recall_score(asking, encoded, layout, normalization, [1] * sum(sizes) if tokens else sizes)
             maxima.append(np.array(found.each))
             totals.append(np.array(found.total) + times)
         with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
@@ -324,18 +324,18 @@ def _tiles(extents: List[Extent]) -> list[list[Extent]]:
     return list(groups.values())
 
 
-def choose(ranked: List[Scored], beside: List[List[int]], prefix: int, most: int) -> list[Extent]:
+def choose(ranked: List[Scored], beside: List[List[int]], sinks: int, most: int) -> list[Extent]:
     """The best blocks and their neighbours, of up to `most` tokens: best first, each with what lies beside it.
 
     A block's edge may cut the evidence in two, and the other half may score little.
 
     Args:
-        ranked: pieces of blocks of BLOCK positions behind the prefix, best first.
+        ranked: pieces of blocks of BLOCK positions behind the sinks, best first.
         beside: of these, or as many as there is room for: on which sides neighbours come too, -1 before and 1 behind.
-        prefix: tokens of it.
+        sinks: tokens of it.
         most: tokens to choose.
     """
-    numbers = [(int(piece.extent.positions[0]) - prefix) // BLOCK for piece in ranked]
+    numbers = [(int(piece.extent.positions[0]) - sinks) // BLOCK for piece in ranked]
     places: dict[int, list[int]] = {}
     for place, number in enumerate(numbers):
         places.setdefault(number, []).append(place)

@@ -154,11 +154,11 @@ class Sequence:
         started = time.perf_counter()
         first, policy = layers[0], self.plan.config.policy
         positions = first.body_positions
-        if not len(positions):  # prefix and tail alone are above the budget
+        if not len(positions):  # sinks and tail alone are above the budget
             return
         body = Body([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
         scores = self.ranks.mean(policy.score(body))
-        eligible = PositionRange(first.spec.prefix, self._end(layers, positions))
+        eligible = PositionRange(first.spec.sinks, self._end(layers, positions))
         free = np.arange(len(positions))
         if self.held is not None:  # blocks leave whole, so they are held whole
             blocks, g = positions // policy.granularity, policy.granularity
@@ -241,7 +241,7 @@ class Sequence:
         if self.archive is None or not extents:
             return Look([], [])
         asked = {number: listener.asked(layers[number], count) for number, listener in self._listeners.items()}
-        return look(Question(asked, layers[0].spec.prefix, self.archive, extents, most), self.ranks)
+        return look(Question(asked, layers[0].spec.sinks, self.archive, extents, most), self.ranks)
 
     def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
         """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
@@ -385,7 +385,7 @@ class Sequence:
         self.archived = self.archived[: bisect_left(self.archived, since, key=lambda extent: extent.positions[0])]
         self.recalled = self.recalled[self.recalled < since]
         self._departed = [positions[positions < since] for positions in self._departed]
-        evicted = layer.gaps.before(length, layer.spec.prefix).evicted
+        evicted = layer.gaps.before(length, layer.spec.sinks).evicted
         self.stats = replace(self.stats, tokens=evicted + len(self.recalled))
         return True
 

@@ -51,7 +51,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     return {
         "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in alike],
         "others": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
-        "prefix": spec.prefix,
+        "sinks": spec.sinks,
         "window": spec.window,
         "dtype": str(plan.layers[0].slot.dtype),
         "ranks": plan.ranks.size,

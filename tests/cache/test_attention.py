@@ -68,12 +68,12 @@ def test_array_masks_while_a_block_leaves(make):
     check_attention(view, queries[:, :, 4:], out[:, :, 4:], SCALE, mask=mask[..., 4:, :])
 
 
-@pytest.mark.parametrize(("key", "prefix", "window"), [("tq4", 4, 24), ("tq4~tq3", 0, 0), ("tq4", 70, 1)])
+@pytest.mark.parametrize(("key", "sinks", "window"), [("tq4", 4, 24), ("tq4~tq3", 0, 0), ("tq4", 70, 1)])
 @pytest.mark.parametrize("length", [2, 5, 8])
-def test_a_few_tokens_see_what_each_would_have_seen_alone(key, prefix, window, length):
+def test_a_few_tokens_see_what_each_would_have_seen_alone(key, sinks, window, length):
     """Also where a block leaves, or goes cold, in the middle of the step."""
     keys, values = random_pair(150, dtype=mx.float32)
-    spec = make_spec(key, "tq2", prefix=prefix, window=window, recent=32)
+    spec = make_spec(key, "tq2", sinks=sinks, window=window, recent=32)
     alone = filled(spec, keys[:, :, :30], values[:, :, :30])
     together = alone.fork()
     queries = random(150, heads=4, dtype=mx.float32, seed=5)

@@ -25,7 +25,7 @@ def measure(layers, queries, lengths):
     """At each length the bytes that are alive and declared, and the most that the last chunk had beside them."""
     gc.collect()
     mx.clear_cache()
-    before, caches = mx.get_active_memory(), [make_cache(prefix=128, window=128, condition=True) for _ in range(layers)]
+    before, caches = mx.get_active_memory(), [make_cache(sinks=128, window=128, normalize=True) for _ in range(layers)]
     for length in lengths:
         while (left := length - STEPS - caches[0].offset) > 0:
             mx.clear_cache()

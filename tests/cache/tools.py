@@ -18,10 +18,10 @@ PAIRS = tuple((i, i + 24) for i in range(24))  # dims that turn together; the ot
 MODEL = nn.Linear(1, 1)  # whose caches those of files are, where no test needs a real one
 
 
-def make_spec(key="q8", value="tq4", prefix=PREFIX, window=WINDOW, *, shared=False, condition=False, **changes):
+def make_spec(key="q8", value="tq4", sinks=PREFIX, window=WINDOW, *, shared=False, normalize=False, **changes):
     """A layer's storage; most tests are of where tokens are, which plain keys show at shorter lengths."""
-    config = KVConfig(key=key, value=value, prefix=prefix, window=window, condition=condition, **changes)
-    return CacheSpec.for_layer(config, 0, key, value, shared=shared, pairs=PAIRS if condition else None)
+    config = KVConfig(key=key, value=value, sinks=sinks, window=window, normalize=normalize, **changes)
+    return CacheSpec.for_layer(config, 0, key, value, shared=shared, pairs=PAIRS if normalize else None)
 
 
 def of_spec(spec):
@@ -117,7 +117,7 @@ def decoded(view):
         full = np.array(full.astype(mx.float32), np.float64)
         if regions.body:
             body = np.array(codec.decode(part(regions.packed())), np.float64)
-            full = np.concatenate([full[:, :, : regions.prefix], body, full[:, :, regions.prefix :]], axis=2)
+            full = np.concatenate([full[:, :, : regions.sink_tokens], body, full[:, :, regions.sink_tokens :]], axis=2)
         pair.append(full)
     return pair
 

@@ -80,7 +80,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
 
 
 def test_a_shadow_is_reported_at_the_end(talk):
-    words = ("--kv-prefix", "16", "--kv-window", "16", "--kv-condition", "off", "--max-tokens", "8")
+    words = ("--kv-sinks", "16", "--kv-window", "16", "--kv-normalize", "off", "--max-tokens", "8")
     _, err = talk("The access code is 417295. " * 8, "/save chat.safetensors", words=(*words, "--kv-shadow", "2"))
     assert "what the compressed cache would have changed" in err.lower()
     assert "predictions of" in err

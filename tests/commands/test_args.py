@@ -30,12 +30,12 @@ ASK = ("generate", "-p", "hi", "-m", 2, "--json")
 VALUES = {
     "key": ("tq3", "q8"),
     "value": ("q8", "tq2"),
-    "prefix": ("64", "32"),
+    "sinks": ("64", "32"),
     "window": ("96", "33"),
     "boundary": ("1", "2"),
     "outlier": ("0", "5"),
     "recent": ("64", "96"),
-    "condition": ("off", "on"),
+    "normalize": ("off", "on"),
     "mean_bits": ("4.2", "3"),
 }
 
@@ -126,7 +126,7 @@ def test_bits_and_formats_exclude_each_other_where_both_are_flags():
         ("MLX_TQ_KV_OUTLIER", "x", "MLX_TQ_KV_OUTLIER is 'x'"),
         ("MLX_TQ_KV_KEY", "tq9", "format 'tq9' is unknown; valid are fp16, fp8, q8, "),
         ("MLX_TQ_KV_PROFILE", "huge", "profile 'huge' is unknown; valid are off, safe"),
-        ("MLX_TQ_KV_PREFIX", "-1", "prefix is -1; it must be 0 or more."),
+        ("MLX_TQ_KV_SINKS", "-1", "sinks is -1; it must be 0 or more."),
     ],
 )
 def test_bad_values(name, value, says):
@@ -143,7 +143,7 @@ def test_the_environment_of_the_process_is_read(cli, monkeypatch):
     monkeypatch.setenv("MLX_TQ_KV_PREFX", "64")
     result = cli(*ASK)
     assert (result.code, result.out) == (2, "")
-    assert "MLX_TQ_KV_PREFX, which is no setting. Did you mean MLX_TQ_KV_PREFIX?" in result.err
+    assert "MLX_TQ_KV_PREFX, which is no setting. Did you mean MLX_TQ_KV_SINKS?" in result.err
 
 
 def test_environment_is_no_quarrel_with_a_file(cli, monkeypatch, tmp_path):

@@ -83,7 +83,7 @@ def test_nan_weights(cli, tmp_path, part, flags):
     refused(cli("generate", *HI, "--model", folder, *flags), "NaN", "Check its weights", code=1)
     if part == "k_proj" and not flags:  # found before a cache is saved
         file = tmp_path / "cache.safetensors"
-        words = ("--model", folder, "--prompt-cache-file", file, "--kv-prefix", 0, "--kv-window", 0)
+        words = ("--model", folder, "--prompt-cache-file", file, "--kv-sinks", 0, "--kv-window", 0)
         result = cli("cache_prompt", "-p", "one two " * 90, *words)
         assert (result.code, result.out, "NaN or infinite" in result.err) == (1, "", True)
         assert not file.exists()

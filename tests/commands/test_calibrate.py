@@ -19,7 +19,7 @@ from mlx_tq.sequence.compressed import plan_caches
 from .tools import facts, refused, zoo_model
 
 TRI = ("--kv-evict", "triattention")
-REGIONS = ("--kv-prefix", 16, "--kv-window", 32)
+REGIONS = ("--kv-sinks", 16, "--kv-window", 32)
 TEXT, QUESTION = facts(60)
 
 
@@ -47,7 +47,7 @@ def test_a_type_to_compute_in(cli, tmp_path):
         == 0
     )
     words = ("evaluate", "divergence", "--model", folder, "--profiles", "balanced", "--chunks", 1, "--length", 200)
-    words = (*words, "--step", 64, "--kv-prefix", 4, "--kv-window", 24, *TRI, "--kv-budget", 40, "--json", "-")
+    words = (*words, "--step", 64, "--kv-sinks", 4, "--kv-window", 24, *TRI, "--kv-budget", 40, "--json", "-")
     narrow = cli(*words, "--kv-stats", path, "--dtype", "bfloat16").json
     assert narrow["settings"]["dtype"] == "bfloat16"
     refused(cli(*words, "--kv-stats", path), "was made with another model", code=1)

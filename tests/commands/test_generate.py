@@ -20,7 +20,7 @@ QUIET = ("--verbose", "F")
 EVICTING = (
     "--kv-evict",
     "triattention:warmup=256:trigger=64",
-    "--kv-prefix",
+    "--kv-sinks",
     16,
     "--kv-window",
     32,
@@ -129,7 +129,7 @@ def test_numbers_are_those_of_the_arrays(quick, exact):
     assert min(stats[name] for name in ("ttft", "prompt_tps", "generation_tps", "peak_memory", "prompt_tokens")) > 0
 
     model, tokenizer = exact
-    cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", prefix=16, window=32))
+    cache = mlx_tq.make_prompt_cache(model, KVConfig(key="tq4", value="tq4", sinks=16, window=32))
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": TEXT + QUESTION}], add_generation_prompt=True)
     with mlx_tq.compressed(model):
         last = list(mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache))[-1]
@@ -218,7 +218,7 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     text, question = facts(40)
     words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12)
     words = (*words, "--kv-evict", "recency", "--kv-budget", 240)
-    words = (*words, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
+    words = (*words, "--kv-sinks", 16, "--kv-window", 32, "--prefill-step-size", 128)
     lost = quick(*words, "--json", "--kv-recall", "off").json
     found = quick(*words, "--json", "--kv-recall", 96).json
     assert ("417295" in lost["text"], "417295" in found["text"]) == (False, True)
@@ -238,7 +238,7 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     both = quick(*words, "--json", "--kv-recall", 96, "--kv-key", "q8~tq4", "--kv-recent", 32).json  # of two formats
     assert ("417295" in both["text"], both["recalled"]["archived"] > 96) == (True, True)
     tokens = lost["stats"]["prompt_tokens"]
-    just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-prefix") :]]
+    just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-sinks") :]]
     due = quick(*just, "--json", "--kv-recall", 96).json  # by the question alone
     assert due["recalled"]["archived"]
     assert found["recalled"]["by"] == {"queries": found["recalled"]["positions"], "meaning": []}
@@ -272,7 +272,7 @@ def test_the_rescue_service_is_asked_when_a_prompt_is_read(quick, service):
     """As rows where they are archived, else quoted before the question; then the service forgets it all."""
     text, question = facts(40)
     words = ("generate", "-p", f"{text}\n\n{question}", "-m", 12, "--kv-evict", "recency")
-    words = (*words, "--kv-budget", 300, "--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 128)
+    words = (*words, "--kv-budget", 300, "--kv-sinks", 16, "--kv-window", 32, "--prefill-step-size", 128)
     words = (*words, "--rescue", service.url, "--rescue-timeout", 60)
     rows = quick(*words, "--kv-recall", 32, "--json").json
     assert "417295" in rows["text"]
@@ -297,7 +297,7 @@ def test_eviction_where_positions_end(quick, tmp_path):
     """Evicted tokens keep theirs: a warning from 90 % on, and a prompt that would not fit is an error."""
     model = zoo_model(tmp_path / "short", "llama", max_position_embeddings=200)
     words = ("generate", "--model", model, "--ignore-chat-template", "--kv-evict", "triattention:warmup=32")
-    words = (*words, "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60, "--prefill-step-size", 32, "-p")
+    words = (*words, "--kv-sinks", 4, "--kv-window", 24, "--kv-budget", 60, "--prefill-step-size", 32, "-p")
     few, many = "The city of " * 20, "The city of " * 100
     count = quick(*words, few, "-m", 1, "--json").json["stats"]["prompt_tokens"]
     for tokens, warned in ((180 - count, False), (181 - count, True)):
@@ -315,7 +315,7 @@ def test_a_draft_model_evicts_too(cli, tmp_path):
     path = tmp_path / "stats.safetensors"
     assert cli("calibrate", "--text-share", 1, "--tokens", 64, "-o", path).code == 0
     words = ("generate", "--ignore-chat-template", "-p", facts(12)[0], "-m", 8, "--json", "--kv-stats", path)
-    words = (*words, "--kv-evict", "triattention:warmup=64", "--kv-prefix", 4, "--kv-window", 24, "--kv-budget", 60)
+    words = (*words, "--kv-evict", "triattention:warmup=64", "--kv-sinks", 4, "--kv-window", 24, "--kv-budget", 60)
     draft = zoo_model(tmp_path / "draft", "qwen3")
     stats = cli(*words, "--prefill-step-size", 64, "--draft-model", draft, "--num-draft-tokens", 3).json["stats"]
     assert stats["cache"]["rounds"] > 0

@@ -105,7 +105,7 @@ def test_template_config_reaches_the_template(cli, mlx_lm, tmp_path):
 def test_prefill_step_size_is_used(cli, model):
     """A prompt that is read in steps sees its earlier steps packed; at 2 bits that shows."""
     words = (*PLAIN, "--model", model, *FREE[:2], TEXT, "-m", 24, *HOT)
-    coarse = ("--kv-key", "tq2", "--kv-value", "tq2", "--kv-prefix", 0, "--kv-window", 0, "--kv-condition", "off")
+    coarse = ("--kv-key", "tq2", "--kv-value", "tq2", "--kv-sinks", 0, "--kv-window", 0, "--kv-normalize", "off")
     assert cli(*words, *coarse, "--prefill-step-size", 16).out != cli(*words, *coarse).out
 
 

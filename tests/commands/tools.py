@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = embedded_path()
 
 # A small window, so that a text of a page is mostly packed.
-PACKED = ("--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
+PACKED = ("--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
 FLOAT32 = ("--dtype", "float32")  # a CPU takes a third as long as for the embedded model's own bfloat16
 
 

@@ -29,7 +29,7 @@ TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(sum(CHUNKS))]
 
 
 def sized(key, value):
-    return KVConfig(key=key, value=value, prefix=4, window=24)
+    return KVConfig(key=key, value=value, sinks=4, window=24)
 
 
 def run(model, caches):

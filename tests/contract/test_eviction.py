@@ -25,7 +25,7 @@ EVICT = EvictConfig("triattention:warmup=64:trigger=8:granularity=1", budget=80)
 
 
 def config(key="fp16", value="fp16", evict=EVICT, **changes):
-    return KVConfig(**{"key": key, "value": value, "prefix": 4, "window": 24, "evict": evict, **changes})
+    return KVConfig(**{"key": key, "value": value, "sinks": 4, "window": 24, "evict": evict, **changes})
 
 
 def run(model, caches, chunks=CHUNKS, before=lambda start: None):
@@ -109,7 +109,7 @@ def test_evicted_is_masked_when_packed(name, key, value):
 
 
 def check_positions(caches, rounds):
-    """Live positions are the set difference, the same in every layer, and prefix and window never left."""
+    """Live positions are the set difference, the same in every layer, and sinks and window never left."""
     gone = [p for _, positions in rounds for p in positions]
     assert len(set(gone)) == len(gone)
     for at, positions in rounds:

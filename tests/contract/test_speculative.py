@@ -20,7 +20,7 @@ from mlx_tq.sequence.compressed import compressed, make_prompt_cache
 from mlx_tq.sequence.passes import sequence_in
 
 TOKENS = 32
-CONFIGS = [KVConfig(key=k, value="tq4", prefix=16, window=32) for k in ("q8", "tq4")]
+CONFIGS = [KVConfig(key=k, value="tq4", sinks=16, window=32) for k in ("q8", "tq4")]
 
 
 def generate(model, tokenizer, prompt, **options):

@@ -31,7 +31,7 @@ from mlx_tq.sequence.compressed import compressed
 from mlx_tq.sequence.passes import sequence_in
 
 READ, SKIPPED, COUNTED = 168, 2, 40  # tokens; those counted fill a block
-PACKED = KVConfig(key="q8", value="tq4", prefix=8, window=8)
+PACKED = KVConfig(key="q8", value="tq4", sinks=8, window=8)
 METHODS = ("item", "tolist", "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__dlpack__")
 METHODS += ("__repr__", "__format__")
 NUMPY = ("array", "asarray", "asanyarray", "ascontiguousarray", "frombuffer", "from_dlpack", "copy", "stack")
@@ -69,7 +69,7 @@ def waits():
 
 def evicting(budget, policy="triattention"):
     evict = EvictConfig(parse_policy(policy, trigger=16, warmup=64, granularity=1), budget, "off")
-    return KVConfig(key="q8", value="tq4", prefix=8, window=8, evict=evict)
+    return KVConfig(key="q8", value="tq4", sinks=8, window=8, evict=evict)
 
 
 def generated(exact, config):

@@ -20,7 +20,7 @@ from mlx_tq.sequence.recall import LONGEST_QUESTION, Listener, looking, position
 
 MOST, EVERY = 96, 8
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=MOST, recall_every=EVERY)
-CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32, evict=EVICT)
 
 
 def test_the_latest_queries_decide_what_is_back(exact):

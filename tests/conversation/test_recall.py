@@ -13,7 +13,7 @@ from mlx_tq.sequence.passes import sequence_in, sequence_layers
 from mlx_tq.sequence.recall import LONGEST_QUESTION
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 500, recall=96)
-CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32, evict=EVICT)
 
 
 def test_the_end_of_a_long_message_asks(exact):

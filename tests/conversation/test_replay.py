@@ -15,7 +15,7 @@ from mlx_tq.models import load
 
 # Packed tokens in the model's own type, so that only the order of float32 sums differs.
 EVICT = EvictConfig("triattention:warmup=64:trigger=16:granularity=16", 112, "off")
-EXACT = KVConfig(key="fp16", value="fp16", prefix=16, window=32, evict=EVICT)
+EXACT = KVConfig(key="fp16", value="fp16", sinks=16, window=32, evict=EVICT)
 TURNS = 20
 SAID = 6  # tokens of an answer
 AROUND = 20  # tokens of a turn beside its text

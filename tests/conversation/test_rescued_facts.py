@@ -15,8 +15,8 @@ PREFIX, KEPT, WINDOW = 16, 176, 32
 TOKENS = 640
 # The newest stay, so wherever a fact stands that is older than these it leaves.
 EVICT = EvictConfig("recency:granularity=16:trigger=16", KEPT, "off")
-EVICTS = KVConfig(prefix=PREFIX, window=WINDOW, evict=EVICT)
-KEEPS = KVConfig(prefix=PREFIX, window=WINDOW)
+EVICTS = KVConfig(sinks=PREFIX, window=WINDOW, evict=EVICT)
+KEEPS = KVConfig(sinks=PREFIX, window=WINDOW)
 DEPTHS = {"start": 0.0, "middle": 0.5, "end": 1.0}
 QUICK = {("start", 0)}
 CASES = [
@@ -43,7 +43,7 @@ def found(session, answer):
 @pytest.mark.parametrize(("where", "seed"), CASES)
 def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
     model, tokenizer = exact
-    room = {"prefix": PREFIX, "window": KEPT + 64}
+    room = {"sinks": PREFIX, "window": KEPT + 64}
     case = build_case(tokenizer, load_text(), tokens=TOKENS, depth=DEPTHS[where], seed=seed, chat=False, **room)
     text = tokenizer.decode(case.ids[: case.question])
     fact = case.ids[case.needle[0] : case.needle[1]]

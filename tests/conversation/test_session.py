@@ -19,7 +19,7 @@ from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import LONGEST_QUESTION
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
-SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
+SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
 EVICTS = replace(SMALL, evict=EvictConfig("recency:granularity=16:trigger=16", 128, "off"))
 FACT = "The access code is 417295."
 QUESTION = "What is the access code?"

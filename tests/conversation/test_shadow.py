@@ -14,7 +14,7 @@ from mlx_tq.conversation.shadow import Shadow
 from mlx_tq.errors import ConfigError
 from mlx_tq.sequence.compressed import plan_caches
 
-CONFIG = KVConfig(key="tq3", value="tq3", prefix=8, window=8, condition=False)
+CONFIG = KVConfig(key="tq3", value="tq3", sinks=8, window=8, normalize=False)
 EVICT = EvictConfig("recency:trigger=8:granularity=1", 96, "off")
 OFF = KVConfig("fp16", "fp16")
 SAID = ("The access code is 417295. " * 8, "What is the access code?")

@@ -6,7 +6,7 @@ from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.prefixes.folder import Folder
 
-SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
+SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
 
 
 def talk(exact, store=None):
@@ -32,7 +32,7 @@ def test_the_first_prompt_of_a_second_session_is_there(exact, tmp_path):
 def test_an_answer_looks_into_the_archive_of_a_prompt_that_was_stored(exact, tmp_path):
     """The restored caches are others than those that the session began with."""
     evict = EvictConfig("recency:granularity=32:trigger=32", 128, recall=64)
-    config = KVConfig(key="q8", value="q8", prefix=16, window=32, evict=evict)
+    config = KVConfig(key="q8", value="q8", sinks=16, window=32, evict=evict)
     word = exact[1].encode("the")[-1]
     found = []
     for _ in range(2):

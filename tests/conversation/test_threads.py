@@ -12,7 +12,7 @@ from mlx_tq import KVConfig, Session
 from mlx_tq.config import PROFILES
 from mlx_tq.sequence.passes import cache_parts
 
-SMALL = KVConfig(key="q8", value="q8", prefix=16, window=32)
+SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
 QUESTIONS = ("The access code is 417295.", "What is the access code?", "Say it once more.")
 
 

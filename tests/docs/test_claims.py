@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.tables.markdown import report
 from benchmarks.tables.pages import PLACE
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import PROFILES
 
@@ -19,7 +19,7 @@ GUIDE = {page.name: page for page in GUIDES}
 
 def top1_where_packed():
     return [
-        report(f"quality_conditioned_{model}.json")["results"]["tq4/tq4"]["top1"]
+        report(f"quality_normalized_{model}.json")["results"]["tq4/tq4"]["top1"]
         for model in ("smollm2", "gemma3-270m")
     ]
 

@@ -27,7 +27,7 @@ SHORTER = {
     "mlx_tq.generate": "--dtype float32",
     "mlx_tq.cache_prompt": "--dtype float32",
     "mlx_tq.calibrate": "--tokens 512 --dtype float32",
-    "mlx_tq.evaluate": "--length 320 --step 64 --kv-prefix 32 --kv-window 64",
+    "mlx_tq.evaluate": "--length 320 --step 64 --kv-sinks 32 --kv-window 64",
 }
 TEXT = "LICENSE"
 LAUNCH = "mlx.launch"  # two processes: in `make test-full` alone

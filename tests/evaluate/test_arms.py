@@ -23,18 +23,18 @@ def test_a_profile_a_pair_and_a_pair_with_scale_rules():
     long = PROFILES["long"]
     assert parse_arm("long", evict=None).config == replace(long, evict=replace(long.evict, recall="off"))
     assert parse_arm("k8v4").config == KVConfig(key="fp8", value="tq4")
-    pair = parse_arm("q8/tq3", prefix=7).config
-    assert (pair.key, pair.value, pair.prefix) == ("q8", "tq3", 7)
+    pair = parse_arm("q8/tq3", sinks=7).config
+    assert (pair.key, pair.value, pair.sinks) == ("q8", "tq3", 7)
     ruled = parse_arm("tq3:matched/tq4:raw").config
     assert (ruled.key, ruled.key_scale, ruled.value, ruled.value_scale) == ("tq3", "matched", "tq4", "raw")
 
 
 def test_some_arms_evict_and_the_others_keep_all():
-    words = ("--profiles", "off,off@90%,small@300", "--kv-evict", "triattention:trigger=32", "--kv-prefix", "32")
+    words = ("--profiles", "off,off@90%,small@300", "--kv-evict", "triattention:trigger=32", "--kv-sinks", "32")
     off, alone, both = (arm.config for arm in arms(*words))
     assert off.is_off
     assert (alone.key, alone.value, alone.evict.budget, alone.evict.policy.trigger) == ("fp16", "fp16", "90%", 32)
-    assert (both.key, both.evict.budget, both.prefix) == ("tq4", "300", 32)
+    assert (both.key, both.evict.budget, both.sinks) == ("tq4", "300", 32)
     assert parse_arm("q8/tq3@75%").config.evict == EvictConfig(budget="75%", recall="off")
 
 

@@ -5,7 +5,7 @@ from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.asking import ask, read_text, whereabouts
 from mlx_tq.policies import EvictConfig
 
-CONFIG = KVConfig(prefix=0, window=32, evict=EvictConfig("recency:trigger=16:granularity=1", budget="50%"))
+CONFIG = KVConfig(sinks=0, window=32, evict=EvictConfig("recency:trigger=16:granularity=1", budget="50%"))
 
 
 def test_what_the_question_saw_is_counted_after_its_own_round(tiny, embedded):

@@ -15,7 +15,7 @@ READ = [
     "256",
     "--step",
     "144",
-    "--kv-prefix",
+    "--kv-sinks",
     "16",
     "--kv-window",
     "16",
@@ -30,7 +30,7 @@ def test_json_on_stdout_and_nothing_else(capsys):
     assert set(found) == {"command", "settings", "versions", "blas", "results"}
     assert found["command"] == "divergence"
     assert {"model", "dtype", "text", "chunks", "length", "step", "arms"} == set(found["settings"])
-    assert found["settings"]["arms"]["tq2/tq2"]["prefix"] == 16
+    assert found["settings"]["arms"]["tq2/tq2"]["sinks"] == 16
     assert set(found["versions"]) == {"mlx_tq", "mlx", "mlx_lm"}
     assert found["blas"] == environment()["blas"]
     assert set(found["results"]) == {"off", "tq2/tq2"}

@@ -8,7 +8,7 @@ from mlx_tq.evaluate.drift import measure_drift
 def test_the_first_layer_does_not_depend_on_the_step_and_later_ones_drift(exact):
     model, tokenizer = exact
     ids = tokenizer.encode(load_text()[:4000], add_special_tokens=False)[:384]
-    rows = measure_drift(model, ids, parse_arm("tq3/tq3", prefix=16, window=32), [32, 192, 384])
+    rows = measure_drift(model, ids, parse_arm("tq3/tq3", sinks=16, window=32), [32, 192, 384])
     assert [row.step for row in rows] == [32, 192, 384]
     assert [row.first_layer for row in rows] == [0, 0, 0]
     small, large, whole = rows

@@ -7,7 +7,7 @@ from mlx_tq.evaluate.formats import measure_formats, pairs
 from mlx_tq.evaluate.passes import cut_chunks
 
 NAMES = "fp16,q8,tq4,tq3,tq2"
-REGIONS = {"prefix": 16, "window": 32}
+REGIONS = {"sinks": 16, "window": 32}
 # Bytes of a vector of 32 at each format's bits, with its scale; the tiny model is fp32.
 BODY = 208  # tokens packed of the 256 before the last 64
 SIZES = {"fp16": 128, "q8": 34, "tq4": 18, "tq3": 14, "tq2": 10}
@@ -31,8 +31,8 @@ def test_every_pair_is_named():
 def test_bytes_come_from_arrays_and_equal_the_formats(rows, name):
     payload = sum(SIZES[part] for part in name.split("/"))
     row = rows[name]
-    conditioned = 0 if name.startswith("fp16") else 32 * (4 + 2 * 2) / BODY  # a weight a dim and two fp16 means
-    each = -(-payload // 4) * 4 + conditioned  # padded to 4 bytes
+    normalized = 0 if name.startswith("fp16") else 32 * (4 + 2 * 2) / BODY  # a weight a dim and two fp16 means
+    each = -(-payload // 4) * 4 + normalized  # padded to 4 bytes
     assert row.nbytes == pytest.approx(2 * 2 * each)  # layers, heads
     assert row.ratio == pytest.approx(2 * 2 * 256 / row.nbytes)
 

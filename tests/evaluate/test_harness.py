@@ -56,7 +56,7 @@ def run(folder, *flags):
 
 def test_tasks_run_on_compressed_caches(stand_in):
     plain = run(stand_in, "--kv-profile", "off")
-    coarse = run(stand_in, "--kv-key", "tq2", "--kv-value", "tq2", "--kv-prefix", "16", "--kv-window", "16")
+    coarse = run(stand_in, "--kv-key", "tq2", "--kv-value", "tq2", "--kv-sinks", "16", "--kv-window", "16")
     assert plain["shots"] == coarse["shots"] == 3
     assert plain["scores"][0][0] > plain["scores"][1][0]
     assert plain["scores"] != coarse["scores"]

@@ -9,7 +9,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.layers import Side, measure_layers
 
-REGIONS = {"prefix": 8, "window": 16, "recent": 32}
+REGIONS = {"sinks": 8, "window": 16, "recent": 32}
 LENGTH, STEP = 320, 160  # the first step meets nothing packed
 
 
@@ -26,7 +26,7 @@ def compare(model, name, reference, ids, step=STEP):
 def test_a_cache_against_itself(tiny, ids):
     before = list(map(type, tiny.layers))
     with pytest.raises(ConfigError, match="never read a packed one"):
-        measure_layers(*[Side(tiny, parse_arm("tq4/tq4", prefix=400))] * 2, ids, STEP)
+        measure_layers(*[Side(tiny, parse_arm("tq4/tq4", sinks=400))] * 2, ids, STEP)
     rows, predictions = compare(tiny, "tq4/tq3", "tq4/tq3", ids)
     assert list(map(type, tiny.layers)) == before, "they are the model's own again"
     assert [row.layer for row in rows] == [0, 1]
@@ -60,7 +60,7 @@ def test_a_hybrid_whose_layers_are_a_copy():
 
 
 def test_the_command_compares_with_float32_and_writes_rows(tmp_path, capsys):
-    words = ["--profiles", "tq4/tq4", "--length", "200", "--step", "150", "--kv-prefix", "8", "--kv-window", "8"]
+    words = ["--profiles", "tq4/tq4", "--length", "200", "--step", "150", "--kv-sinks", "8", "--kv-window", "8"]
     target = tmp_path / "layers.json"
     assert main(["evaluate", "layers", *words, "--against", "float32", "--json", str(target)]) == 0
     found = json.loads(target.read_text())

@@ -7,7 +7,7 @@ from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.flags import build_parser
 from mlx_tq.evaluate.needle import Cell, measure_needles
 
-REGIONS = {"prefix": 32, "window": 64}
+REGIONS = {"sinks": 32, "window": 64}
 
 
 def found(cells):

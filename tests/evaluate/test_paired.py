@@ -51,7 +51,7 @@ def test_what_samples_share_is_read_once_and_changes_no_answer(exact):
     ]
     shared = with_shared(asked)
     assert all(len(ids) <= sample.shared < len(sample.ids) - 1 for sample in shared)
-    arms = [OFF, parse_arm("tq2/tq2", prefix=16, window=32)]
+    arms = [OFF, parse_arm("tq2/tq2", sinks=16, window=32)]
     told = {}
     options = {"max_tokens": 6, "step": 128, "report": lambda key, answered: told.update({key: answered})}
     once, alone = (measure_paired(model, tokenizer, samples, arms, **options) for samples in (shared, asked))
@@ -63,7 +63,7 @@ def test_what_samples_share_is_read_once_and_changes_no_answer(exact):
     again = measure_paired(model, tokenizer, shared, [OFF], max_tokens=6, known=known)
     assert [again[0].text, again[1].text] == ["kept", once[1].text]
     with pytest.raises(ConfigError, match="packed none of the prompts' tokens"):
-        measure_paired(model, tokenizer, asked, [parse_arm("tq2/tq2", prefix=999)], max_tokens=1)
+        measure_paired(model, tokenizer, asked, [parse_arm("tq2/tq2", sinks=999)], max_tokens=1)
     with pytest.raises(ConfigError, match="positions"):
         measure_paired(model, tokenizer, asked, [OFF], max_tokens=10**6)
 

@@ -86,7 +86,7 @@ def test_a_line_of_another_format_is_named(tmp_path, line):
 def test_the_command_compares_and_resumes(problems, tmp_path, capsys):
     target = tmp_path / "out.json"
     words = ["evaluate", "reasoning", "--data", str(problems), "--dtype", "float32", "--shots", "5", "--samples", "2"]
-    words += ["--max-tokens", "8", "--profiles", "off,tq2/tq2", "--kv-prefix", "16", "--kv-window", "16"]
+    words += ["--max-tokens", "8", "--profiles", "off,tq2/tq2", "--kv-sinks", "16", "--kv-window", "16"]
     words += ["--json", str(target)]
     assert main(words) == 0
     found = json.loads(target.read_text())

@@ -12,7 +12,7 @@ from mlx_tq.models import embedded_path
 
 TEXT = load_text()
 TOKENIZER = load_tokenizer(embedded_path())
-SIZES = {"tokens": 1000, "prefix": 32, "window": 64}
+SIZES = {"tokens": 1000, "sinks": 32, "window": 64}
 
 
 @settings(max_examples=30, deadline=None)
@@ -22,7 +22,7 @@ def test_every_needle_lies_where_the_scene_says_and_within_the_packed_range(kind
     scene = planted.scene
     for fact, (start, stop) in zip(planted.facts, scene.needles, strict=True):
         assert TOKENIZER.decode(scene.ids[start:stop]) == " " + fact.sentence
-        assert SIZES["prefix"] <= start < stop <= len(scene.ids) - SIZES["window"]
+        assert SIZES["sinks"] <= start < stop <= len(scene.ids) - SIZES["window"]
     assert scene.needles == sorted(scene.needles)
     assert len({fact.answer for fact in planted.facts}) == len(planted.facts)
     assert len(scene.ids) + max(map(len, scene.questions)) == SIZES["tokens"]
@@ -60,6 +60,6 @@ def test_scenes_that_cannot_be_built(depths, words):
     facts = [Fact("The cat is red. " * 20, "?", "red"), Fact("The cat is blue.", "?", "blue")]
     tokens = 200 if depths == [0, 1] else 1000
     with pytest.raises(ConfigError, match=words):
-        build_scene(TOKENIZER, TEXT, facts, depths, random.Random(0), tokens=tokens, prefix=32, window=64)
+        build_scene(TOKENIZER, TEXT, facts, depths, random.Random(0), tokens=tokens, sinks=32, window=64)
     with pytest.raises(ConfigError, match="valid are single, multi, paraphrased, decoys"):
         plant("double", TOKENIZER, TEXT, 0.5, 0, **SIZES)

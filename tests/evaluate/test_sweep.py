@@ -16,7 +16,7 @@ from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles
 from mlx_tq.evaluate.sweep_table import sweep_lines
 from mlx_tq.policies import EvictConfig, Random, TriAttention
 
-BASE = KVConfig(prefix=0, window=32)
+BASE = KVConfig(sinks=0, window=32)
 
 
 def test_variants_are_policies_with_options_that_win():
@@ -31,7 +31,7 @@ def test_variants_are_policies_with_options_that_win():
 
 def test_the_grid_gives_v1_and_v2_no_prefix_and_names_each_setting_once():
     found = grid(["knorm:mode=v1", "triattention:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
-    assert {setting.prefix for setting in found if setting.variant == "knorm:mode=v1"} == {0}
+    assert {setting.sinks for setting in found if setting.variant == "knorm:mode=v1"} == {0}
     assert len(found) == len({setting.name for setting in found}) == 4 + 8
 
 
@@ -57,7 +57,7 @@ class Records(dict):
 
 
 def ask(model, tokenizer, settings, records, **changes):
-    options = {"prefix": max(setting.prefix for setting in settings), "kinds": ["single"]}
+    options = {"sinks": max(setting.sinks for setting in settings), "kinds": ["single"]}
     options |= {"lengths": [512], "depths": [0.5], "seeds": [0]}
     options |= {"warmup": 64, "step": 64, "max_tokens": 8, "known": records.get, "report": records}
     sweep_needles(model, tokenizer, load_text(), settings, BASE, **{**options, **changes})
@@ -73,7 +73,7 @@ def test_what_leaves_at_random_is_drawn_anew_for_each_text(tiny, embedded, monke
         return score(policy, body)
 
     monkeypatch.setattr(Random, "score", heard)
-    setting = Setting("random:seed=3", 50, trigger=16, prefix=0, once=once)
+    setting = Setting("random:seed=3", 50, trigger=16, sinks=0, once=once)
     ask(tiny, embedded[1], [setting], Records(), seeds=[4, 5])
     assert list(dict.fromkeys(drawn)) == [7, 8]
     drawn.clear()
@@ -84,7 +84,7 @@ def test_what_leaves_at_random_is_drawn_anew_for_each_text(tiny, embedded, monke
 
 def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_ones(tiny, embedded):
     """The model passes nothing, so its cells are void; how much of the needles survived is measured all the same."""
-    settings = [Setting("random", 50, trigger=16, prefix=0), Setting("recency", 50, trigger=16, prefix=0)]
+    settings = [Setting("random", 50, trigger=16, sinks=0), Setting("recency", 50, trigger=16, sinks=0)]
     records = Records()
     ask(tiny, embedded[1], settings, records, kinds=["multi"], seeds=range(3))
     assert {record["verdict"] for key, record in records.items() if not key.startswith("off")} == {"VOID"}
@@ -102,16 +102,16 @@ def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_on
 
 
 def test_known_cells_are_not_measured_again(tiny, embedded):
-    settings = [Setting("random", 50, trigger=16, prefix=0)]
+    settings = [Setting("random", 50, trigger=16, sinks=0)]
     records = Records()
     ask(tiny, embedded[1], settings, records)
     assert (len(records), records.fresh) == (2, 2)
     before = dict(records)
-    ask(tiny, embedded[1], [*settings, Setting("random", 75, trigger=16, prefix=0)], records)
+    ask(tiny, embedded[1], [*settings, Setting("random", 75, trigger=16, sinks=0)], records)
     assert (len(records), records.fresh) == (3, 3)
     assert {key: records[key] for key in before} == before
     with pytest.raises(ConfigError, match="evicts nothing of 512 tokens"):
-        ask(tiny, embedded[1], [Setting("random", 99, trigger=16, prefix=0)], Records())
+        ask(tiny, embedded[1], [Setting("random", 99, trigger=16, sinks=0)], Records())
     assert len(records) == questions(["single"], 1) + 2
     assert text_passes(settings * 10, {}.get, 3, 512) == 12  # of the progress bar
     assert text_passes(settings, lambda key: {}, 3, 512) == 0
@@ -128,7 +128,7 @@ def test_once_is_a_text_that_is_read_at_once(tiny, embedded, variant, monkeypatc
         rounds.clear()
         settings = grid([variant], [75, 50], [1], [16], [16], once=once)
         records = Records()
-        ask(tiny, embedded[1], settings, records, kinds=["multi"], step=512, prefix=16)
+        ask(tiny, embedded[1], settings, records, kinds=["multi"], step=512, sinks=16)
         found.append([{**r, "name": "", "once": None} for r in records.values() if r["name"] != "off"])
     assert found[0] == found[1]
     assert len(rounds) == 2  # of both settings, and not again for every question
@@ -142,7 +142,7 @@ def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_readin
     lives = []
     for variant in ("triattention", f"triattention:stats={path}"):
         records = Records()
-        ask(tiny, embedded[1], grid([variant], [50], [1], [16], [16], once=True), records, kinds=["multi"], prefix=16)
+        ask(tiny, embedded[1], grid([variant], [50], [1], [16], [16], once=True), records, kinds=["multi"], sinks=16)
         lives.append([record["live"] for record in records.values() if record["name"] != "off"])
     assert lives[0] != lives[1]
     with pytest.raises(ConfigError, match="ema and recalibrate change the scores while a text is read"):
@@ -151,7 +151,7 @@ def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_readin
 
 def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(exact):
     """The older part of each segment goes. The sinks stay in both arms, so that the needle alone differs."""
-    settings = [Setting("recency", 55, trigger=32, prefix=32)]
+    settings = [Setting("recency", 55, trigger=32, sinks=32)]
     records = Records()
     ask(*exact, settings, records, depths=[0, 1], max_tokens=24)
     cells = {(record["name"] == "off", record["depth"]): record for record in records.values()}
@@ -164,7 +164,7 @@ def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(e
 
 
 def needle_record(name, kind, live, verdict):
-    about = {"name": name, "variant": name, "retention": 50.0, "granularity": 1, "trigger": 32, "prefix": 0}
+    about = {"name": name, "variant": name, "retention": 50.0, "granularity": 1, "trigger": 32, "sinks": 0}
     return {**about, "kind": kind, "needle": [100, 120], "live": live, "rounds": 4, "kept": 0.5, "verdict": verdict}
 
 

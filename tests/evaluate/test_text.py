@@ -15,7 +15,7 @@ from mlx_tq.evaluate.passes import TokenScores, check_reading, cut_chunks, kl_di
 from mlx_tq.evaluate.perplexity import measure_perplexity, summarize_perplexity
 
 LENGTH, STEP = 352, 160
-REGIONS = {"prefix": 16, "window": 32}
+REGIONS = {"sinks": 16, "window": 32}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_what_would_measure_nothing_is_refused(embedded):
         (512, 512, "--length above 513"),
         (2048, 0, "step is 0"),
         (513 + 200, 256, None),
-        (300, 128, "never read a packed one with prefix 128 and window 128"),
+        (300, 128, "never read a packed one with sinks 128 and window 128"),
     ):
         if words is None:
             check_reading(model, length, step, [balanced])
@@ -110,7 +110,7 @@ def test_what_would_measure_nothing_is_refused(embedded):
         with pytest.raises(ConfigError, match=words):
             measure_divergence(model, [[1] * length], [balanced], step)
     check_reading(model, 300, 128, [OFF])
-    short = parse_arm("balanced", prefix=8, window=16)
-    with pytest.raises(ConfigError, match="--kv-condition off: conditioned keys pack none before 136 tokens"):
+    short = parse_arm("balanced", sinks=8, window=16)
+    with pytest.raises(ConfigError, match="--kv-normalize off: normalized keys pack none before 136 tokens"):
         check_reading(model, 200, 128, [short])
-    check_reading(model, 200, 128, [replace(short, config=replace(short.config, condition=False))])
+    check_reading(model, 200, 128, [replace(short, config=replace(short.config, normalize=False))])

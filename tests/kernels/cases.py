@@ -16,7 +16,7 @@ import numpy as np
 
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, decode
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, decode
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats.trellis import TrellisCodec
@@ -40,8 +40,8 @@ PARAMETERS: dict[str, Sequence] = {
     "key": FORMATS,
     "value": FORMATS,
     "dtype": DTYPES,
-    "conditioned": (None, "blocks", "gaps"),
-    "prefix": (0, 5, 128),
+    "normalized": (None, "blocks", "gaps"),
+    "sink_tokens": (0, 5, 128),
     "recent": (0, 6, 70),
     "mask": (None, "causal"),
     "sinks": (False, True),
@@ -52,7 +52,7 @@ RINGS = (("tcq3", "tcq2"), ("tcq4", "q8"), ("fp16", "tcq4"), ("tcq2", "tcq3"), (
 HEADS = 2
 ORDERS = 4  # of the dims, in which the reference may sum too
 SPARE = 3  # tokens of unused capacity
-REGIONS = ("rows", "body", "layout", "keys", "values", "prefix", "beside", "conditioning")
+REGIONS = ("rows", "body", "layout", "keys", "values", "sink_tokens", "beside", "normalization")
 
 
 class Problem(NamedTuple):
@@ -78,12 +78,12 @@ class Problem(NamedTuple):
         return self.arguments["layout"]
 
     @property
-    def conditioning(self) -> Conditioning | None:
-        return self.arguments["conditioning"]
+    def normalization(self) -> KeyNormalization | None:
+        return self.arguments["normalization"]
 
     @property
     def full(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of prefix and tail."""
+        """Keys and values of sink_tokens and tail."""
         return self.regions().keys, self.regions().values
 
     def regions(self, **changed: Any) -> Regions:
@@ -139,7 +139,7 @@ def make_problem(
     key: str = "q8",
     value: str = "tq4",
     dtype: str = "float16",
-    prefix: int = 5,
+    sink_tokens: int = 5,
     recent: int = 6,
     mask: Any = None,
     sinks: bool = False,
@@ -147,15 +147,15 @@ def make_problem(
     rotation: str = "wht",
     rule: str = "ls",
     wide: bool = False,
-    conditioned: str | None = None,
+    normalized: str | None = None,
 ) -> Problem:
-    """A random cache of `prefix | body | tail`; the tail is `recent` tokens and the `length` queries' own.
+    """A random cache of `sink_tokens | body | tail`; the tail is `recent` tokens and the `length` queries' own.
 
     Args:
         dims: of keys and values, stored as `key` and `value` with that `rotation`, `rule` and `wide` scales.
         groups: query heads of each of two KV heads.
         mask: None, "causal", "bool" or "additive" for a random array [L, S], or an array.
-        conditioned: keys have means and channels of high energy, and are conditioned: "blocks" of a body from which no
+        normalized: keys have means and channels of high energy, and are normalized: "blocks" of a body from which no
             token has left, or with "gaps".
     """
     rng = np.random.default_rng(seed)
@@ -164,24 +164,24 @@ def make_problem(
         return mx.array(rng.standard_normal((batch, heads, tokens, dim)).astype(np.float32)).astype(dtype_of(dtype))
 
     layout = make_layout(dims, key, value, dtype, rotation=rotation, scale=rule, fp32_scales=wide)
-    tokens = prefix + recent + length
+    tokens = sink_tokens + recent + length
     full = [gaussian(HEADS, tokens, dim) for dim in dims]
     packed = [gaussian(HEADS, body, dim) for dim in dims]
-    conditioning = None
-    if conditioned:
+    normalization = None
+    if normalized:
         energy, mean = (gaussian(HEADS, 1, dims[0]) for _ in range(2))
         channels = mx.exp(energy.astype(mx.float32) * 0.7)
         full[0], packed[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], packed[0]))
-        conditioning = make_conditioning(layout.key, packed[0], 1 / mx.sqrt(channels)[:, :, 0], conditioned, seed)
-    rows = layout.encode(*packed, conditioning).rows
+        normalization = make_normalization(layout.key, packed[0], 1 / mx.sqrt(channels)[:, :, 0], normalized, seed)
+    rows = layout.encode(*packed, normalization).rows
     decoded, plain = [], []
     for codec, x, encoded, means in (
-        (layout.key, full[0], layout.keys(rows), conditioning),
+        (layout.key, full[0], layout.keys(rows), normalization),
         (layout.value, full[1], layout.values(rows), None),
     ):
         body_of = unrotated(codec, exact(codec, encoded, means), means)
-        decoded.append(np.concatenate([double(x[:, :, :prefix]), body_of, double(x[:, :, prefix:])], axis=2))
-        parts = [x[:, :, :prefix], decode(codec, encoded, means).astype(x.dtype), x[:, :, prefix:]]
+        decoded.append(np.concatenate([double(x[:, :, :sink_tokens]), body_of, double(x[:, :, sink_tokens:])], axis=2))
+        parts = [x[:, :, :sink_tokens], decode(codec, encoded, means).astype(x.dtype), x[:, :, sink_tokens:]]
         plain.append(mx.concatenate(parts, axis=2))
     unused = mx.full((batch, HEADS, SPARE, layout.words), 0xFFFFFFFF, mx.uint32)
     queries = gaussian(HEADS * groups, length, dims[0])
@@ -192,9 +192,9 @@ def make_problem(
         "layout": layout,
         "keys": spared(full[0]),
         "values": spared(full[1]),
-        "prefix": prefix,
+        "sink_tokens": sink_tokens,
         "beside": tokens,
-        "conditioning": conditioning,
+        "normalization": normalization,
         "scale": 1 / math.sqrt(dims[0]),
         "mask": random_mask(mask, (length, tokens + body), dtype) if mask in ("bool", "additive") else mask,
         "sinks": random((HEADS * groups,), dtype, seed=9) if sinks else None,
@@ -202,7 +202,7 @@ def make_problem(
     return Problem(arguments, tuple(packed), tuple(decoded), tuple(plain))
 
 
-def make_conditioning(codec: Codec, keys: mx.array, scale: mx.array, kind: str, seed: int = 0) -> Conditioning:
+def make_normalization(codec: Codec, keys: mx.array, scale: mx.array, kind: str, seed: int = 0) -> KeyNormalization:
     """Of keys [B, H, S, D]; unused means are NaN, unused places of an index are far out of bounds."""
     rng, tokens = np.random.default_rng(seed), keys.shape[2]
     first = 32 * int(rng.integers(0, 5))
@@ -215,7 +215,7 @@ def make_conditioning(codec: Codec, keys: mx.array, scale: mx.array, kind: str, 
     means = [block_means(block[:, :, None], scale, codec.rotation).means for block in blocks]
     spare = mx.full((*scale.shape[:2], 1, scale.shape[2]), mx.nan, mx.float16)
     which = mx.array(np.append(index, [1 << 30] * SPARE), mx.int32) if kind == "gaps" else None
-    return Conditioning(scale, mx.concatenate([*means, spare], axis=2), which, first)
+    return KeyNormalization(scale, mx.concatenate([*means, spare], axis=2), which, first)
 
 
 def random_mask(kind: str, shape: Sequence[int], dtype: str) -> mx.array:
@@ -228,11 +228,11 @@ def random_mask(kind: str, shape: Sequence[int], dtype: str) -> mx.array:
     return mx.array(np.where(visible, rng.standard_normal(shape), -np.inf)).astype(dtype_of(dtype))
 
 
-def exact(codec: Codec, encoded: Encoded, conditioning: Conditioning | None = None) -> np.ndarray:
+def exact(codec: Codec, encoded: Encoded, normalization: KeyNormalization | None = None) -> np.ndarray:
     """The decoded vectors in rotated space, with their means, in float64."""
-    if conditioning is not None:
-        places = np.array(conditioning.which(encoded.codes.shape[2]))
-        return exact(codec, encoded) + double(conditioning.means)[:, :, places]
+    if normalization is not None:
+        places = np.array(normalization.which(encoded.codes.shape[2]))
+        return exact(codec, encoded) + double(normalization.means)[:, :, places]
     if encoded.scale is None:
         return double(codec.decode_rotated(encoded))
     scale = double(encoded.scale)[..., None]
@@ -258,10 +258,10 @@ def _on_the_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
     return table[state].reshape(*lead, size // values, values).swapaxes(-1, -2).reshape(*lead, size)
 
 
-def unrotated(codec: Codec, y: np.ndarray, conditioning: Conditioning | None = None) -> np.ndarray:
-    """R^T y in float64, from the definition of the rotation; over the weights of conditioned keys."""
-    if conditioning is not None:
-        return unrotated(codec, y) / double(conditioning.scale)[:, :, None]
+def unrotated(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None = None) -> np.ndarray:
+    """R^T y in float64, from the definition of the rotation; over the weights of normalized keys."""
+    if normalization is not None:
+        return unrotated(codec, y) / double(normalization.scale)[:, :, None]
     if codec.rotation is None:
         return y
     if not isinstance(codec.rotation, WalshHadamard):

@@ -27,7 +27,7 @@ ALL = PARAMETERS | {"mask": (None, "causal", "bool", "additive")}
 LENGTHS = ALL | {"length": (1, 8, 9, 17, 32, 33, 64, 100)}
 FEWER = {"length": (1, 9, 32, 33, 100), "body": (0, 1, 33, 97, 257), "groups": (1, 4, 7)}
 PEAKS = {attend: 2.5, prefill: 3.0}  # of hundreds of cases each, whichever BLAS computes the reference
-SMALL = {"dims": ((48, 48), (128, 128), (192, 128)), "body": (0, 1, 33, 97), "groups": (1, 4, 7), "prefix": (0, 5)}
+SMALL = {"dims": ((48, 48), (128, 128), (192, 128)), "body": (0, 1, 33, 97), "groups": (1, 4, 7), "sink_tokens": (0, 5)}
 # Every value once, and pairs of those that make small problems; `make test-full` has all pairs.
 FAST = [(attend, case) for case in covering(ALL, 1) + covering(ALL | SMALL | {"length": (1, 2, 8)})]
 FAST += [(prefill, case) for case in covering(ALL | FEWER, 1) + covering(ALL | SMALL | {"length": (9, 33)})]

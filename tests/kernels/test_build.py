@@ -19,16 +19,16 @@ from mlx_tq.kernels.wht import _wht_gpu
 NAMES = sorted(file.name.removesuffix(".metal") for file in source.folder().iterdir() if file.name.endswith(".metal"))
 
 
-@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_text_is_whole_and_short(name, conditioned):
-    header, body = source.text(name, conditioned=conditioned)
-    assert "TQ_CONDITIONED" not in header + body
+def test_text_is_whole_and_short(name, normalized):
+    header, body = source.text(name, normalized=normalized)
+    assert "TQ_NORMALIZED" not in header + body
     assert "#include" not in header + body
     assert "//" not in header + body, "mlx looks for names in comments too"
     assert header.count("#define TQ_FN") == 1
     assert "CUDA" not in header
-    assert len(header + body) < (24_000 if conditioned else 22_000), (
+    assert len(header + body) < (24_000 if normalized else 22_000), (
         "mlx copies the text at every call: 20 kB take 0.5 us"
     )
 

@@ -16,7 +16,7 @@ HELD = PositionRange(45, 190)  # more than the budget, and no whole blocks
 
 def caches_of(model):
     evict = EvictConfig(f"recency:trigger=8:granularity={GRANULARITY}", budget=BUDGET)
-    return build_caches(plan_caches(model, KVConfig(key="q8", value="q8", prefix=4, window=WINDOW, evict=evict)))
+    return build_caches(plan_caches(model, KVConfig(key="q8", value="q8", sinks=4, window=WINDOW, evict=evict)))
 
 
 def read(model, caches, count):

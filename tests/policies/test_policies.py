@@ -43,9 +43,9 @@ def test_every_option_has_a_text_and_a_fingerprint(name):
     assert [each.name for each in fields(default)] == [text.partition("=")[0] for text in texts]
     policies = [default, *(parse_policy(f"{name}:{text}") for text in texts)]
     assert [str(policy) for policy in policies[1:]] == [f"{name}:{text}" for text in texts]
-    configs = [KVConfig(prefix=0, evict=EvictConfig(policy)) for policy in policies]
+    configs = [KVConfig(sinks=0, evict=EvictConfig(policy)) for policy in policies]
     assert len(set(policies)) == len({config.fingerprint() for config in configs}) == len(texts) + 1
-    whole = KVConfig(prefix=0, evict=EvictConfig(":".join([name, *texts]), 4096))
+    whole = KVConfig(sinks=0, evict=EvictConfig(":".join([name, *texts]), 4096))
     assert KVConfig.from_dict(json.loads(json.dumps(whole.to_dict()))) == whole
 
 

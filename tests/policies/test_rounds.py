@@ -24,7 +24,7 @@ def step(caches, count):
 @pytest.mark.parametrize("budget", [80, PREFIX + WINDOW + 1, "50%", "80%"])
 def test_a_round_comes_above_budget_and_trigger_and_takes_the_excess(budget, trigger, chunk):
     evict = EvictConfig(f"random:trigger={trigger}:granularity=1", budget=budget)
-    plan = plan_caches(build("llama"), KVConfig(key="q8", value="q8", prefix=PREFIX, window=WINDOW, evict=evict))
+    plan = plan_caches(build("llama"), KVConfig(key="q8", value="q8", sinks=PREFIX, window=WINDOW, evict=evict))
     caches = build_caches(plan)
     live = rounds = 0
     for start in range(0, LENGTH - chunk + 1, chunk):

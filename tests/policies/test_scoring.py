@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models import rope_utils
 
-from mlx_tq.codec.conditioning import Conditioning, decode, pair_scale
+from mlx_tq.codec.normalization import KeyNormalization, decode, pair_scale
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.formats.base import CodecOptions
 from mlx_tq.codec.rows import RowLayout
@@ -103,11 +103,11 @@ def test_dynamic_frequencies_are_refused(limit):
     assert not mx.any(virtual_query(rope, centre, 10, unrotated=False))
 
 
-@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(
     ("name", "key"), [*(("half", key) for key in format_names()), ("interleaved", "tq4"), ("partial", "tq4")]
 )
-def test_scores_of_packed_keys(name, key, conditioned):
+def test_scores_of_packed_keys(name, key, normalized):
     """Against float64 on the decoded keys; what lies past the body is never read."""
     dim = 128 if key.startswith("tbq") else DIM
     module = rope_utils.initialize_rope(dim // (4 if name == "partial" else 1), 1e4, name == "interleaved", None, 4096)
@@ -117,13 +117,13 @@ def test_scores_of_packed_keys(name, key, conditioned):
     keys = mx.array(rng.standard_normal((2, 3, 50, dim)).astype(np.float32))
     scale = pair_scale(mx.abs(keys).mean(axis=2), mx.abs(keys).max(axis=2), np.array(rope.pairs).T.tolist())
     means = mx.array(rng.standard_normal((2, 3, 1, dim)).astype(np.float16))
-    conditioning = Conditioning(scale, means) if conditioned else None
-    rows = layout.encode(keys, keys, conditioning).rows
+    normalization = KeyNormalization(scale, means) if normalized else None
+    rows = layout.encode(keys, keys, normalization).rows
     rows = mx.concatenate([rows, mx.full((2, 3, 6, rows.shape[-1]), 0xFFFFFFFF, mx.uint32)], axis=2)
     queries = rng.standard_normal((3, 2, dim)).astype(np.float32)
     weights = rng.random((3, 2, rope.pairs.shape[1])).astype(np.float32)
-    found = np.array(score_ref(rows, 50, layout, mx.array(queries), mx.array(weights), rope.pairs, conditioning))
-    decoded = np.array(decode(layout.key, layout.keys(rows[:, :, :50]), conditioning), np.float64)
+    found = np.array(score_ref(rows, 50, layout, mx.array(queries), mx.array(weights), rope.pairs, normalization))
+    decoded = np.array(decode(layout.key, layout.keys(rows[:, :, :50]), normalization), np.float64)
     lengths = np.abs(as_complex(decoded, np.array(rope.pairs).T))
     wanted = np.einsum("hgd,bhsd->bhgs", queries, decoded) + np.einsum("hgf,bhsf->bhgs", weights, lengths)
     assert found.shape == (2, 3, 2, 50)

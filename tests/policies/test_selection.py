@@ -98,7 +98,7 @@ def test_pooling(pooling, leaves):
 
 
 def test_a_block_that_is_not_complete_stays():
-    """One at the end grows on; one that reaches into the prefix or the window is protected."""
+    """One at the end grows on; one that reaches into the sinks or the window is protected."""
     positions = np.arange(4, 60)
     policy = KeyNorm(mode="v3", granularity=8)
     for stop in (59, 100):

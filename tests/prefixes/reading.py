@@ -20,9 +20,9 @@ from mlx_tq.sequence.build import build_caches
 from mlx_tq.sequence.compressed import compressed, plan_caches
 
 STEP, LENGTH = 200, 560
-SMALL = KVConfig(key="q8", value="tq4", prefix=16, window=32)
+SMALL = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 EVICTS = KVConfig(
-    key="q8", prefix=16, window=32, evict=EvictConfig("triattention:warmup=64:trigger=16:granularity=1", 300, "off")
+    key="q8", sinks=16, window=32, evict=EvictConfig("triattention:warmup=64:trigger=16:granularity=1", 300, "off")
 )
 # A plain model, sliding windows, a hybrid, one whose layers have two caches each, and one that evicts on the way.
 CASES = {

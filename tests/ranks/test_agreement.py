@@ -105,7 +105,7 @@ def rounds(count, seed, differing=()):
         policy = f"{rng.choice(POLICIES)}:trigger=8:granularity={rng.choice([1, 8, 32])}"
         evict = EvictConfig(policy, int(rng.integers(60, 150)), recall=64 if rng.random() < 0.5 else "off")
         config = KVConfig(
-            key="q8", value="tq4", prefix=4, window=WINDOW, condition=bool(rng.random() < 0.3), evict=evict
+            key="q8", value="tq4", sinks=4, window=WINDOW, normalize=bool(rng.random() < 0.3), evict=evict
         )
         caches = build_caches(plan_caches(model, config))
         tokens = rng.integers(0, 160, 600)
@@ -182,7 +182,7 @@ def losing():
     model = random_model(rng, ranks.size)
     divide(model, ranks)
     evict = EvictConfig("recency:trigger=8", 120, recall=64)
-    config = KVConfig(key="q8", value="tq4", prefix=4, window=WINDOW, evict=evict)
+    config = KVConfig(key="q8", value="tq4", sinks=4, window=WINDOW, evict=evict)
     caches = build_caches(plan_caches(model, config))
     with compressed(model):
         for _ in range(30):
@@ -220,7 +220,7 @@ def logits(dtype):
     model, tokenizer = load(dtype=dtype, ranks=ranks)
     ids = tokenizer.encode("".join(facts(60)))
     evict = EvictConfig("knorm:trigger=32:granularity=1", "50%", recall="off")
-    config = KVConfig(key="q8", value="tq4", prefix=16, window=WINDOW, evict=evict)
+    config = KVConfig(key="q8", value="tq4", sinks=16, window=WINDOW, evict=evict)
     caches, found = build_caches(plan_caches(model, config)), []
     with compressed(model):
         for start in range(0, len(ids), 64):

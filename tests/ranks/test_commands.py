@@ -14,7 +14,7 @@ from .together import command
 
 # A small window, so that a text of a page is mostly packed, and much of it leaves.
 PREFIX, WINDOW = 16, 32
-PACKED = ("--dtype", "float32", "--kv-prefix", PREFIX, "--kv-window", WINDOW)
+PACKED = ("--dtype", "float32", "--kv-sinks", PREFIX, "--kv-window", WINDOW)
 BYTES = object()  # of BUDGETS: so many that tokens leave
 WAYS = {
     "balanced": (),

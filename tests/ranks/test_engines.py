@@ -28,7 +28,7 @@ from .together import run
 
 VOCABULARY = 4096  # of the tokenizer
 CONFIG = KVConfig(
-    key="q8", value="tq4", prefix=16, window=32, evict=EvictConfig("knorm:trigger=32:granularity=1", 100, recall=64)
+    key="q8", value="tq4", sinks=16, window=32, evict=EvictConfig("knorm:trigger=32:granularity=1", 100, recall=64)
 )
 
 

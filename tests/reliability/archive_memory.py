@@ -29,7 +29,7 @@ def anonymous():
 def main(archived):
     config = EvictConfig("recency:trigger=64:granularity=32", LIVE, "auto")
     sequence = Sequence(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
-    spec = CacheSpec.for_layer(KVConfig(prefix=32, window=64), 0, "q8", "tq4")
+    spec = CacheSpec.for_layer(KVConfig(sinks=32, window=64), 0, "q8", "tq4")
     caches = [make_cache(spec, number, sequence) for number in range(LAYERS)]
     shape = (1, HEADS, STEP, DIM)
     for start in range(0, archived + 2 * LIVE, STEP):

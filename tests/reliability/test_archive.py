@@ -22,11 +22,11 @@ from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.sequence.recall import looking
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
-CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32, evict=EVICT)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32, evict=EVICT)
 TEXT, QUESTION = facts(40)
 # The same for a command.
 FLAGS = ["--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 128, "--kv-recall", 64]
-FLAGS += ["--kv-prefix", 16, "--kv-window", 32, "--prefill-step-size", 64, "--dtype", "float32"]
+FLAGS += ["--kv-sinks", 16, "--kv-window", 32, "--prefill-step-size", 64, "--dtype", "float32"]
 GENERATE = ["generate", "-p", TEXT + QUESTION, "-m", 100, "--ignore-chat-template", "--json", *FLAGS]
 
 

@@ -11,7 +11,7 @@ from mlx_tq.config import RescueConfig
 
 # Evicts within a page.
 EVICT = EvictConfig("recency:granularity=16:trigger=16", budget=32, recall="off")
-CONFIG = KVConfig(key="q8", value="q8", prefix=8, window=16, evict=EVICT)
+CONFIG = KVConfig(key="q8", value="q8", sinks=8, window=16, evict=EVICT)
 TURNS = (load_text()[:400], "What is the access code?", "And what was that?")
 BOUND = 20  # tells a wait of 0.2 s from "forever" on a busy machine
 

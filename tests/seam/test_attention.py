@@ -20,8 +20,8 @@ from mlx_tq.sequence.compressed import compressed, make_prompt_cache
 
 NAME = "scaled_dot_product_attention"
 ORIGINAL = base.scaled_dot_product_attention
-SMALL = KVConfig(key="tq4", value="tq4", prefix=4, window=24)
-OTHER = KVConfig(key="q8", value="q8", prefix=4, window=24)
+SMALL = KVConfig(key="tq4", value="tq4", sinks=4, window=24)
+OTHER = KVConfig(key="q8", value="q8", sinks=4, window=24)
 
 
 def bindings():

@@ -20,12 +20,12 @@ from mlx_tq.seam.forward import door
 from mlx_tq.seam.known_models import model_facts
 from mlx_tq.sequence.passes import before_pass, sequence_in
 
-KEEPS = KVConfig(key="q8", value="tq4", prefix=4, window=24)
+KEEPS = KVConfig(key="q8", value="tq4", sinks=4, window=24)
 EXACT = KVConfig(
-    key="fp16", value="fp16", prefix=4, window=24, evict=EvictConfig("knorm:trigger=8:granularity=1", budget=60)
+    key="fp16", value="fp16", sinks=4, window=24, evict=EvictConfig("knorm:trigger=8:granularity=1", budget=60)
 )
 EVICTS = KVConfig(
-    "q8", "tq4", prefix=4, window=24, condition=False, evict=EvictConfig("knorm:trigger=8:granularity=1", budget=60)
+    "q8", "tq4", sinks=4, window=24, normalize=False, evict=EvictConfig("knorm:trigger=8:granularity=1", budget=60)
 )
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(120)]
 PROMPT = mx.array([TOKENS])

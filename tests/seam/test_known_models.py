@@ -13,7 +13,7 @@ from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.policies import EvictConfig
 from mlx_tq.seam.known_models import model_facts
 
-CONFIGS = [KVConfig(), KVConfig(key="tq4"), KVConfig(prefix=4, evict=EvictConfig("knorm", 512))]
+CONFIGS = [KVConfig(), KVConfig(key="tq4"), KVConfig(sinks=4, evict=EvictConfig("knorm", 512))]
 
 
 class Counting(Llama):

@@ -17,9 +17,9 @@ POLICIES = [f"{each}:trigger=8:granularity=1" for each in ("knorm", "triattentio
 
 
 def config(policy=POLICIES[0], budget=60, **changes):
-    """Plain keys unless they are asked to be conditioned, which needs longer texts before something is packed."""
+    """Plain keys unless they are asked to be normalized, which needs longer texts before something is packed."""
     evict = None if policy is None else EvictConfig(policy, budget, "off")
-    plain = {"key": "q8", "value": "tq4", "prefix": 4, "window": 24, "condition": False}
+    plain = {"key": "q8", "value": "tq4", "sinks": 4, "window": 24, "normalize": False}
     return KVConfig(**{**plain, "evict": evict, **changes})
 
 

@@ -49,7 +49,7 @@ def test_no_other_choice_within_the_room_loses_less(case):
 @pytest.mark.parametrize("bits", [2.5, 4.2, 6.0])
 def test_the_bits_are_those_of_the_arrays(embedded, bits):
     model, _ = embedded
-    plan = plan_caches(model, KVConfig(mean_bits=bits, prefix=16, window=32))
+    plan = plan_caches(model, KVConfig(mean_bits=bits, sinks=16, window=32))
     assert plan.config.mean_bits is None, "a file names the formats themselves"
     assert KVConfig.from_dict(plan.config.to_dict()) == plan.config
     with mlx_tq.compressed(model):
@@ -80,7 +80,7 @@ def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
     value = "+".join("tq3" if layer == 4 else "fp16" for layer in range(6))
     own = predictions(profile("off"))
     lost, rounding = (
-        (np.exp(own) * (own - predictions(KVConfig(**formats, prefix=32, window=32)))).sum(axis=-1).mean()
+        (np.exp(own) * (own - predictions(KVConfig(**formats, sinks=32, window=32)))).sum(axis=-1).mean()
         for formats in ({"key": "fp16", "value": value}, {"key": "q8", "value": "q8"})
     )
     shipped = known_losses(fingerprint(model))
@@ -102,7 +102,7 @@ def test_losses_of_all_layers_are_measured_as_they_are_shipped(embedded):
 def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_path):
     """Nobody who goes on with it has to know what layers lose; who says other bits is refused."""
     model, tokenizer = embedded
-    config, file, talk = KVConfig(mean_bits=4.2, prefix=16, window=32), tmp_path / "a.safetensors", tmp_path / "b"
+    config, file, talk = KVConfig(mean_bits=4.2, sinks=16, window=32), tmp_path / "a.safetensors", tmp_path / "b"
     chosen = plan_caches(model, config).config
     with mlx_tq.compressed(model):
         caches = mlx_tq.make_prompt_cache(model, config)
@@ -113,7 +113,7 @@ def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_pa
         session.save(talk)
     assert mlx_tq.load_prompt_cache(file, model=model, config=config).config == chosen
     with pytest.raises(CacheFormatError, match="made with another configuration: key is 'tq3"):
-        mlx_tq.load_prompt_cache(file, model=model, config=KVConfig(mean_bits=3, prefix=16, window=32))
+        mlx_tq.load_prompt_cache(file, model=model, config=KVConfig(mean_bits=3, sinks=16, window=32))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = kept_losses(fingerprint(model))
     kept.parent.mkdir()

@@ -33,7 +33,7 @@ def test_a_configuration_or_its_settings(config, settings, wanted):
     with compressed(MODEL, config, **settings):
         assert served() == wanted
     assert served() == {KVCache}
-    with compressed(MODEL, prefix=4, window=24, evict=EvictConfig("knorm:granularity=1", 60)):
+    with compressed(MODEL, sinks=4, window=24, evict=EvictConfig("knorm:granularity=1", 60)):
         assert all(cache.sequence is not None for cache in mlx_lm_cache(MODEL))
 
 

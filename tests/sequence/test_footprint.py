@@ -23,19 +23,19 @@ from mlx_tq.sequence.statistics import cache_stats, tokens_seen
 from mlx_tq.sequence.tiers import Tiers, planned_tiers
 from sequence.driving import MODEL, config, fresh, read
 
-SMALL = KVConfig(key="tq4", value="tq4", prefix=4, window=24)
-TINY = KVConfig(key="q8", value="tq2", prefix=0, window=8)
+SMALL = KVConfig(key="tq4", value="tq4", sinks=4, window=24)
+TINY = KVConfig(key="q8", value="tq2", sinks=0, window=8)
 LENGTHS = (1, 127, 129, 140, 170, 256, 288, 289, 320, 321, 600)
 CONFIGS = {
     "balanced": PROFILES["balanced"],
-    "no prefix": KVConfig(key="tq3", value="tq2", prefix=0, window=64),
-    "odd prefix": KVConfig(key="tq4", value="q8", prefix=5, window=40),
-    "nothing kept": KVConfig(key="q8", value="tq4", prefix=0, window=0),
+    "no sinks": KVConfig(key="tq3", value="tq2", sinks=0, window=64),
+    "odd sinks": KVConfig(key="tq4", value="q8", sinks=5, window=40),
+    "nothing kept": KVConfig(key="q8", value="tq4", sinks=0, window=0),
     "half": KVConfig(key="fp16", value="tq4"),
     "wide scale": KVConfig(key="tq4", value="tq4", fp32_scales=True),
-    "blocks": KVConfig(key="q8_0", value="tq3_0", prefix=32),
-    "odd rows": KVConfig(key="tq3", value="q8", prefix=32),
-    "two formats": KVConfig(key="tq4~spectral8", value="tq4", prefix=4, window=24, recent=256),
+    "blocks": KVConfig(key="q8_0", value="tq3_0", sinks=32),
+    "odd rows": KVConfig(key="tq3", value="q8", sinks=32),
+    "two formats": KVConfig(key="tq4~spectral8", value="tq4", sinks=4, window=24, recent=256),
 }
 
 
@@ -79,9 +79,9 @@ def test_never_more_than_mlx_lms_own_and_64_tokens(name, dtype):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_a_report_says_what_the_arrays_take(name, condition):
-    config = replace(CONFIGS[name], condition=condition)
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_a_report_says_what_the_arrays_take(name, normalize):
+    config = replace(CONFIGS[name], normalize=normalize)
     heads, dim, layers = 2, 48 if name == "odd rows" else 64, 3
     keys, values = random_pair(max(LENGTHS), dims=(dim, dim))
     slot = SlotFacts(0, None, heads, dim, dim, "float16", 1.0, shared=False)
@@ -91,10 +91,10 @@ def test_a_report_says_what_the_arrays_take(name, condition):
         feed(cache, keys[:, :, :tokens], values[:, :, :tokens], [100] * (tokens // 100 + 1))
         report = memory_report(tokens, layers, heads, dim, config)
         full = cache.state[:2]
-        prefix = sum(x[:, :, : config.prefix].nbytes for x in full)
-        window = sum(x[:, :, config.prefix :].nbytes for x in full)
-        found = (cache.body_nbytes, prefix, window)
-        assert (report.body, report.prefix, report.window) == tuple(layers * each for each in found)
+        sinks = sum(x[:, :, : config.sinks].nbytes for x in full)
+        window = sum(x[:, :, config.sinks :].nbytes for x in full)
+        found = (cache.body_nbytes, sinks, window)
+        assert (report.body, report.sinks, report.window) == tuple(layers * each for each in found)
         assert report.total == layers * sum(found)
         assert report.fp16 == layers * tokens * heads * 2 * dim * 2
         assert report.ratio == pytest.approx(report.fp16 / report.total)
@@ -105,17 +105,17 @@ def test_a_report_says_what_the_arrays_take(name, condition):
 @pytest.mark.parametrize(
     ("config", "per_token"), [(PROFILES["small"], 132), (PROFILES["balanced"], 196), (PROFILES["safe"], 260)]
 )
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_bytes_per_token_at_128(config, per_token, condition):
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_bytes_per_token_at_128(config, per_token, normalize):
     """Between two long contexts the growth is that of the body alone: fp16's is 512, a mean's 256 each 128 tokens."""
-    config, per_token = replace(config, condition=condition), per_token + 2 * condition
+    config, per_token = replace(config, normalize=normalize), per_token + 2 * normalize
     reports = [memory_report(tokens, 1, 1, 128, config) for tokens in (4096, 16384)]
     assert (reports[1].total - reports[0].total) / (16384 - 4096) == per_token
     assert (reports[1].fp16 - reports[0].fp16) / (16384 - 4096) == 512
     assert memory_report(2**24, 1, 1, 128, config).ratio == pytest.approx(512 / per_token, rel=1e-3)
     off = memory_report(1000, 4, 2, 64, PROFILES["off"])
     assert off.total == off.window == off.fp16 == 1000 * 4 * 2 * 2 * 64 * 2
-    assert (off.body, off.prefix, off.ratio) == (0, 0, 1.0)
+    assert (off.body, off.sinks, off.ratio) == (0, 0, 1.0)
     assert memory_report(256, 1, 1, 128).ratio == 1  # what is still in the model's type costs what it costs
     assert memory_report(5000, 2, 2, 64) == memory_report(5000, 2, 2, 64, KVConfig())
 
@@ -132,7 +132,7 @@ def test_eviction_bounds_the_report(budget):
         else:
             stored = min(tokens, kept + 64)
             full = memory_report(stored, 3, 2, 64, PROFILES["balanced"])
-            assert (report.prefix, report.window) == (full.prefix, full.window)
+            assert (report.sinks, report.window) == (full.sinks, full.window)
             # At most, each block of 128 tokens seen has a mean for the rows that stayed, and each row its number.
             rows, blocks = (max(0, (n - 128) // 32 * 32 - 128) for n in (stored, tokens))
             means = min(rows, -(-blocks // 128)) - -(-rows // 128)

@@ -24,7 +24,7 @@ from mlx_tq.sequence.known_queries import kept_queries, make_folder
 from mlx_tq.sequence.passes import compressed_caches, sequence_in
 from mlx_tq.sequence.plan import unasked
 
-REGIONS = {"prefix": 4, "window": 24}
+REGIONS = {"sinks": 4, "window": 24}
 SMALL = KVConfig(key="tq4", value="tq4", **REGIONS)
 TOKENS = np.random.default_rng(5).integers(0, 160, 200).tolist()
 FOUR_LAYERS = build("smollm3")
@@ -267,8 +267,8 @@ def test_a_plan_says_which_keys_are_not_weighted(name, why):
     assert all(layer.note.startswith(why) and bool(layer.note) == bool(why) for layer in plan.layers)
     assert all((layer.spec.key_options.pairs is None) == bool(why) for layer in plan.layers)
     assert all(layer.note.endswith("keys not weighted: their queries are not known") for layer in unasked(plan).layers)
-    for plain in (replace(SMALL, condition=False), replace(SMALL, key="fp16")):
-        assert not any(layer.note or layer.spec.condition for layer in plan_caches(build(name), plain).layers)
+    for plain in (replace(SMALL, normalize=False), replace(SMALL, key="fp16")):
+        assert not any(layer.note or layer.spec.normalize for layer in plan_caches(build(name), plain).layers)
 
 
 # Caches that mlx-lm made.

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import trim_prompt_cache
 
-from mlx_tq.cache.departures import conditioning_of, leaving
-from mlx_tq.codec.conditioning import decode
+from mlx_tq.cache.departures import normalization_of, leaving
+from mlx_tq.codec.normalization import decode
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -69,16 +69,16 @@ def through_file(caches, damage=lambda data: data):
 @given(
     key=st.sampled_from(formats(128, keys=True)),
     value=st.sampled_from(formats(64, keys=False)),
-    condition=st.booleans(),
-    prefix=st.sampled_from([0, 5, 32]),
+    normalize=st.booleans(),
+    sinks=st.sampled_from([0, 5, 32]),
     granularity=st.sampled_from([1, 16, 32]),
     step=st.sampled_from([1, 7, 100]),
     way=st.sampled_from(["as it is", "fork", "part by part", "file"]),
 )
-def test_all_that_left_comes_back_to_the_bit(key, value, condition, prefix, granularity, step, way):
+def test_all_that_left_comes_back_to_the_bit(key, value, normalize, sinks, granularity, step, way):
     """After any rounds, in every format: rows, means and positions are those of a cache that lost nothing."""
-    spec = make_spec(key, value, prefix=prefix, window=20, condition=condition)
-    plain, caches = layers(spec), layers(spec, prefix + 60, f"random:trigger=8:granularity={granularity}")
+    spec = make_spec(key, value, sinks=sinks, window=20, normalize=normalize)
+    plain, caches = layers(spec), layers(spec, sinks + 60, f"random:trigger=8:granularity={granularity}")
     for first, last in ((0, 300), (300, 333)):
         for each in (plain, caches):
             append(each, first, last, max(step, 20) if last == 300 else step)
@@ -106,7 +106,7 @@ def test_rows_of_each_format_come_back(name):
     key = name if name in formats(128, keys=True) else "q8"
     value = name if name in formats(64, keys=False) else "tq4"
     assert name in (key, value)
-    spec = make_spec(key, value, prefix=4, window=20, condition=key == name)
+    spec = make_spec(key, value, sinks=4, window=20, normalize=key == name)
     plain, caches = layers(spec), layers(spec, 64, "random:trigger=8:granularity=16")
     for each in (plain, caches):
         append(each, 0, 333, 37)
@@ -116,11 +116,11 @@ def test_rows_of_each_format_come_back(name):
 
 
 @pytest.mark.parametrize("cold", ["tq2", "q8_0", "fp16"])  # of the same rotation, of another size, of none
-@pytest.mark.parametrize("condition", [False, True])
-def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, condition):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, normalize):
     """Also by layers beside those of one format, which lose the same tokens."""
-    spec = make_spec(f"tq4~{cold}", "tq4", prefix=4, window=20, recent=64, condition=condition)
-    one = make_spec("tq4", "tq4", prefix=4, window=20, condition=condition)
+    spec = make_spec(f"tq4~{cold}", "tq4", sinks=4, window=20, recent=64, normalize=normalize)
+    one = make_spec("tq4", "tq4", sinks=4, window=20, normalize=normalize)
     kept = layers(spec)
     config = EvictConfig("random:trigger=8:granularity=16", recall="auto")
     sequence = Sequence(EvictionPlan(config, Budget(tokens=250), LAYERS), {})
@@ -134,18 +134,18 @@ def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, con
     assert len(gone) > 100
     words, means = sequence.archive.keys(sequence.archived, 0)
     counts = [len(extent.positions) for extent in sequence.archived]
-    known = conditioning_of(caches[0], means, mx.array(np.repeat(np.arange(len(counts)), counts), mx.int32))
+    known = normalization_of(caches[0], means, mx.array(np.repeat(np.arange(len(counts)), counts), mx.int32))
     key = leaving(caches[0])[1].key
     found = decode(key, leaving(caches[0])[1].split_keys(mx.array(words)[None]), known)
     wanted = kept[0].keys_and_values()[0].view.cold_keys()[:, :, mx.array(gone - 4)]
-    rounding = 2.0**-11 * float(mx.abs(wanted).max()) if condition else 0
+    rounding = 2.0**-11 * float(mx.abs(wanted).max()) if normalize else 0
     assert float(mx.abs(found - wanted).max()) <= 4 * rounding + 2.0**-20 * float(mx.abs(wanted).max())
     sequence.recall(caches, sequence.archived)
     assert_same_rows(caches[:1], kept[:1])
 
 
 def test_recalled_rows_stay_through_a_round_and_are_not_counted():
-    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
     append(caches, 0, 300, 20)
     sequence = sequence_in(caches)
     live = caches[0].size()
@@ -183,7 +183,7 @@ def test_named_ranges_come_whole_or_not_at_all(archived, live, spans, most):
 
 
 def test_a_damaged_block_is_left_out(tmp_path):
-    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
     append(caches, 0, 300, 20)
     sequence = sequence_in(caches)
     archive, first = sequence.archive, sequence.archived[0]
@@ -196,7 +196,7 @@ def test_a_damaged_block_is_left_out(tmp_path):
 
 
 def test_of_a_damaged_file_the_other_blocks_come_back():
-    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
     append(caches, 0, 300, 20)
     blocks = len(sequence_in(caches).archived)
     loaded = sequence_in(through_file(caches, lambda data: data[:-9] + b"?" + data[-8:]))
@@ -207,7 +207,7 @@ def test_of_a_damaged_file_the_other_blocks_come_back():
 
 
 def test_a_block_that_cannot_be_read_is_all_that_a_saved_conversation_lacks():
-    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
     append(caches, 0, 300, 20)
     sequence = sequence_in(caches)
     last = max(sequence.archived, key=lambda extent: extent.start)
@@ -219,7 +219,7 @@ def test_a_block_that_cannot_be_read_is_all_that_a_saved_conversation_lacks():
 
 
 def test_rows_that_are_back_when_a_conversation_is_saved_come_no_second_time():
-    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
     append(caches, 0, 300, 20)
     sequence = sequence_in(caches)
     live = caches[0].positions.tolist()
@@ -245,7 +245,7 @@ def test_rows_that_are_back_when_a_conversation_is_saved_come_no_second_time():
 def test_what_left_at_the_limit_never_comes_back_and_the_rest_is_exact(key, granularity, step, share, seed, way):
     """Rows and positions that return are those of a cache that lost nothing, where others left, also while back."""
     rng = np.random.default_rng(seed)
-    spec = make_spec(key, "tq4", prefix=4, window=20)
+    spec = make_spec(key, "tq4", sinks=4, window=20)
     plain, caches, free = layers(spec), *(layers(spec, 64, f"random:trigger=8:granularity={granularity}") for _ in "12")
     append(plain, 0, 210, 70)
     append(free, 0, 210, step)
@@ -278,7 +278,7 @@ def test_what_left_at_the_limit_never_comes_back_and_the_rest_is_exact(key, gran
 
 def test_what_made_room_while_it_was_back_is_archived_again_and_counts_are_saved():
     """Its rows were in the cache; what was asked for once stays longest, also in a conversation that is loaded."""
-    spec = make_spec("tq4", "tq4", prefix=4, window=20)
+    spec = make_spec("tq4", "tq4", sinks=4, window=20)
     plain, caches = layers(spec), layers(spec, 90, "recency:trigger=8:granularity=32")
     append(plain, 0, 400, 20)
     append(caches, 0, 300, 20)
@@ -302,7 +302,7 @@ def test_what_made_room_while_it_was_back_is_archived_again_and_counts_are_saved
 
 def test_without_a_file_the_conversation_goes_on(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    caches = layers(make_spec("tq4", "tq4", prefix=4, window=20), 90)
+    caches = layers(make_spec("tq4", "tq4", sinks=4, window=20), 90)
     append(caches, 0, 300, 20)
     sequence = sequence_in(caches)
     assert "no file can be made in /dev/null/mlx_tq: Not a directory" in sequence.archive.take_warning()
@@ -313,22 +313,22 @@ def test_without_a_file_the_conversation_goes_on(monkeypatch):
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     key=st.sampled_from(formats(128, keys=True)),
-    condition=st.booleans(),
-    prefix=st.sampled_from([0, 5, 32]),
+    normalize=st.booleans(),
+    sinks=st.sampled_from([0, 5, 32]),
     window=st.sampled_from([20, 70]),
     granularity=st.sampled_from([1, 16, 32]),
     share=st.floats(0, 1, exclude_max=True),
     back=st.booleans(),
     copied=st.booleans(),
 )
-def test_a_trim_past_evictions(key, condition, prefix, window, granularity, share, back, copied):
+def test_a_trim_past_evictions(key, normalize, sinks, window, granularity, share, back, copied):
     """Rows, means and positions are those of a cache that lost nothing, trimmed likewise; what is gone is archived.
 
     By mlx-lm's function, which trims layer by layer, also copies that are no sequence again yet.
     """
-    spec = make_spec(key, "tq4", prefix=prefix, window=window, condition=condition)
+    spec = make_spec(key, "tq4", sinks=sinks, window=window, normalize=normalize)
     plain = layers(spec)
-    caches = layers(spec, prefix + window + 40, f"random:trigger=8:granularity={granularity}")
+    caches = layers(spec, sinks + window + 40, f"random:trigger=8:granularity={granularity}")
     for each in (plain, caches):
         append(each, 0, 333, 37)
     sequence = sequence_in(caches)
@@ -359,7 +359,7 @@ def test_a_trim_past_evictions(key, condition, prefix, window, granularity, shar
 
 def test_what_a_trim_brought_back_is_forgotten_once_other_tokens_are_read():
     """The block in which it ended holds other tokens when the next trim asks for it."""
-    spec = make_spec("tq4", "tq4", prefix=4, window=60)
+    spec = make_spec("tq4", "tq4", sinks=4, window=60)
     plain, caches = layers(spec), layers(spec, 90, "recency:trigger=8:granularity=32")
     for length in (150, 155):
         for each in (plain, caches):
@@ -386,7 +386,7 @@ def assert_same_stored(caches, others):
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_trim_past_evictions_without_the_rows_is_refused(every):
     """Where nothing was archived, and where all blocks or some are damaged; nothing is trimmed then, or comes back."""
-    spec = make_spec("tq4", "tq4", prefix=4, window=60)
+    spec = make_spec("tq4", "tq4", sinks=4, window=60)
     lossy, damaged = (
         layers(spec, 90, "recency:trigger=8:granularity=1"),
         layers(spec, 90, "recency:trigger=8:granularity=1"),
@@ -409,20 +409,20 @@ def test_a_trim_past_evictions_without_the_rows_is_refused(every):
 
 
 @settings(max_examples=24, deadline=None, derandomize=True)
-@given(place=st.integers(64, 500), condition=st.booleans())
-def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_asked_for(place, condition):
-    spec = make_spec("q8", "tq4", prefix=5, window=20, condition=condition)
+@given(place=st.integers(64, 500), normalize=st.booleans())
+def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_asked_for(place, normalize):
+    spec = make_spec("q8", "tq4", sinks=5, window=20, normalize=normalize)
     caches = layers(spec, 65, "random:trigger=8:granularity=32")
     append(caches, 0, len(KEYS[0, 0]), 100)
     sequence = sequence_in(caches)
     sequence.listen(range(LAYERS), rounds=False)
     for number in range(LAYERS):
         sequence.listener(number)(mx.roll(KEYS, number, axis=-1)[:, :, place : place + 1], 0.5)
-    number, inside = divmod(place - spec.prefix, BLOCK)
+    number, inside = divmod(place - spec.sinks, BLOCK)
     wanted = {number, number + (1 if inside >= BLOCK / 2 else -1)}
-    there = {(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in sequence.archived}
+    there = {(int(extent.positions[0]) - spec.sinks) // BLOCK for extent in sequence.archived}
     found = sequence.look(caches, 1, 2 * BLOCK).chosen
-    blocks = [(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in found]
+    blocks = [(int(extent.positions[0]) - spec.sinks) // BLOCK for extent in found]
     if number in there:
         assert blocks[0] == number
         assert wanted & there <= set(blocks)
@@ -432,18 +432,18 @@ def test_a_block_comes_with_its_neighbour_on_the_side_of_the_token_that_was_aske
 @given(places=st.lists(st.integers(0, 13), min_size=1, max_size=3, unique=True), most=st.sampled_from([64, 512]))
 def test_what_no_token_of_the_question_singles_out_stays_away_though_there_is_room(places, most):
     """A token asks for each of these blocks by the very key of one of its tokens; nothing asks for the others."""
-    spec = make_spec("q8", "tq4", prefix=5, window=20)
+    spec = make_spec("q8", "tq4", sinks=5, window=20)
     caches = layers(spec, 65, "random:trigger=8:granularity=32")
     append(caches, 0, len(KEYS[0, 0]), 100)
     sequence = sequence_in(caches)
-    asked_for = [spec.prefix + BLOCK * place + 20 for place in places]  # what lies behind goes on in the next block
+    asked_for = [spec.sinks + BLOCK * place + 20 for place in places]  # what lies behind goes on in the next block
     sequence.listen(range(LAYERS), rounds=False)
     for number in range(LAYERS):
         sequence.listener(number)(mx.roll(KEYS, number, axis=-1)[:, :, mx.array(asked_for)], 2.0)
-    there = {(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in sequence.archived}
+    there = {(int(extent.positions[0]) - spec.sinks) // BLOCK for extent in sequence.archived}
     wanted = {place for place in places if place in there}
     found = sequence.look(caches, len(places), most).chosen
-    blocks = [(int(extent.positions[0]) - spec.prefix) // BLOCK for extent in found]
+    blocks = [(int(extent.positions[0]) - spec.sinks) // BLOCK for extent in found]
     if most == 512 and wanted:
         assert wanted <= set(blocks) <= {place + side for place in wanted for side in (0, 1)}
     assert sum(len(extent.positions) for extent in found) <= most

@@ -35,7 +35,7 @@ def keys_at(*places):
 
 def evicted(asked):
     """A sequence that lost all but a few tokens, and its layers, which ask with these queries, by layer."""
-    caches = layers(make_spec("q8", "tq4", prefix=PREFIX, window=20), 65, "recency:trigger=8:granularity=32", LAYERS)
+    caches = layers(make_spec("q8", "tq4", sinks=PREFIX, window=20), 65, "recency:trigger=8:granularity=32", LAYERS)
     append(caches, 0, TOKENS, 100)
     sequence = sequence_in(caches)
     sequence.archive.settle()

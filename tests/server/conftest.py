@@ -9,7 +9,7 @@ from mlx_tq.models import load
 from .harness import running
 
 # Small regions, so that a page of text is mostly packed.
-PACKED = ("--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
+PACKED = ("--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
 # The end-of-text tokens of the embedded model, as a bias that lets an answer run on to its limit.
 ENDLESS = {"0": -100, "2": -100}
 

@@ -14,7 +14,7 @@ from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prefixes import salt_of
 
-CONFIG = profile("small", prefix=16, window=32)
+CONFIG = profile("small", sinks=16, window=32)
 LIMITS = {
     "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_size": 4,
     "prompt_cache_bytes": 2**40, "memory": None,

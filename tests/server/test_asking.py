@@ -20,7 +20,7 @@ from mlx_tq.server.jobs import Job, Piece, Quoted, Start, Started
 
 from .engines import GREEDY, LIMITS, make_engine, outcome, serve
 
-CONFIG = KVConfig("q8", "tq4", prefix=16, window=64, evict=EvictConfig("recency:trigger=32", 160, recall=96))
+CONFIG = KVConfig("q8", "tq4", sinks=16, window=64, evict=EvictConfig("recency:trigger=32", 160, recall=96))
 ENDLESS = make_logits_processors({0: -100.0, 2: -100.0})  # the end-of-text tokens of the embedded model
 STEP = LIMITS["prefill_step_size"]
 TOKENS = CONFIG.evict.recall_every + 8  # one look; when the next one comes depends on how long it took

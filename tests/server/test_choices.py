@@ -83,7 +83,7 @@ def test_several_prompts_are_each_what_they_say_alone(server):
 def test_choices_over_caches_that_lose_tokens(loaded, recall):
     """Also where rows come back for the question; greedy choices are all what one alone says."""
     evict = EvictConfig("recency:granularity=16:trigger=32", 160, recall=recall)
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=evict)
+    config = KVConfig("q8", "tq4", sinks=16, window=32, evict=evict)
     text, question = facts(40, 417295)
     said = [{"role": "user", "content": f"{text}\n\n{question}"}]
     ids = loaded[1].apply_chat_template(said, add_generation_prompt=True)

@@ -256,7 +256,7 @@ def test_an_archive_that_fails_is_logged_once_and_the_tokens_are_those_without_r
     texts = []
     for rows in ("off", 96):
         evict = EvictConfig("recency:granularity=16:trigger=32", 100, rows)
-        engine = make_engine(loaded, KVConfig("q8", "tq4", prefix=16, window=32, evict=evict))
+        engine = make_engine(loaded, KVConfig("q8", "tq4", sinks=16, window=32, evict=evict))
         (events,) = serve(engine, [make_job(300)])
         texts.append([event.text for event in events if isinstance(event, Piece)])
     assert texts[0] == texts[1]
@@ -271,7 +271,7 @@ def test_rows_come_back_for_the_question_of_a_request(loaded, step):
     """
     tokenizer = loaded[1]
     config = KVConfig(
-        "q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160, "off")
+        "q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160, "off")
     )
 
     def answers(config):
@@ -300,7 +300,7 @@ def test_rows_come_back_for_the_question_of_a_request(loaded, step):
 
 def test_a_look_that_fails_ends_its_request_and_the_next_one_is_answered(loaded, monkeypatch):
     """It fails between two steps, with the document read and the question not."""
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
+    config = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
     engine = make_engine(loaded, config)
 
     def fail(*_, **__):
@@ -325,7 +325,7 @@ def test_a_look_that_fails_ends_its_request_and_the_next_one_is_answered(loaded,
 
 def test_a_request_that_is_repeated_asks_with_its_whole_question(loaded, monkeypatch):
     """What is kept of the first time ends before it: its last token alone would bring back something else."""
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
+    config = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
     engine, asked = make_engine(loaded, config), []
 
     def spied(model, caches, ids, *arguments, **options):

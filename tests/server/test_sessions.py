@@ -17,7 +17,7 @@ FACT = "The access code is 417295."
 QUESTION = "What is the access code?"
 # What is read in steps of 64 tokens loses all but the newest on the way.
 EVICTS = (
-    "--kv-profile", "safe", "--kv-prefix", "16", "--kv-window", "32", "--kv-evict", "recency:granularity=16",
+    "--kv-profile", "safe", "--kv-sinks", "16", "--kv-window", "32", "--kv-evict", "recency:granularity=16",
     "--kv-budget", "64", "--prefill-step-size", "64", "--kv-recall", "off",
 )  # fmt: skip
 

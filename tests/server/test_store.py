@@ -120,7 +120,7 @@ def test_the_question_is_read_over_what_is_restored(loaded, store):
     ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
     document, _ = question_of(tokenizer, ids)
     evict = EvictConfig("recency:granularity=16:trigger=32", 2000, recall=96)
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=evict)
+    config = KVConfig("q8", "tq4", sinks=16, window=32, evict=evict)
     plain, _ = answers(make_engine(loaded, config), [job_of(ids)])
     assert answers(make_engine(loaded, config, store), [job_of(ids)]) == (plain, [0])
     assert answers(make_engine(loaded, config, store), [job_of(ids)]) == (plain, [len(document)])

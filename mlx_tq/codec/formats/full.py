@@ -20,7 +20,7 @@ class FullCodec(Codec):
         return self.head_dim * self.dtype.size // 2
 
     def encode(self, x: mx.array) -> Encoded:
-        """Take vectors [..., D] as they are, as 16-bit words; conditioned ones, which are fp32, in the model's type."""
+        """Take vectors [..., D] as they are, as 16-bit words; normalized ones, which are fp32, in the model's type."""
         if self.dtype == mx.float16 and x.dtype != mx.float16:
             x = mx.clip(x, -FP16_MAX, FP16_MAX)
         return Encoded(x.astype(self.dtype).view(mx.uint16), None)
@@ -34,7 +34,7 @@ class FullCodec(Codec):
         return [(slice(None), mx.contiguous(codes.view(self.dtype).swapaxes(-1, -2)).astype(mx.float32))]
 
     def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
-        """Finite values beyond fp16, which only conditioned keys have."""
+        """Finite values beyond fp16, which only normalized keys have."""
         beyond = mx.logical_and(peak > FP16_MAX, mx.isfinite(peak))
         return beyond if self.dtype == mx.float16 else mx.zeros(peak.shape, mx.bool_)
 

@@ -117,7 +117,7 @@ def build_case(
     tokens: int,
     depth: float,
     seed: int,
-    prefix: int = KVConfig.prefix,
+    sinks: int = KVConfig.sinks,
     window: int = KVConfig.window,
     chat: bool | None = None,
 ) -> Case:
@@ -129,7 +129,7 @@ def build_case(
         tokens: length of the prompt, question included.
         depth: 0 the start of the text, 1 its end; moved as far as needed for the needle to be packed wholly.
         seed: of the words, the number and the place in the text.
-        prefix: of the cache, in tokens.
+        sinks: of the cache, in tokens.
         window: of the cache, in tokens.
         chat: ask inside the tokenizer's chat template; by default, where it has one.
 
@@ -138,7 +138,7 @@ def build_case(
     """
     rng = random.Random(seed)
     fact = code_word(rng)
-    scene = build_scene(tokenizer, text, [fact], [depth], rng, tokens=tokens, prefix=prefix, window=window, chat=chat)
+    scene = build_scene(tokenizer, text, [fact], [depth], rng, tokens=tokens, sinks=sinks, window=window, chat=chat)
     return Case(
         ids=[*scene.ids, *scene.questions[0]],
         answer=fact.answer,
@@ -156,7 +156,7 @@ def build_scene(
     rng: random.Random,
     *,
     tokens: int,
-    prefix: int = KVConfig.prefix,
+    sinks: int = KVConfig.sinks,
     window: int = KVConfig.window,
     chat: bool | None = None,
 ) -> Scene:
@@ -169,7 +169,7 @@ def build_scene(
         depths: ascending, 0 the start of the text and 1 its end; moved as far as needed.
         rng: chooses the place in the text.
         tokens: length of the text with the longest of the questions.
-        prefix: of the cache, in tokens.
+        sinks: of the cache, in tokens.
         window: of the cache, in tokens.
         chat: ask inside the tokenizer's chat template; by default, where it has one.
 
@@ -186,12 +186,12 @@ def build_scene(
     frames = [_frame(tokenizer, chat, fact.question) for fact in facts]
     head, tail = frames[0][0], max((tail for _, tail in frames), key=len)
     space = tokens - len(head) - len(tail) - planted
-    spec = CacheSpec.for_layer(KVConfig(prefix=prefix, window=window), 0, "q8", "q8")
-    first, last = max(prefix, len(head)), spec.packed_until(tokens - len(tail)) - planted
+    spec = CacheSpec.for_layer(KVConfig(sinks=sinks, window=window), 0, "q8", "q8")
+    first, last = max(sinks, len(head)), spec.packed_until(tokens - len(tail)) - planted
     if space <= 0 or last < first:
-        least = len(head) + prefix + window + planted + len(tail) + 64
-        kept = f" with prefix {prefix} and window {window}" if prefix or window else ""
-        smaller = ", or a smaller --kv-prefix and --kv-window" if kept else ""
+        least = len(head) + sinks + window + planted + len(tail) + 64
+        kept = f" with sinks {sinks} and window {window}" if sinks or window else ""
+        smaller = ", or a smaller --kv-sinks and --kv-window" if kept else ""
         raise ConfigError(
             f"a prompt of {tokens} tokens{kept} has no room for needles of {planted} packed tokens; take at least "
             f"{least} tokens{smaller}."

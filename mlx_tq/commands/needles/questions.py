@@ -36,7 +36,7 @@ def scenes(tokenizer: Any, text: str, count: int, length: int, seed: int = 0) ->
     for _ in range(count):
         facts = [make(rng) for make in rng.sample(KINDS, len(KINDS))]
         depths = sorted(rng.random() for _ in facts)
-        scene: Scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, prefix=0, window=0)
+        scene: Scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, sinks=0, window=0)
         answers = [tokenizer.encode(fact.answer, add_special_tokens=False) for fact in facts]
         yield Asked(scene.ids, [[*q, *a] for q, a in zip(scene.questions, answers, strict=True)])
 

@@ -18,7 +18,7 @@ from mlx_tq.policies import EvictConfig, TriAttention
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.rescue import AUTO, OFF
 
-_PREFIX, _WINDOW = 32, 128
+_SINKS, _WINDOW = 32, 128
 _ANSWER_TOKENS = 32
 _SHOWN = 44  # characters of an answer in the table
 _START_S = 60.0
@@ -49,7 +49,7 @@ class Outcome:
 
 def ways(budget: str) -> dict[str, tuple[KVConfig, str]]:
     """The configuration and the rescue of each way to keep the conversation."""
-    packed = profile(DEFAULT_PROFILE, prefix=_PREFIX, window=_WINDOW)
+    packed = profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
     policy = TriAttention(stats=TEXT, warmup=256, granularity=64, trigger=64)  # at once: no questions are asked first
     evicting = replace(packed, evict=EvictConfig(policy, budget, "off"))  # rescue by itself
     return {
@@ -87,7 +87,7 @@ def converse(model: Any, tokenizer: Any, case: Case, name: str, config: KVConfig
 def run(args: argparse.Namespace) -> int:
     """Keep the conversation in each way; returns 1 if rescue did not bring back what fp16 found."""
     model, tokenizer = load_chosen(args)
-    room = {"prefix": _PREFIX, "window": _WINDOW + 64}
+    room = {"sinks": _SINKS, "window": _WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
     console.print(
         f"A text of {case.question:,} tokens; at token {case.needle[0]:,} stands the code word {case.answer}."

@@ -62,7 +62,7 @@ def check_format(name: str) -> Check:
 def check_attention() -> Check:
     """Attention over a compressed cache against attention over the decoded cache."""
     mx.random.seed(0)
-    config = KVConfig(key="q8", value="tq4", prefix=32, window=32)
+    config = KVConfig(key="q8", value="tq4", sinks=32, window=32)
     cache = CompressedKVCache(CacheSpec.for_layer(config, 0, config.key, config.value))
     keys, values = (mx.random.normal((1, 2, 512, _DIM)) for _ in range(2))
     view = cache.append(keys[:, :, :511], values[:, :, :511])

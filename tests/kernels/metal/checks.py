@@ -11,7 +11,7 @@ from cases import HEADS, Problem, check_attention, double, exact, make_problem, 
 from simulated import simulated
 
 from mlx_tq.codec import Codec
-from mlx_tq.codec.conditioning import Conditioning
+from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import thresholds
@@ -34,32 +34,32 @@ def encodes(problem: Problem, **how: Any) -> None:
         y[:, 0, -1], y[:, 1, -1, 1:] = 0, 0
         y[:, 1, ::7] = y[:, 1, ::7] * 2e4
         vectors.append(mx.contiguous(y.astype(x.dtype).swapaxes(1, 2)).swapaxes(1, 2))
-    expected = encode_ref(*vectors, problem.layout, problem.conditioning)
+    expected = encode_ref(*vectors, problem.layout, problem.normalization)
     with simulated(**how) as counters:
-        found = _encode_gpu(*vectors, problem.layout, problem.conditioning)
+        found = _encode_gpu(*vectors, problem.layout, problem.normalization)
     assert same_bits(found.rows, expected.rows)
     assert found.health.tolist() == expected.health.tolist()
-    counted = counters[-1]  # before it, the means of conditioned keys are rotated back
+    counted = counters[-1]  # before it, the means of normalized keys are rotated back
     assert counted.loaded["keys"] == vectors[0].nbytes, "each value is loaded once"
     assert counted.loaded["values"] == vectors[1].nbytes
     assert counted.stored["packed_rows"] == found.rows.nbytes, "each word is stored once"
 
 
-def flags(key: str, dtype: str, conditioned: bool, **how: Any) -> None:
+def flags(key: str, dtype: str, normalized: bool, **how: Any) -> None:
     """Values at fp16's limit, above it, infinite, and no numbers: counted as the codec counts them."""
     problem = make_problem((64, 80), key=key, value="tq3", dtype=dtype, body=8)
-    layout, (keys, values), conditioning = problem.layout, problem.packed, None
+    layout, (keys, values), normalization = problem.layout, problem.packed, None
     for i, value in enumerate((65504.0, 65536.0, 1e30, float("inf"), float("-inf"), float("nan"))):
         keys[:, 0, i, 3] = value
         values[:, 1, i, 70] = value
     keys[:, 1, 5, 0], keys[:, 1, 5, 1] = float("nan"), float("inf")
-    if conditioned:  # one dim of whose keys exceeds fp16 once it is weighted
+    if normalized:  # one dim of whose keys exceeds fp16 once it is weighted
         weights = mx.where(mx.arange(64) == 9, 4.0, 1.0)
         keys[:, 1, 6, 9] = -30000
-        conditioning = Conditioning(mx.broadcast_to(weights, (2, HEADS, 64)), mx.zeros((2, HEADS, 1, 64), mx.float16))
-    expected = encode_ref(keys, values, layout, conditioning)
+        normalization = KeyNormalization(mx.broadcast_to(weights, (2, HEADS, 64)), mx.zeros((2, HEADS, 1, 64), mx.float16))
+    expected = encode_ref(keys, values, layout, normalization)
     with simulated(**how):
-        found = _encode_gpu(keys, values, layout, conditioning)
+        found = _encode_gpu(keys, values, layout, normalization)
     assert found.health.tolist() == expected.health.tolist()
     finite = (mx.isfinite(keys).all(axis=-1) & mx.isfinite(values).all(axis=-1))[..., None]
     assert mx.array_equal(mx.where(finite, found.rows, 0), mx.where(finite, expected.rows, 0))
@@ -67,13 +67,13 @@ def flags(key: str, dtype: str, conditioned: bool, **how: Any) -> None:
 
 def dequantizes(problem: Problem, **how: Any) -> None:
     """Rows decode as exactly as mlx's operations do it; what follows them is rotated exactly as by itself."""
-    layout, full, conditioning = problem.layout, problem.full, problem.conditioning
+    layout, full, normalization = problem.layout, problem.full, problem.normalization
     rows, dtype = problem.arguments["rows"][:, :, : problem.arguments["body"]], full[0].dtype
-    expected = dequantize_ref(rows, layout, dtype, full, conditioning)
+    expected = dequantize_ref(rows, layout, dtype, full, normalization)
     for following in (None, full):
         with simulated(**how) as counters:
-            found = _dequantize_gpu(rows, layout, dtype, following, conditioning)
-        parts = ((layout.key, layout.keys(rows), conditioning), (layout.value, layout.values(rows), None))
+            found = _dequantize_gpu(rows, layout, dtype, following, normalization)
+        parts = ((layout.key, layout.keys(rows), normalization), (layout.value, layout.values(rows), None))
         for out, expectation, part in zip(found, expected, parts, strict=True):
             truth, count = exact(*part), rows.shape[2]
             ours, theirs = out[:, :, :count], expectation[:, :, :count]
@@ -96,9 +96,9 @@ def scores(problem: Problem, turned: int = 1, **how: Any) -> None:
     dims = np.random.default_rng(3).permutation(dim)[: dim // turned if turned else 0].reshape(2, -1)
     queries = random((heads, groups, dim), "float32", seed=2)
     weights = mx.abs(random((heads, groups, dims.shape[1]), "float32", seed=4))
-    arguments = rows, body, layout, queries, weights, mx.array(dims, mx.int32), problem.conditioning
-    decoded = exact(layout.key, layout.keys(rows[:, :, :body]), problem.conditioning)
-    keys = unrotated(layout.key, decoded, problem.conditioning)
+    arguments = rows, body, layout, queries, weights, mx.array(dims, mx.int32), problem.normalization
+    decoded = exact(layout.key, layout.keys(rows[:, :, :body]), problem.normalization)
+    keys = unrotated(layout.key, decoded, problem.normalization)
     lengths = np.sqrt(sum(keys[..., index] ** 2 for index in dims))
     truth = np.array(queries, np.float64) @ keys.swapaxes(-1, -2)
     truth += np.array(weights, np.float64) @ lengths.swapaxes(-1, -2)
@@ -117,12 +117,12 @@ def scores(problem: Problem, turned: int = 1, **how: Any) -> None:
 
 def recalls(problem: Problem, sizes: tuple[int, ...], **how: Any) -> None:
     """Maxima of blocks and the log-sum-exp of all, but for fp32's roundings, as the twin; keys lie as in an archive."""
-    rows, body, layout, conditioning = (problem.arguments[name] for name in ("rows", "body", "layout", "conditioning"))
+    rows, body, layout, normalization = (problem.arguments[name] for name in ("rows", "body", "layout", "normalization"))
     queries = problem.arguments["queries"].astype(mx.float32) * problem.arguments["scale"]
     keys = layout.split_keys(layout.split(rows)[0][:, :, :body])
     sizes = cut(sizes, body)
-    arguments = grouped(queries, HEADS, layout, conditioning), keys, layout, conditioning, sizes
-    stored = unrotated(layout.key, exact(layout.key, keys, conditioning), conditioning)
+    arguments = grouped(queries, HEADS, layout, normalization), keys, layout, normalization, sizes
+    stored = unrotated(layout.key, exact(layout.key, keys, normalization), normalization)
     truth = (double(queries).reshape(1, HEADS, -1, layout.key.head_dim) @ stored.swapaxes(-1, -2))[0]
     maxima = np.maximum.reduceat(truth, np.cumsum([0, *sizes[:-1]]), axis=-1)
     with simulated(**how) as counters:
@@ -161,10 +161,10 @@ def attends(problem: Problem, short: int = 0, peak: float = PEAK, **how: Any) ->
     return found
 
 
-def rotates(x: mx.array, inverse: bool = False, conditioning: Conditioning | None = None, **how: Any) -> None:
+def rotates(x: mx.array, inverse: bool = False, normalization: KeyNormalization | None = None, **how: Any) -> None:
     """Bit for bit as the codec; each value is loaded and stored once."""
     rotation = get_rotation("wht", x.shape[-1], 7)
-    options = {"inverse": inverse, "conditioning": conditioning}
+    options = {"inverse": inverse, "normalization": normalization}
     with simulated(**how) as counters:
         found = _wht_gpu(x, rotation, **options)
     assert same_bits(found, wht_ref(x, rotation, **options))

@@ -24,13 +24,13 @@ LENGTHS = ((97, 6), (0, 3), (1, 70), (200, 0), (33, 6))  # packed tokens, and re
 def problems(lengths=LENGTHS, **changes) -> list[Problem]:
     """One for each row, with spare capacity of its own; caches of one kind share the layout.
 
-    Of "mixed" ones some keys are conditioned.
+    Of "mixed" ones some keys are normalized.
     """
-    found, kinds = [], [changes.pop("conditioned", None)]
+    found, kinds = [], [changes.pop("normalized", None)]
     if kinds == ["mixed"]:
         kinds = ["gaps", None, "blocks", "blocks"]
     for seed, (body, recent) in enumerate(lengths):
-        changes["conditioned"] = kinds[seed % len(kinds)]
+        changes["normalized"] = kinds[seed % len(kinds)]
         problem = make_problem(**{**CASE, **changes}, body=body, recent=recent, seed=seed)
         problem.arguments["layout"] = (found or [problem])[0].layout
         for name in ("keys", "values"):
@@ -66,7 +66,7 @@ def check(rows: list[Problem], found: mx.array, peak: float = PEAK) -> None:
         {"key": "tq4", "value": "tq4"},
         {"dtype": "float32", "length": 1},
         {"key": "fp16", "dims": (80, 112)},
-        {"key": "tq4", "value": "tq4", "conditioned": "mixed"},
+        {"key": "tq4", "value": "tq4", "normalized": "mixed"},
     ],
     ids=["tq4", "float32", "fp16", "mixed"],
 )
@@ -75,12 +75,12 @@ def test_each_row_is_as_good_as_alone(changes, short):
     check(rows, together(rows, short=short))
 
 
-@pytest.mark.parametrize(("conditioned", "calls"), [(None, 2), ("blocks", 3)])
-def test_dispatches(conditioned, calls):
-    """One, or two, for each eight rows, or for four whose keys are conditioned."""
-    many = problems((*LENGTHS, *LENGTHS), length=1, mask=None, conditioned=conditioned)
+@pytest.mark.parametrize(("normalized", "calls"), [(None, 2), ("blocks", 3)])
+def test_dispatches(normalized, calls):
+    """One, or two, for each eight rows, or for four whose keys are normalized."""
+    many = problems((*LENGTHS, *LENGTHS), length=1, mask=None, normalized=normalized)
     check(many, together(many, short=4096))
-    rows = problems(((33, 1),) * 9, length=1, conditioned=conditioned)
+    rows = problems(((33, 1),) * 9, length=1, normalized=normalized)
     called = []
 
     def run(kernel, *, inputs, constants, output_shapes, output_dtypes, **call):
@@ -95,10 +95,10 @@ def test_dispatches(conditioned, calls):
         assert called == names * calls
 
 
-@pytest.mark.parametrize("conditioned", [None, "blocks", "gaps"])
-def test_rows_that_several_share_are_read_once(conditioned):
+@pytest.mark.parametrize("normalized", [None, "blocks", "gaps"])
+def test_rows_that_several_share_are_read_once(normalized):
     """Five share two buffers, one shares the first alone, and one nothing: each gets what it gets of rows in one."""
-    first = make_problem(**CASE, body=160, conditioned=conditioned, sinks=True, dtype="float32")
+    first = make_problem(**CASE, body=160, normalized=normalized, sinks=True, dtype="float32")
     whole = first.regions()
     shared = [SharedRows(spared(whole.rows[:, :, a:b], 3), b - a) for a, b in ((0, 64), (64, 96))]
     own = [(body, shared[:count]) for body, count in ((160, 2), (97, 2), (96, 2), (130, 2), (101, 2), (70, 1), (40, 0))]
@@ -116,7 +116,7 @@ def test_rows_that_several_share_are_read_once(conditioned):
         seen = attend(queries[:1], whole, **masked)
     with simulated() as calls, thresholds.using(KernelThresholds(short=4096)):
         found = attend_batch(queries, regions, **options)
-        assert len(calls) == (8 if conditioned is None else 12), (
+        assert len(calls) == (8 if normalized is None else 12), (
             "of five, or four and one: two buffers, own rows, merge"
         )
         alone = attend_batch(queries[:1], regions[:1], **options)
@@ -132,11 +132,11 @@ def test_the_twin_gives_each_row_what_it_gets_alone():
         check(rows, asked(rows), peak=2.0)
 
 
-@pytest.mark.parametrize("conditioned", [None, "gaps"])
+@pytest.mark.parametrize("normalized", [None, "gaps"])
 @pytest.mark.parametrize("short", [0, 4096], ids=["two", "one"])
-def test_metal_can_pass_all_arrays(short, conditioned):
+def test_metal_can_pass_all_arrays(short, normalized):
     """A function takes 31 buffers; what mlx adds for shapes and strides counts."""
-    rows = problems(length=1, sinks=True, conditioned=conditioned)
+    rows = problems(length=1, sinks=True, normalized=normalized)
     with simulated(), captured() as texts, thresholds.using(KernelThresholds(short=short)):
         asked(rows)
     counted = {name: sum(p.number is not None for p in parameters(text)) for name, text in texts.items()}

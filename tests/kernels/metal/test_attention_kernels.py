@@ -24,7 +24,7 @@ either_form = pytest.mark.parametrize("short", [0, ONE], ids=["two", "one"])
 
 # In two kernels: what makes another text, wide heads last, and what is data to one, large sizes first: in this order.
 FORMS = ("dims", "key", "value", "dtype")
-TEXT = (*FORMS, "conditioned")
+TEXT = (*FORMS, "normalized")
 TEXTS = sorted(covering({name: PARAMETERS[name] for name in TEXT}), key=lambda text: sum(text["dims"]))
 SIZES = sorted(
     covering({name: PARAMETERS[name] for name in PARAMETERS if name not in TEXT}),
@@ -58,7 +58,7 @@ SIZED_TEXTS = (
     {"dims": (64, 48), "key": "q8", "value": "tq2", "dtype": "bfloat16"},
     {"dims": (80, 48), "key": "fp16", "value": "q8", "dtype": "float16"},
 )
-REST = covering({name: PARAMETERS[name] for name in ("prefix", "recent", "mask", "sinks")})
+REST = covering({name: PARAMETERS[name] for name in ("sink_tokens", "recent", "mask", "sinks")})
 ALL = PARAMETERS | ALL_FORMATS | {"mask": (None, "causal", "bool", "additive"), "short": (0, 4096)}
 # Beside all sizes, those that hold one or two query rows in a lane: other texts, which few of all sizes need.
 FEW_ROWS = {"groups": (1, 2), "length": (1, 2), "body": (33, 97)}
@@ -118,7 +118,7 @@ def test_one_text_for_every_length(short):
     texts = set()
     with simulated(edit=lambda text: texts.add(text) or text), thresholds.using(KernelThresholds(short=short)):
         for body, mask in ((33, None), (97, "causal"), (257, "causal")):
-            make_problem(body=body, batch=1, prefix=body // 10, mask=mask).solve(_attend_gpu)
+            make_problem(body=body, batch=1, sink_tokens=body // 10, mask=mask).solve(_attend_gpu)
     assert len(texts) == (1 if short else 2)
     for least, kernels in ((111, 1), (110, 2)):  # the threshold counts all tokens
         with simulated() as counters, thresholds.using(KernelThresholds(short=least)):

@@ -36,7 +36,7 @@ PARAMETERS = {
     "key": FORMATS,
     "value": FORMATS,
     "dtype": DTYPES,
-    "conditioned": (None, "blocks", "gaps"),
+    "normalized": (None, "blocks", "gaps"),
     "rule": ("raw", "matched", "ls", "unbiased"),
     "wide": (False, True),
     "body": (1, 31, 32, 33, 97),
@@ -104,11 +104,11 @@ def test_under_sanitizers(name, number):
     check(name, {**CASES[number], "body": 3}, number, 0, sanitize=True)
 
 
-@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", ["q8", "tq4", "fp16"])
-def test_flags(key, dtype, conditioned):
-    flags(key, dtype, conditioned)
+def test_flags(key, dtype, normalized):
+    flags(key, dtype, normalized)
 
 
 X = random((2, 3, 20, 128))

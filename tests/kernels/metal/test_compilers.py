@@ -36,10 +36,10 @@ LAYOUTS = {
         "rule": "matched",
         **MASKED,
     },
-    "conditioned tq4": {"dims": (128, 128), "key": "tq4", "conditioned": "blocks", **MASKED},
+    "normalized tq4": {"dims": (128, 128), "key": "tq4", "normalized": "blocks", **MASKED},
     "tcq3 and tcq2": {"dims": (128, 256), "key": "tcq3", "value": "tcq2", "dtype": "bfloat16"},
-    "conditioned tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "conditioned": "blocks", **MASKED},
-    "conditioned fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "conditioned": "gaps"},
+    "normalized tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "normalized": "blocks", **MASKED},
+    "normalized fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "normalized": "gaps"},
 }
 
 
@@ -56,7 +56,7 @@ def texts(dialect: str = "metal") -> dict[str, str]:
     for name, case in LAYOUTS.items():
         problem = make_problem(**{"rule": "raw", "body": 4, "batch": 1, "groups": 4, "length": 1, **case})
         layout, rows = problem.layout, problem.arguments["rows"]
-        means = problem.conditioning
+        means = problem.normalization
         add(name, _encode_gpu, *problem.packed, layout, means)
         add(name, _dequantize_gpu, rows, layout, problem.full[0].dtype, problem.full, means)
         virtual = mx.zeros((2, 2, case["dims"][0])), mx.zeros((2, 2, 8)), mx.zeros((2, 8), mx.int32)
@@ -68,16 +68,16 @@ def texts(dialect: str = "metal") -> dict[str, str]:
                 add(name, problem.solve, _attend_gpu)
     for dim in (80, 128, 512):
         add(str(dim), _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
-    conditioning = make_problem(dims=(64, 64), conditioned="blocks").conditioning
-    asked = partial(_wht_gpu, conditioning=conditioning)
-    add("conditioned", asked, mx.zeros((2, 4, 3, 64), mx.float16), get_rotation("wht", 64, 0))
+    normalization = make_problem(dims=(64, 64), normalized="blocks").normalization
+    asked = partial(_wht_gpu, normalization=normalization)
+    add("normalized", asked, mx.zeros((2, 4, 3, 64), mx.float16), get_rotation("wht", 64, 0))
     add("any", _compact_gpu, mx.zeros((1, 2, 9, 33), mx.uint32), mx.arange(8), 8)
     return found
 
 
 BY_LAYOUT = ("encode", "dequantize", "attend", "merge", "attend_short", "score", "recall_score")
 NAMES = [f"{kernel} {name}" for kernel in BY_LAYOUT for name in LAYOUTS]
-NAMES += ["compact any", "wht 80", "wht 128", "wht 512", "wht conditioned"]
+NAMES += ["compact any", "wht 80", "wht 128", "wht 512", "wht normalized"]
 SHARED = 32768  # bytes of threadgroup memory that Metal has
 
 
@@ -106,13 +106,13 @@ def test_address_spaces(name):
         ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
         ("attend q8 and tq4", "auto vector = queries", "constant bfloat16_t* vector = queries"),
         ("attend q8 and tq4", "auto key = keys", "device ushort* key = keys"),
-        ("attend conditioned tq4", "auto index = (", "device int* index = ("),
+        ("attend normalized tq4", "auto index = (", "device int* index = ("),
         ("attend_short q8 and tq4", "auto query = asking", "thread float4* query = asking"),
         ("encode tcq3 and tcq2", "Values values;\nCosts", "thread float* values;\nCosts"),
         ("attend tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\ndevice const half* levels;"),
         ("dequantize tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\nthreadgroup half* levels;"),
         ("merge q8 and tq4", "Outputs outputs, Numbers", "threadgroup const float* outputs, Numbers"),
-        ("recall_score conditioned tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
+        ("recall_score normalized tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
         ("recall_score q8 and tq4", "auto key = key_values", "thread const float* key = key_values"),
         ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
     ],

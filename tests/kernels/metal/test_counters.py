@@ -11,12 +11,12 @@ from simulated import simulated
 
 from metal_sim.run import Counters
 from metal_sim.sdpa_vector import sdpa_vector
-from mlx_tq.codec.conditioning import MEAN_TOKENS
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.kernels import attend, attend_kernels, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 FEW, MANY = 96, 224
-CASE = {"dims": (128, 128), "key": "tq4", "value": "tq4", "batch": 1, "length": 1, "prefix": 0, "recent": 0}
+CASE = {"dims": (128, 128), "key": "tq4", "value": "tq4", "batch": 1, "length": 1, "sink_tokens": 0, "recent": 0}
 
 
 def counted(groups: int, body: int, **changes) -> Counters:
@@ -87,10 +87,10 @@ def test_trellis_codes_cost_less_than_polynomials(bits):
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_conditioned_keys_cost_at_most_5_percent(groups, dim):
+def test_normalized_keys_cost_at_most_5_percent(groups, dim):
     """Where no token has left; the two contexts differ by as many tokens as share a mean."""
     assert MANY - FEW == MEAN_TOKENS
     with thresholds.using(KernelThresholds(least_block=1024, short=0)):
-        plain, conditioned = (attend_operations(groups, dims=(dim, dim), conditioned=kind) for kind in (None, "blocks"))
-    print(f"plain {plain:.0f}, conditioned {conditioned:.0f}")
-    assert conditioned <= 1.05 * plain
+        plain, normalized = (attend_operations(groups, dims=(dim, dim), normalized=kind) for kind in (None, "blocks"))
+    print(f"plain {plain:.0f}, normalized {normalized:.0f}")
+    assert normalized <= 1.05 * plain

@@ -26,7 +26,7 @@ from mlx_tq.sequence.passes import compressed_caches
 
 PROMPT, ANSWER = 216, 6
 DIM, HEAVY = 128, 16 << 20
-CONFIG = KVConfig(key="q8", value="tq4", prefix=8, window=8)
+CONFIG = KVConfig(key="q8", value="tq4", sink_tokens=8, window=8)
 TEXT = "The access code of the north gate is 417295. The harbour is quiet at night, and the boats lie still. " * 6
 
 
@@ -100,7 +100,7 @@ def some(tokens: int, heads: int = 2) -> list[mx.array]:
 
 
 def cache_of(tokens: int) -> CompressedKVCache:
-    """One that has learned from their queries by what to condition keys."""
+    """One that has learned from their queries by what to normalize keys."""
     cache = CompressedKVCache(CacheSpec.for_layer(CONFIG, 0, CONFIG.key, CONFIG.value))
     mx.eval(cache.append(*some(tokens)).attend(some(tokens, heads=4)[0], 0.1, "causal", None))
     return cache
@@ -125,7 +125,7 @@ def test_steps_read_the_caches_own_memory(length):
             assert found["attend"]["full_values"] == address(cache._full[1])
             assert ("encode" in found) == (cache.body_tokens > packed)
             if "encode" in found:
-                behind_prefix = 2 * CONFIG.prefix * DIM
+                behind_prefix = 2 * CONFIG.sink_tokens * DIM
                 assert found["encode"]["keys"] == before[0] + behind_prefix
                 assert found["encode"]["values"] == before[1] + behind_prefix
 
@@ -137,7 +137,7 @@ def test_layers_agree_with_mlx_operations(embedded, dtype):
     if dtype == "float32":
         model, _ = load()
         model.set_dtype(mx.float32)
-    arm = parse_arm("tq4/tq4", prefix=8, window=8)
+    arm = parse_arm("tq4/tq4", sink_tokens=8, window=8)
     with simulated() as counters:
         rows, _ = measure_layers(Side(model, arm), Side(model, arm, "ops"), tokenizer.encode(TEXT)[:184], step=8)
     assert len(counters) > 2 * len(rows)

@@ -16,13 +16,13 @@ from metal_sim.run import SimulationError
 
 def cache(body: int, **changed):
     """Keys of 80 dims, values of 128: one is rotated in blocks, and codes of three bits span words."""
-    case = {"dims": (80, 128), "key": "tq3", "rule": "matched", "body": body, "batch": 1, "length": 1, "prefix": 2}
+    case = {"dims": (80, 128), "key": "tq3", "rule": "matched", "body": body, "batch": 1, "length": 1, "sink_tokens": 2}
     return make_problem(**case | changed)
 
 
 def attention(key: str, value_dim: int, mask="causal", body=100, **changed):
     """3 query heads of 2 queries, the first of which does not see the last token."""
-    sizes = {"dims": (80, value_dim), "key": key, "value": "tq3", "body": body, "groups": 3, "length": 2, "prefix": 34}
+    sizes = {"dims": (80, value_dim), "key": key, "value": "tq3", "body": body, "groups": 3, "length": 2, "sink_tokens": 34}
     return make_problem(**sizes | changed, recent=3, dtype="float32", mask=mask, sinks=True).asked(scale=0.2)
 
 
@@ -36,7 +36,7 @@ def attends_together(rows, **how):
 
 UNEVEN = {"lengths": ((97, 6), (0, 3), (161, 30)), "key": "tq4", "value": "tq4", "dtype": "float32"}
 BLOCKS = (5, 38)
-CONDITIONED = {"conditioned": "gaps", "batch": 2}
+NORMALIZED = {"normalized": "gaps", "batch": 2}
 # Each check, and on what.
 CHECKS = {
     "encoded": partial(encodes, cache(5)),
@@ -56,25 +56,25 @@ CHECKS = {
     "attended_at_once": partial(attends, attention("tq4", 192), short=1000),
     "attended_rings": partial(attends, attention("tcq3", 112, value="tcq2")),
     "batched": partial(attends_together, problems(**UNEVEN)),
-    "batched_mixed": partial(attends_together, problems(**UNEVEN, conditioned="mixed")),
+    "batched_mixed": partial(attends_together, problems(**UNEVEN, normalized="mixed")),
     "scored": partial(scores, cache(7, batch=2), turned=2),
     # 42 queries are six tiles, of which four are asked at once; blocks are shorter and longer than what a lane takes.
     "recalled": partial(recalls, asking_much(80), BLOCKS),
     # Two tiles at once, of three, over 16 keys.
     "recalled_wide": partial(recalls, asking_much(192, length=7), BLOCKS),
     "compacted": partial(compacts, some_rows(20), [0, 3, *range(6, 19)]),
-    # The same of conditioned keys.
-    "encoded_conditioned": partial(encodes, cache(25, **CONDITIONED)),
+    # The same of normalized keys.
+    "encoded_normalized": partial(encodes, cache(25, **NORMALIZED)),
     "flagged": partial(flags, "q8", "bfloat16", True),
     "flagged_fp16": partial(flags, "fp16", "float16", True),
-    "decoded_conditioned": partial(dequantizes, cache(25, **CONDITIONED)),
+    "decoded_normalized": partial(dequantizes, cache(25, **NORMALIZED)),
     # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
-    "attended_gaps": partial(attends, attention("tq3", 112, conditioned="gaps")),
-    "attended_blocks": partial(attends, attention("tq4", 64, body=300, conditioned="blocks"), short=1000),
-    "scored_conditioned": partial(scores, cache(7, **CONDITIONED), turned=2),
-    "recalled_conditioned": partial(recalls, asking_much(80, conditioned="gaps"), BLOCKS),
+    "attended_gaps": partial(attends, attention("tq3", 112, normalized="gaps")),
+    "attended_blocks": partial(attends, attention("tq4", 64, body=300, normalized="blocks"), short=1000),
+    "scored_normalized": partial(scores, cache(7, **NORMALIZED), turned=2),
+    "recalled_normalized": partial(recalls, asking_much(80, normalized="gaps"), BLOCKS),
     "queries_divided": partial(
-        rotates, random((2, 4, 3, 80), "float32"), conditioning=cache(9, **CONDITIONED).conditioning
+        rotates, random((2, 4, 3, 80), "float32"), normalization=cache(9, **NORMALIZED).normalization
     ),
 }
 MUTANTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())

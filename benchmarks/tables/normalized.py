@@ -1,12 +1,12 @@
-"""Tables of conditioned keys: how block means and weights were chosen, and what they win in the package."""
+"""Tables of normalized keys: how block means and weights were chosen, and what they win in the package."""
 
 from collections.abc import Callable
 
 from benchmarks.tables.markdown import RESULTS, Table, in_order, lines, machine, report
 
-STUDY = "conditioned_keys.json"
+STUDY = "normalized_keys.json"
 MODELS = {"embedded": "embedded", "smollm2": "SmolLM2-135M-Instruct", "gemma3-270m": "Gemma 3 270M"}
-FLAGS = "--chunks 1 --length 2048 --step 32 --kv-prefix 32 --kv-window 64"
+FLAGS = "--chunks 1 --length 2048 --step 32 --kv-sinks 32 --kv-window 64"
 _COMMAND = f"python -m mlx_tq evaluate divergence --profiles tq4/tq4,tq4:plain/tq4 --dtype float32 {FLAGS}"
 _WEIGHTS = {
     "none": "1",
@@ -17,7 +17,7 @@ _WEIGHTS = {
 
 
 def choice() -> Table:
-    """A row for each way to condition keys, most of them at 4 bits."""
+    """A row for each way to normalize keys, most of them at 4 bits."""
     about = report(STUDY)
     found = list(about["results"].values())
     rows = []
@@ -31,7 +31,7 @@ def choice() -> Table:
             rows.append(row)
     columns = ["keys", "mean of", "weights", *(f"{m}: {w}" for m in MODELS.values() for w in ("KLD", "top-1 %"))]
     command = (
-        "python -m benchmarks.quality.conditioned_keys embedded= smollm2=FOLDER gemma3-270m=FOLDER --text wiki.test.raw"
+        "python -m benchmarks.quality.normalized_keys embedded= smollm2=FOLDER gemma3-270m=FOLDER --text wiki.test.raw"
     )
     return Table(STUDY, command, machine(about), columns, rows, model="three models, in float32")
 
@@ -50,15 +50,15 @@ _MEANS = {
 
 
 def package() -> str:
-    """Conditioned against plain keys in the package, on each model; those not run yet are named."""
-    every = {model: f"quality_conditioned_{model}.json" for model in MODELS}
+    """Normalized against plain keys in the package, on each model; those not run yet are named."""
+    every = {model: f"quality_normalized_{model}.json" for model in MODELS}
     names = {model: name for model, name in every.items() if (RESULTS / name).exists()}
     missing = ", ".join(MODELS[model] for model in every if model not in names)
     rows = []
     for model, name in names.items():
         found = report(name)["results"]
         plain = found["tq4:plain/tq4"]["kld"]
-        for arm, what in (("tq4:plain/tq4", "plain"), ("tq4/tq4", "conditioned")):
+        for arm, what in (("tq4:plain/tq4", "plain"), ("tq4/tq4", "normalized")):
             r = found[arm]
             row = [MODELS[model], what, f"{r['kld']:.5f} ± {r['kld_error']:.5f}", f"{r['kld'] / plain:.3f}"]
             row += [f"{r['kld_median']:.6f}", f"{r['top1']:.1f} ± {r['top1_error']:.1f}", f"{100 * r['packed']:.0f}"]
@@ -74,4 +74,4 @@ def package() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], Table | str]] = {"conditioned_choice": choice, "conditioned": package}
+TABLES: dict[str, Callable[[], Table | str]] = {"normalized_choice": choice, "normalized": package}

@@ -1,4 +1,4 @@
-"""Conditioned keys: what a rotation would smear over the dims that queries read is taken out before it.
+"""Normalized keys: what a rotation would smear over the dims that queries read is taken out before it.
 
 Keys of real models have a large mean, and most of their energy in channels that queries hardly use. So a key is
 multiplied by a positive weight w of each pair of dims that RoPE turns, by which queries are divided: inner products
@@ -28,8 +28,8 @@ _FLOOR = 0.01
 
 
 @dataclass(frozen=True)
-class Conditioning:
-    """What the keys of packed rows were conditioned by.
+class KeyNormalization:
+    """What the keys of packed rows were normalized by.
 
     Attributes:
         scale: w, positive, fp32 [B, H, D].
@@ -50,7 +50,7 @@ class Conditioning:
             return self.index[:tokens]
         return mx.arange(self.first, self.first + tokens, dtype=mx.int32) // MEAN_TOKENS
 
-    def after(self, start: int) -> "Conditioning":
+    def after(self, start: int) -> "KeyNormalization":
         """That of the rows from `start` on."""
         if self.index is not None:
             return replace(self, index=self.index[start:])
@@ -68,7 +68,7 @@ class Conditioning:
 class Means(NamedTuple):
     """Means of blocks.
 
-    means: as `Conditioning` has them. clamped: how many exceeded fp16 and were clamped to it, int32.
+    means: as `KeyNormalization` has them. clamped: how many exceeded fp16 and were clamped to it, int32.
     """
 
     means: mx.array
@@ -138,56 +138,56 @@ def turned(means: mx.array, old: Rotation | None, new: Rotation | None) -> mx.ar
     return mx.clip(_forward(centres(means, old), new), -FP16_MAX, FP16_MAX).astype(means.dtype)
 
 
-def condition(keys: mx.array, conditioning: Conditioning, rotation: Rotation | None) -> mx.array:
+def normalize(keys: mx.array, normalization: KeyNormalization, rotation: Rotation | None) -> mx.array:
     """What a codec of that rotation encodes in place of keys [B, H, S, D]: w k less the token's mean, fp32."""
-    subtracted = _subtracted(conditioning, rotation, keys.shape[2])
-    return keys.astype(mx.float32) * conditioning.scale[:, :, None] - subtracted
+    subtracted = _subtracted(normalization, rotation, keys.shape[2])
+    return keys.astype(mx.float32) * normalization.scale[:, :, None] - subtracted
 
 
-def unconditioned(decoded: mx.array, conditioning: Conditioning, rotation: Rotation | None) -> mx.array:
-    """The keys of what `condition` made of them, fp32 [B, H, S, D], in whatever codec that was stored since."""
-    return (decoded + _subtracted(conditioning, rotation, decoded.shape[2])) / conditioning.scale[:, :, None]
+def denormalize(decoded: mx.array, normalization: KeyNormalization, rotation: Rotation | None) -> mx.array:
+    """The keys of what `normalize` made of them, fp32 [B, H, S, D], in whatever codec that was stored since."""
+    return (decoded + _subtracted(normalization, rotation, decoded.shape[2])) / normalization.scale[:, :, None]
 
 
-def _subtracted(conditioning: Conditioning, rotation: Rotation | None, tokens: int) -> mx.array:
-    return mx.take(centres(conditioning.means, rotation), conditioning.which(tokens), axis=2)
+def _subtracted(normalization: KeyNormalization, rotation: Rotation | None, tokens: int) -> mx.array:
+    return mx.take(centres(normalization.means, rotation), normalization.which(tokens), axis=2)
 
 
-def asking(queries: mx.array, conditioning: Conditioning | None) -> mx.array:
+def asking(queries: mx.array, normalization: KeyNormalization | None) -> mx.array:
     """Queries [B, Hq, L, D] over w, fp32; in their type where there is nothing to divide by."""
-    if conditioning is None:
+    if normalization is None:
         return queries
-    grouped = queries.astype(mx.float32).reshape(queries.shape[0], conditioning.scale.shape[1], -1, queries.shape[-1])
-    return (grouped / conditioning.scale[:, :, None]).reshape(queries.shape)
+    grouped = queries.astype(mx.float32).reshape(queries.shape[0], normalization.scale.shape[1], -1, queries.shape[-1])
+    return (grouped / normalization.scale[:, :, None]).reshape(queries.shape)
 
 
-def mean_scores(queries: mx.array, conditioning: Conditioning, tokens: int) -> mx.array:
+def mean_scores(queries: mx.array, normalization: KeyNormalization, tokens: int) -> mx.array:
     """What means add to scores: divided, rotated queries fp32 [B, H, N, D] and the first rows -> [B, H, N, tokens]."""
-    means = conditioning.means
-    if conditioning.index is None:
-        means = means[:, :, : -(-(conditioning.first + tokens) // MEAN_TOKENS)]
+    means = normalization.means
+    if normalization.index is None:
+        means = means[:, :, : -(-(normalization.first + tokens) // MEAN_TOKENS)]
     each = queries @ means.astype(mx.float32).swapaxes(-1, -2)
-    return mx.take(each, conditioning.which(tokens), axis=-1)
+    return mx.take(each, normalization.which(tokens), axis=-1)
 
 
-def decode_rotated(codec: Codec, encoded: Encoded, conditioning: Conditioning | None) -> mx.array:
-    """R (w k) of rows, fp32 [B, H, S, D]; R k where they are not conditioned."""
+def decode_rotated(codec: Codec, encoded: Encoded, normalization: KeyNormalization | None) -> mx.array:
+    """R (w k) of rows, fp32 [B, H, S, D]; R k where they are not normalized."""
     decoded = codec.decode_rotated(encoded)
-    return decoded if conditioning is None else decoded + conditioning.of_rows(decoded.shape[2])
+    return decoded if normalization is None else decoded + normalization.of_rows(decoded.shape[2])
 
 
-def decode(codec: Codec, encoded: Encoded, conditioning: Conditioning | None) -> mx.array:
+def decode(codec: Codec, encoded: Encoded, normalization: KeyNormalization | None) -> mx.array:
     """The keys of rows, fp32 [B, H, S, D]."""
-    if conditioning is None:
+    if normalization is None:
         return codec.decode(encoded)
-    whole = decode_rotated(codec, encoded, conditioning)
+    whole = decode_rotated(codec, encoded, normalization)
     whole = whole if codec.rotation is None else codec.rotation.inverse(whole)
-    return whole / conditioning.scale[:, :, None]
+    return whole / normalization.scale[:, :, None]
 
 
-def narrowed(x: mx.array, dtype: mx.Dtype, conditioning: Conditioning | None) -> mx.array:
+def narrowed(x: mx.array, dtype: mx.Dtype, normalization: KeyNormalization | None) -> mx.array:
     """Keys or queries in a model's type: weights can carry what fp16 holds beyond its range, where it is clamped."""
-    clamped = conditioning is not None and dtype == mx.float16
+    clamped = normalization is not None and dtype == mx.float16
     return (mx.clip(x, -FP16_MAX, FP16_MAX) if clamped else x).astype(dtype)
 
 

@@ -22,7 +22,7 @@ from mlx_tq.cache.gaps import Gaps
 
 KEYS, VALUES = uneven(260)
 WRONG = random_pair(100, seed=9)  # tokens that are trimmed again
-SPEC = make_spec("tq4", condition=True)
+SPEC = make_spec("tq4", normalize=True)
 
 
 def test_the_block_that_is_being_packed_keeps_its_mean():

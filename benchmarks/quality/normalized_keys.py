@@ -1,8 +1,8 @@
-"""Choose how keys are conditioned: block means and a pair scale in float32 around each format's own codec.
+"""Choose how keys are normalized: block means and a pair scale in float32 around each format's own codec.
 
-python -m benchmarks.quality.conditioned_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
-which every key behind the prefix is replaced by what its codes say; values stay as they are. Without a folder the
-embedded model is read. It resumes ../results/conditioned_keys.json.
+python -m benchmarks.quality.normalized_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
+which every key behind the sinks is replaced by what its codes say; values stay as they are. Without a folder the
+embedded model is read. It resumes ../results/normalized_keys.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from mlx_tq.seam.attention import compressed_attention
 from mlx_tq.seam.known_models import model_facts
 from mlx_tq.seam.probe import native_caches
 
-TARGET = Path(__file__).resolve().parent.parent / "results" / "conditioned_keys.json"
+TARGET = Path(__file__).resolve().parent.parent / "results" / "normalized_keys.json"
 PREFIX, FIRST, LEARNED, FLOOR = 32, 4, 128, 0.01
 # Length of a block, and the tokens of it that its mean is taken of: all, the first so many, or those before it.
 MEANS = {
@@ -66,7 +66,7 @@ class Fake:
     pairs: np.ndarray
 
     def __call__(self, keys: mx.array, queries: mx.array) -> mx.array:
-        """Keys [1, H, S, D] behind the prefix as their codes say."""
+        """Keys [1, H, S, D] behind the sinks as their codes say."""
         if self.codec is None:
             return keys
         weight, means = self.weight(keys, queries), self.centre(keys)
@@ -163,8 +163,8 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--tokens", type=int, default=768)
     args = parser.parse_args()
-    settings = {"text": Path(args.text).name, "tokens": args.tokens, "prefix": PREFIX}
-    results = Results(str(TARGET), "conditioned_keys", settings, resume=True)
+    settings = {"text": Path(args.text).name, "tokens": args.tokens, "sinks": PREFIX}
+    results = Results(str(TARGET), "normalized_keys", settings, resume=True)
     text = Path(args.text).read_text(encoding="utf-8")[: 16 * args.tokens]
     for model in args.models or ["embedded="]:
         label, _, folder = model.partition("=")
@@ -180,7 +180,7 @@ def main() -> None:
             )
             print(key, results.rows[key], flush=True)
     results.show(
-        "Conditioned keys",
+        "Normalized keys",
         ("", "KLD", "+-", "top-1 %"),
         [
             (key, f"{row['kld']:.5f}", f"{row['kld_error']:.5f}", f"{row['top1']:.1f}")

@@ -1,4 +1,4 @@
-"""Conditioned keys: means and weights against NumPy, with every kind of key format, and vectors meant to break them."""
+"""Normalized keys: means and weights against NumPy, with every kind of key format, and vectors meant to break them."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,11 +7,11 @@ from codec_reference import gaussian, make_codec, rotation_matrix
 
 from benchmarks.quality import adversarial
 from mlx_tq.codec import RowLayout, get_format
-from mlx_tq.codec.conditioning import (
+from mlx_tq.codec.normalization import (
     MEAN_TOKENS,
-    Conditioning,
+    KeyNormalization,
     block_means,
-    condition,
+    normalize,
     decode,
     decode_rotated,
     mean_scores,
@@ -41,24 +41,24 @@ def keys_of(seed=0) -> np.ndarray:
     )
 
 
-def conditioning_of(keys: np.ndarray, codec, scale: np.ndarray) -> Conditioning:
+def normalization_of(keys: np.ndarray, codec, scale: np.ndarray) -> KeyNormalization:
     blocks = [mx.array(keys[:, :, None, i : i + MEAN_TOKENS]) for i in range(0, TOKENS, MEAN_TOKENS)]
     means = [block_means(block, mx.array(scale), codec.rotation).means for block in blocks]
-    return Conditioning(mx.array(scale), mx.concatenate(means, axis=2))
+    return KeyNormalization(mx.array(scale), mx.concatenate(means, axis=2))
 
 
 def known(name: str):
-    """A codec that has learned what it learns, keys, and their conditioning."""
+    """A codec that has learned what it learns, keys, and their normalization."""
     keys, scale = keys_of(), (1 / np.sqrt(channels())).astype("f4")
     codec = make_codec(name, DIM).fit(mx.array((keys - keys.mean(axis=2, keepdims=True)) * scale[:, :, None]))
-    return codec, keys, conditioning_of(keys, codec, scale)
+    return codec, keys, normalization_of(keys, codec, scale)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_coded_is_less_its_mean(name):
-    codec, keys, conditioning = known(name)
-    x = condition(mx.array(keys), conditioning, codec.rotation)
-    found = np.array(decode(codec, codec.encode(x), conditioning), np.float64)
+    codec, keys, normalization = known(name)
+    x = normalize(mx.array(keys), normalization, codec.rotation)
+    found = np.array(decode(codec, codec.encode(x), normalization), np.float64)
     blocks = np.split(keys.astype(np.float64), [MEAN_TOKENS], axis=2)
     mean = np.concatenate([np.broadcast_to(b.mean(axis=2, keepdims=True), b.shape) for b in blocks], axis=2)
     weight = 1 / np.sqrt(channels().astype(np.float64))[:, :, None]
@@ -72,7 +72,7 @@ def test_what_is_coded_is_less_its_mean(name):
 
 @pytest.mark.parametrize("name", ["q8", "tq3_0", "tq35", "fp8"])
 def test_means_are_in_the_codes_domain(name):
-    codec, keys, conditioning = known(name)
+    codec, keys, normalization = known(name)
     mean = keys[:, :, :MEAN_TOKENS].astype(np.float64).mean(axis=2) / np.sqrt(channels())
     if name == "q8":
         expected = mean @ rotation_matrix(DIM, SEED).T
@@ -80,29 +80,29 @@ def test_means_are_in_the_codes_domain(name):
         expected = (
             mean if codec.rotation is None else np.array(rotated(mx.array(mean[:, :, None]), codec.rotation))[:, :, 0]
         )
-    assert np.allclose(np.array(conditioning.means)[:, :, 0], expected, rtol=2.0**-11, atol=1e-5)
+    assert np.allclose(np.array(normalization.means)[:, :, 0], expected, rtol=2.0**-11, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scores_are_those_of_the_decoded_keys(name):
-    codec, keys, conditioning = known(name)
-    encoded = codec.encode(condition(mx.array(keys), conditioning, codec.rotation))
+    codec, keys, normalization = known(name)
+    encoded = codec.encode(normalize(mx.array(keys), normalization, codec.rotation))
     queries = mx.array(gaussian((2, 2, 5, DIM), 5))
-    turned = rotated(queries / conditioning.scale[:, :, None], codec.rotation)
-    found = codec.scores(turned, encoded) + mean_scores(turned, conditioning, TOKENS)
-    expected = queries @ decode(codec, encoded, conditioning).swapaxes(-1, -2)
+    turned = rotated(queries / normalization.scale[:, :, None], codec.rotation)
+    found = codec.scores(turned, encoded) + mean_scores(turned, normalization, TOKENS)
+    expected = queries @ decode(codec, encoded, normalization).swapaxes(-1, -2)
     assert mx.allclose(found, expected, rtol=1e-4, atol=1e-3)
-    assert mx.allclose(turned @ decode_rotated(codec, encoded, conditioning).swapaxes(-1, -2), expected, 1e-4, 1e-3)
+    assert mx.allclose(turned @ decode_rotated(codec, encoded, normalization).swapaxes(-1, -2), expected, 1e-4, 1e-3)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_and_prefill(name):
     """Of every format what mlx's own attention makes of the decoded cache; of what lies past the body, nothing."""
-    codec, keys, conditioning = known(name)
+    codec, keys, normalization = known(name)
     layout, values = RowLayout(codec, make_codec("tq4", DIM)), mx.array(gaussian(SHAPE, 3))
-    rows = encode(mx.array(keys), values, layout, conditioning).rows
+    rows = encode(mx.array(keys), values, layout, normalization).rows
     full = mx.array(keys_of(9)[:, :, :20]), values[:, :, :20]
-    regions = Regions(rows, TOKENS, layout, *full, 7, 20, conditioning)
+    regions = Regions(rows, TOKENS, layout, *full, 7, 20, normalization)
     for run, length in ((attend, 2), (prefill, 13)):
         queries = mx.array(gaussian((2, 4, length, DIM), 11))
         options = {"scale": 0.02, "mask": "causal"}
@@ -111,14 +111,14 @@ def test_attention_and_prefill(name):
 
 
 def test_blocks_are_encoded_one_by_one_as_together():
-    codec, keys, conditioning = known("tq4")
+    codec, keys, normalization = known("tq4")
     layout, values = RowLayout(codec, make_codec("tq4", DIM)), mx.array(gaussian(SHAPE, 3))
-    whole = encode(mx.array(keys), values, layout, conditioning)
+    whole = encode(mx.array(keys), values, layout, normalization)
     for start in range(0, TOKENS, 32):
         part = mx.array(keys[:, :, start : start + 32]), values[:, :, start : start + 32]
-        found = encode(*part, layout, conditioning.after(start))
+        found = encode(*part, layout, normalization.after(start))
         assert mx.array_equal(found.rows, whole.rows[:, :, start : start + 32])
-        indexed = Conditioning(conditioning.scale, conditioning.means, conditioning.which(TOKENS))
+        indexed = KeyNormalization(normalization.scale, normalization.means, normalization.which(TOKENS))
         assert mx.array_equal(encode(*part, layout, indexed.after(start)).rows, found.rows)
 
 
@@ -159,7 +159,7 @@ def test_means_that_fp16_cannot_hold():
     layout = RowLayout(make_codec("tq4", 64), make_codec("tq4", 64))
     given = mx.zeros((1, 1, 32, 64))
     given[..., 5, 3], given[..., 6, 3] = mx.nan, 2e5
-    rows = layout.encode(given, given * 0, Conditioning(mx.ones((1, 1, 64)), means, mx.zeros(32, mx.int32)))
+    rows = layout.encode(given, given * 0, KeyNormalization(mx.ones((1, 1, 64)), means, mx.zeros(32, mx.int32)))
     assert rows.health.tolist() == [1, 1 + 1], "the key that is clamped; the one that is none, and its value"
 
 
@@ -168,5 +168,5 @@ def test_means_that_fp16_cannot_hold():
 @pytest.mark.parametrize("kind", adversarial.KEYS)
 def test_adversarial_keys_are_no_worse_than_plain(kind, name, asked):
     """Or no worse than Gaussian ones: levels that happen to be the spikes of plain keys store those exactly."""
-    plain, conditioned = adversarial.errors(kind, name, asked)
-    assert conditioned <= max(1.05 * plain, np.sqrt(get_format(name).error) if "+-1000" in kind else 1e-5)
+    plain, normalized = adversarial.errors(kind, name, asked)
+    assert normalized <= max(1.05 * plain, np.sqrt(get_format(name).error) if "+-1000" in kind else 1e-5)

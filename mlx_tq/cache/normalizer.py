@@ -1,4 +1,4 @@
-"""What a layer learns of its first tokens, by which all of its keys are conditioned, and the means of those it packed.
+"""What a layer learns of its first tokens, by which all of its keys are normalized, and the means of those it packed.
 
 A weight for each dim comes from the keys and the queries of tokens [SKIP, LEARNED). A mean is of a block of MEAN_TOKENS
 positions; its first keys are packed before its last ones arrive, so it is taken of as many as have arrived by then.
@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_tq.cache.gaps import Gaps
 from mlx_tq.cache.spec import LEARNED, READY, CacheSpec
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, condition, pair_scale
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, normalize, pair_scale
 from mlx_tq.codec.exact import pairwise_sum
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.config import BLOCK
@@ -22,7 +22,7 @@ SKIP = 4  # attention sinks are unlike all other tokens
 
 
 @dataclass(frozen=True, eq=False)
-class Conditioner:
+class KeyNormalizer:
     """The statistics of one layer. Never changed, so copies share them.
 
     Attributes:
@@ -46,7 +46,7 @@ class Conditioner:
         """The position before which attention's queries were seen."""
         return SKIP if self.queries is None else SKIP + self.queries.shape[2]
 
-    def observe(self, queries: mx.array, heads: int, start: int) -> "Conditioner":
+    def observe(self, queries: mx.array, heads: int, start: int) -> "KeyNormalizer":
         """With queries [B, Hq, L, Dk] of positions from `start` on; those seen before are passed over."""
         stop = min(start + queries.shape[2], LEARNED)
         if start > self.asked or stop <= self.asked:
@@ -56,11 +56,11 @@ class Conditioner:
         new = pairwise_sum(new.reshape(batch, heads, -1, count, dim).moveaxis(2, -1)) * (heads / asking)
         return replace(self, queries=new if self.queries is None else mx.concatenate([self.queries, new], axis=2))
 
-    def unweighted(self, keys: mx.array) -> "Conditioner":
+    def unweighted(self, keys: mx.array) -> "KeyNormalizer":
         """With weights of 1 for keys [B, H, S, Dk], of which nothing better can be known."""
         return replace(self, scale=mx.ones((*keys.shape[:2], keys.shape[3])))
 
-    def learn(self, keys: mx.array, pairs: tuple[tuple[int, int], ...] | None) -> "Conditioner":
+    def learn(self, keys: mx.array, pairs: tuple[tuple[int, int], ...] | None) -> "KeyNormalizer":
         """With weights from keys [B, H, LEARNED, Dk]; of 1 where pairs are unknown or some of the queries are."""
         if pairs is None or self.queries is None or self.asked < LEARNED:
             return self.unweighted(keys)
@@ -68,13 +68,13 @@ class Conditioner:
         keys = keys - _mean(keys)[:, :, None]
         return replace(self, scale=pair_scale(mx.sqrt(_mean(mx.square(keys))), mx.sqrt(_mean(self.queries)), pairs))
 
-    def settled(self, length: int) -> "Conditioner":
+    def settled(self, length: int) -> "KeyNormalizer":
         """Without the queries once no exact trim leads back to where weights are unknown."""
         return self if self.scale is None or length < READY + BLOCK else replace(self, queries=None)
 
     def extended(
         self, keys: mx.array, packed: int, target: int, spec: CacheSpec, gaps: Gaps, rotation: Rotation | None
-    ) -> tuple["Conditioner", Conditioning, mx.array]:
+    ) -> tuple["KeyNormalizer", KeyNormalization, mx.array]:
         """With the means of the blocks that positions [packed, target) are the first packed ones of.
 
         Args:
@@ -86,28 +86,28 @@ class Conditioner:
             rotation: of its key codec.
 
         Returns:
-            The statistics; the conditioning of these positions; how many means were clamped to fp16, int32.
+            The statistics; the normalization of these positions; how many means were clamped to fp16, int32.
         """
         assert self.scale is not None  # noqa: S101 - tells the type checker: nothing is packed before it is learned
         means, clamped = self.means, mx.array(0, mx.int32)
-        before, after = (gaps.blocks(spec.prefix, end) for end in (packed, target))
+        before, after = (gaps.blocks(spec.sinks, end) for end in (packed, target))
         if len(after) > len(before):
-            starts = spec.prefix + after[len(before) :] * MEAN_TOKENS - packed
+            starts = spec.sinks + after[len(before) :] * MEAN_TOKENS - packed
             blocks = mx.take(keys, mx.array(starts[:, None] + np.arange(spec.mean_tokens)), axis=2)
             new, clamped = block_means(blocks, self.scale, rotation)
             means = new if means is None else mx.concatenate([means, new], axis=2)
         assert means is not None  # noqa: S101 - as above
-        inside = packed - spec.prefix
+        inside = packed - spec.sinks
         first = len(after) - 1 - (after[-1] - inside // MEAN_TOKENS)
-        own = Conditioning(self.scale, means[:, :, int(first) :], first=inside % MEAN_TOKENS)
+        own = KeyNormalization(self.scale, means[:, :, int(first) :], first=inside % MEAN_TOKENS)
         return replace(self, means=means), own, clamped
 
-    def conditioning(self, first: int, index: mx.array | None) -> Conditioning:
-        """Of packed rows; `first` and `index` as `Conditioning` has them."""
+    def normalization(self, first: int, index: mx.array | None) -> KeyNormalization:
+        """Of packed rows; `first` and `index` as `KeyNormalization` has them."""
         assert self.scale is not None and self.means is not None  # noqa: S101, PT018 - as above
-        return Conditioning(self.scale, self.means, index, 0 if index is not None else first)
+        return KeyNormalization(self.scale, self.means, index, 0 if index is not None else first)
 
-    def rearranged(self, before: np.ndarray, after: np.ndarray, back: Mapping[int, np.ndarray]) -> "Conditioner":
+    def rearranged(self, before: np.ndarray, after: np.ndarray, back: Mapping[int, np.ndarray]) -> "KeyNormalizer":
         """With the means of other blocks.
 
         Args:
@@ -131,15 +131,15 @@ class Conditioner:
         """Keys [B, H, S, Dk] as a format that learns should see them: weighted, less the mean of `block`; fp32."""
         assert self.scale is not None  # noqa: S101 - as above
         means, _ = block_means(block[:, :, None], self.scale, None)
-        return condition(keys, Conditioning(self.scale, means, mx.zeros(keys.shape[2], mx.int32)), None)
+        return normalize(keys, KeyNormalization(self.scale, means, mx.zeros(keys.shape[2], mx.int32)), None)
 
-    def trimmed(self, length: int, means: int) -> "Conditioner":
+    def trimmed(self, length: int, means: int) -> "KeyNormalizer":
         """What is left at this length with so many blocks: statistics of a text that was never there are forgotten."""
         kept = mx.contiguous(self.means[:, :, :means]) if means and self.means is not None else None
         if self.queries is None:
-            return Conditioner() if length <= SKIP and not means else replace(self, means=kept)
+            return KeyNormalizer() if length <= SKIP and not means else replace(self, means=kept)
         queries = self.queries[:, :, : length - SKIP] if length > SKIP else None
-        return Conditioner(queries, self.scale if length >= READY else None, kept)
+        return KeyNormalizer(queries, self.scale if length >= READY else None, kept)
 
 
 def _mean(x: mx.array) -> mx.array:
