@@ -8,9 +8,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.frontier import bits, kind, measured
 from benchmarks.tables.markdown import RESULTS
+from benchmarks.tables.normalized import MODELS
 
 COLOURS = {
     "normalized keys": "#08519c",

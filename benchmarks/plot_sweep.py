@@ -16,16 +16,16 @@ from mlx_tq.evaluate.sweep_table import survival
 
 # TriAttention in blues, the opposite sign in red, controls in greys.
 COLOURS = {
-    "triattention:stats=text": "#08519c",
-    "triattention:stats=questions.safetensors": "#238b45",
-    "triattention:mode=v1:stats=questions.safetensors": "#a1d99b",
-    "triattention:stats=questions.safetensors:aggregation=v3": "#74c476",
-    "expected_attention:stats=questions.safetensors": "#006d2c",
-    "triattention:stats=text:score_unrotated_dims=on": "#6baed6",
-    "triattention:stats=text:evict=highest": "#cb181d",
-    "triattention:stats=text:evict=highest:score_unrotated_dims=on": "#fb6a4a",
-    "triattention:stats=text:mode=v2": "#9ecae1",
-    "triattention:stats=text:mode=v1": "#3182bd",
+    "triattention:calibration=text": "#08519c",
+    "triattention:calibration=questions.safetensors": "#238b45",
+    "triattention:mode=v1:calibration=questions.safetensors": "#a1d99b",
+    "triattention:calibration=questions.safetensors:aggregation=v3": "#74c476",
+    "expected_attention:calibration=questions.safetensors": "#006d2c",
+    "triattention:calibration=text:score_unrotated_dims=on": "#6baed6",
+    "triattention:calibration=text:evict=highest": "#cb181d",
+    "triattention:calibration=text:evict=highest:score_unrotated_dims=on": "#fb6a4a",
+    "triattention:calibration=text:mode=v2": "#9ecae1",
+    "triattention:calibration=text:mode=v1": "#3182bd",
     "random": "#3a3a3a",
     "recency": "#8a8a8a",
     "streaming": "#a6a6a6",
@@ -33,14 +33,14 @@ COLOURS = {
 }
 
 LABELS = {
-    "triattention:stats=text": "v3",
-    "triattention:stats=text:mode=v1": "v1",
-    "triattention:stats=text:mode=v2": "v2",
-    "triattention:stats=questions.safetensors": "v3, questions",
-    "triattention:mode=v1:stats=questions.safetensors": "v1, questions",
-    "triattention:stats=questions.safetensors:aggregation=v3": "v3 aggregation, questions",
-    "expected_attention:stats=questions.safetensors": "expected_attention, questions",
-    "triattention:stats=text:evict=highest": "v3, highest leave",
+    "triattention:calibration=text": "v3",
+    "triattention:calibration=text:mode=v1": "v1",
+    "triattention:calibration=text:mode=v2": "v2",
+    "triattention:calibration=questions.safetensors": "v3, questions",
+    "triattention:mode=v1:calibration=questions.safetensors": "v1, questions",
+    "triattention:calibration=questions.safetensors:aggregation=v3": "v3 aggregation, questions",
+    "expected_attention:calibration=questions.safetensors": "expected_attention, questions",
+    "triattention:calibration=text:evict=highest": "v3, highest leave",
 }
 
 _LEAST = 5  # retentions of a line

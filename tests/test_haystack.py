@@ -8,7 +8,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.commands.needles.haystack import NEEDLE, QUESTION, Verdict, build_case, load_text, verdict
+from mlx_tq.cli.needles.haystack import NEEDLE, QUESTION, Verdict, build_case, load_text, verdict
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import embedded_path

@@ -16,11 +16,20 @@ ROOT = Path(__file__).parents[1]
 # modules that share a line do not import each other.
 LAYERS = {
     "mlx_tq": [
-        *({"errors"}, {"atomic_files", "user_folders"}, {"codec"}, {"kernels"}, {"ranks"}, {"policies"}, {"config"}),
+        *(
+            {"errors"},
+            {"atomic_files", "user_folders"},
+            {"codec"},
+            {"kernels"},
+            {"distributed"},
+            {"policies"},
+            {"config"},
+        ),
         {"models"},
-        *({"cache"}, {"seam"}, {"sequence"}, {"prefixes"}, {"rescue"}, {"conversation"}, {"commands"}),
+        *({"cache"}, {"integration"}, {"prompt_cache"}, {"prefix_cache"}, {"rescue"}, {"session"}, {"cli"}),
         {"chat", "server", "evaluate", "bench", "generate", "cache_prompt", "calibrate", "doctor", "store"},
-        *({"demo"}, {"cli"}, {"__main__"}),
+        {"demo"},
+        {"__main__"},
     ],
     "rescue_svc": [
         *({"errors"}, {"schemas", "settings", "log_limit", "metrics", "web", "connections"}, {"logs"}, {"store"}),
@@ -38,7 +47,7 @@ ONLY = {
     "user_folders": set(),
     "codec": {"mlx", "numpy"},
     "kernels": {"mlx", "numpy"},  # whose exp is vectorised on CPUs
-    "ranks": {"mlx", "mlx_lm", "numpy"},
+    "distributed": {"mlx", "mlx_lm", "numpy"},
     "policies": {"mlx", "numpy"},
     "config": set(),
 }
@@ -158,9 +167,9 @@ def test_imports_inside_functions_say_what_they_save():
         ("mlx_tq.codec.rows", "mlx_tq.errors", True),
         ("mlx_tq.codec.rows", "mlx_tq.codec.formats.base", True),
         ("mlx_tq.codec.rows", "mlx_tq.config", False),
-        ("mlx_tq.cache.layer", "mlx_tq.sequence.sequence", False),
+        ("mlx_tq.cache.layer", "mlx_tq.prompt_cache.layer_group", False),
         ("mlx_tq.generate", "mlx_tq.evaluate", False),
-        ("mlx_tq.cli", "mlx_tq.generate", True),
+        ("mlx_tq.__main__", "mlx_tq.generate", True),
         ("mlx_tq.rescue.client", "rescue_svc.schemas", False),
         ("rescue_svc.store.store", "rescue_svc.service.rank", False),
     ],

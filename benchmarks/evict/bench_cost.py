@@ -23,10 +23,10 @@ from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.queries import QueryStats
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import before_pass, compressed_caches, sequence_in
-from mlx_tq.sequence.plan import LayerPlan
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import before_pass, compressed_caches, sequence_in
+from mlx_tq.prompt_cache.plan import LayerPlan
 
 STEP = 256
 POLICY = "triattention"
@@ -43,7 +43,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def evicting(policy: str) -> EvictConfig:
     """What a round does: any statistics will do."""
-    return EvictConfig(f"{policy}:stats=text", "90%", "off")
+    return EvictConfig(f"{policy}:calibration=text", "90%", "off")
 
 
 def filled(model: Any, length: int, policy: str) -> list[Any]:

@@ -19,19 +19,19 @@ from benchmarks.evict.scores import calibrators, layers_of
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.codec.formats import format_names, get_format
-from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.policies import Body, EvictConfig, PackedLayer, TriAttention
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
 LENGTH, SHARES = 2048, (0.1, 0.25)
-POLICY = TriAttention(stats="text", granularity=1)
+POLICY = TriAttention(calibration="text", granularity=1)
 CONFIG = KVConfig(key="fp16", value="fp16", sinks=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
 
 

@@ -33,7 +33,7 @@ from scores import (
     statistics,
 )
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.scenes import plant
@@ -41,8 +41,8 @@ from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
 from mlx_tq.policies.calibrator import SKIP
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
 RETENTIONS = (90, 75, 50, 25)
@@ -51,7 +51,7 @@ CONFIG = KVConfig(
     value="fp16",
     sinks=PREFIX,
     window=WINDOW,
-    evict=EvictConfig("triattention:stats=text:granularity=1", "100%", "off"),
+    evict=EvictConfig("triattention:calibration=text:granularity=1", "100%", "off"),
 )
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.commands.calibrating import Queries, listen, save_queries
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.model_args import add_model_arguments
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.calibrating import Queries, listen, save_queries
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.model_args import add_model_arguments
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.policies.queries import QueryStats
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
 
 SHARES = {"questions": 0.0, **{f"text{percent}": percent / 100 for percent in (15, 25, 35, 50, 75, 100)}}
 

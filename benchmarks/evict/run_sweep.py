@@ -16,19 +16,19 @@ from pathlib import Path
 
 JSON = Path(__file__).resolve().parent.parent / "results" / "quality_sweep.json"
 STATS = Path("questions.safetensors")
-SELF = "triattention:stats=text"
-QUESTIONS = f"triattention:stats={STATS}"
-V1, V1_QUESTIONS = f"{SELF}:mode=v1", f"triattention:mode=v1:stats={STATS}"
+SELF = "triattention:calibration=text"
+QUESTIONS = f"triattention:calibration={STATS}"
+V1, V1_QUESTIONS = f"{SELF}:mode=v1", f"triattention:mode=v1:calibration={STATS}"
 V2 = f"{SELF}:mode=v2"
 HIGHEST = f"{SELF}:evict=highest"
-OTHERS = f"{QUESTIONS}:aggregation=v3,expected_attention:stats={STATS}"
+OTHERS = f"{QUESTIONS}:aggregation=v3,expected_attention:calibration={STATS}"
 MAIN = f"{SELF},{QUESTIONS},{HIGHEST},{V1},{V1_QUESTIONS},random"
 # What changes while a text is read, and how the worst are chosen.
 LATER = f"{SELF}:ema=0.1,{SELF}:recalibrate=256"
 SEGMENTS = ",".join(
     policy
     for option in ("segments=1", "segment_tokens=64")
-    for policy in (f"{SELF}:{option}", f"triattention:{option}:stats={STATS}")
+    for policy in (f"{SELF}:{option}", f"triattention:{option}:calibration={STATS}")
 )
 ALL = f"{MAIN},{V2},recency,knorm,{OTHERS}"
 

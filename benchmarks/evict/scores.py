@@ -15,7 +15,7 @@ from mlx_tq.policies import Body, CalibratedPolicy, PackedLayer
 from mlx_tq.policies.calibrator import Calibrator
 from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.virtual_query import spread, virtual_query
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.passes import sequence_in
 
 Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 

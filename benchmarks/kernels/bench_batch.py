@@ -21,10 +21,10 @@ from unittest import mock
 
 import mlx.core as mx
 
+from mlx_tq.cli.environment import environment
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.commands.environment import environment
-from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.kernels import backend, build, thresholds
 from mlx_tq.kernels.attend import attend, attend_batch
 from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.regions import Regions
@@ -92,7 +92,7 @@ def _random(batch: int, heads: int, tokens: int) -> mx.array:
 
 def timed(bodies: list[int], heads: int = 8) -> dict[str, Any]:
     """Median seconds of each way on mlx's own operations, in turn."""
-    with impl.using("ops"):
+    with backend.using("reference"):
         ways, sizes = steps(bodies, heads)
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(ROUNDS + 1):
@@ -109,7 +109,7 @@ def counted(bodies: list[int], short: int) -> dict[str, Any]:
     sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
     from simulated import simulated
 
-    with impl.using("ops"):
+    with backend.using("reference"):
         ways, _ = steps(bodies, 1)
     rows = []
     for name, step in list(ways.items())[:3]:
@@ -132,7 +132,7 @@ class _Measured(Exception):  # noqa: N818  it ends a trace, it is no error
 
 def host(bodies: list[int]) -> dict[str, Any]:
     """The least microseconds until mlx has a step's kernels, which are traced: they cannot run without a GPU."""
-    with impl.using("ops"):
+    with backend.using("reference"):
         ways, _ = steps(bodies, 1)
     found: dict[str, list[float]] = {name: [] for name in list(ways)[:2]}
 
@@ -150,7 +150,7 @@ def host(bodies: list[int]) -> dict[str, Any]:
     with (
         mock.patch.object(build, "run", run),
         mock.patch.object(build, "backend", return_value="metal"),
-        impl.using("metal"),
+        backend.using("metal"),
         suppress(_Measured),
     ):
         mx.export_function(os.devnull, traced, mx.zeros(1))

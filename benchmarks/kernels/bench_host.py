@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host.json"
 INPUTS, CALLS, ROUNDS, PASSES = 9, 500, 5, 5

@@ -22,8 +22,8 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from benchmarks.kernels.cases import DIM, GROUP, cases
 from metal_sim.sdpa_vector import sdpa_vector
-from mlx_tq.commands.environment import environment
-from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.cli.environment import environment
+from mlx_tq.kernels import backend, build, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def counted() -> dict[str, Any]:
     mx.random.seed(0)  # how often a maximum grows is a matter of the numbers
     found: list[dict[str, Counter[str]]] = []
     for tokens in COUNTED:
-        with impl.using("ops"):
+        with backend.using("reference"):
             made = cases(tokens, 1)
         found.append({})
         for case in made:
@@ -102,14 +102,14 @@ def counted() -> dict[str, Any]:
     rows = [{"kernel": name, **{k: (many[name][k] - few[name][k]) / more for k in many[name]}} for name in many]
     whole = []
     for name, short in (("attend, then merge", 0), ("attend_short", 65536)):
-        with impl.using("ops"):
+        with backend.using("reference"):
             (attend,) = (case for case in cases(SHORT, 1) if case.kernel == "attend")
         with simulated() as counters, thresholds.using(KernelThresholds(short=short)):
             mx.eval(attend.call())
         whole.append({"kernel": name, "dispatches": len(counters), **_total(counters)})
     archived = []
     for question in QUESTIONS:
-        with impl.using("ops"):
+        with backend.using("reference"):
             (recall,) = (case for case in cases(ARCHIVED, 1, question) if case.kernel == "recall_score")
         with simulated() as counters:
             mx.eval(recall.call())
@@ -141,8 +141,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/kernels_{metal,cuda,counted}.json")
     args = parser.parse_args()
-    where = build.backend() or "counted"
-    measured = timed(args.tokens, args.heads) if build.backend() else counted()
+    where = build.gpu_backend() or "counted"
+    measured = timed(args.tokens, args.heads) if build.gpu_backend() else counted()
     path = Path(args.json or ROOT / f"benchmarks/results/kernels_{where}.json")
     command = "python -m benchmarks.kernels.bench_kernels"
     path.write_text(json.dumps({"command": command, "environment": environment(), **measured}, indent=1) + "\n")

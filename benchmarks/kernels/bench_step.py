@@ -17,10 +17,10 @@ import mlx.core as mx
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 TOKENS, PROFILES_TIMED = (1024, 4096), ("off", "balanced", "small")
 ROUNDS, STEPS, READ = 6, 32, 512  # a round of steps packs one block

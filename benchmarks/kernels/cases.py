@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK

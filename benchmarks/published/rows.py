@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from benchmarks.tables.eviction import HYBRID, ONCE, SMOLLM2, SWEEP, TEXT, find
 from benchmarks.tables.markdown import Record, report
-from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.formats import get_format
+from mlx_tq.codec.normalization import MEAN_TOKENS
 
 REACHED, SMALL, NOT_REACHED, REFUTED = "reached", "reached, small model", "not reached", "refuted"
 BUILT, NOT_MEASURED, NOT_BUILT = "built", "not measured", "not built"

@@ -38,7 +38,7 @@ _RAMP = at("rescue", "the-ramp", "rescue_ramp.json")
 _MINILM = at("rescue", "the-ramp", "rescue_ramp_minilm.json")
 _ROUNDS = "[Rounds](../how/rounds.md)"
 _EVICT = "[Evict](../guides/evict.md)"
-_ASKED = "triattention:stats=hybrid_questions.safetensors"
+_ASKED = "triattention:calibration=hybrid_questions.safetensors"
 _V1, _V2 = f"{POLICY}:mode=v1", f"{POLICY}:mode=v2"
 
 

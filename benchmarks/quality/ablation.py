@@ -9,8 +9,8 @@ from pathlib import Path
 
 from variants import BITS, CHANGES, Variant
 
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.codec import formats
-from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.formats import measure_formats
 from mlx_tq.evaluate.passes import cut_chunks

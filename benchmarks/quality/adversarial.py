@@ -13,9 +13,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.cli.environment import environment
 from mlx_tq.codec import CodecOptions, get_format
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, normalize, decode, pair_scale
-from mlx_tq.commands.environment import environment
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, decode, normalize, pair_scale
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.json"
 DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42

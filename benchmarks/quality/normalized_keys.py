@@ -19,11 +19,11 @@ from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.evaluate.passes import kl_divergence
 from mlx_tq.evaluate.perplexity import standard_error
 from mlx_tq.evaluate.report import Results
+from mlx_tq.integration.attention import compressed_attention
+from mlx_tq.integration.known_models import model_facts
+from mlx_tq.integration.probe import native_caches
 from mlx_tq.models import load
 from mlx_tq.policies.rope import learn_rope
-from mlx_tq.seam.attention import compressed_attention
-from mlx_tq.seam.known_models import model_facts
-from mlx_tq.seam.probe import native_caches
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "normalized_keys.json"
 PREFIX, FIRST, LEARNED, FLOOR = 32, 4, 128, 0.01

@@ -21,14 +21,14 @@ from mlx_lm.models.cache import KVCache
 
 from benchmarks.kernels.cases import cases
 from benchmarks.quality.whole_caches import Attend, WholeCache
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.integration.attention import compressed_attention
+from mlx_tq.integration.known_models import model_facts
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.seam.attention import compressed_attention
-from mlx_tq.seam.known_models import model_facts
-from mlx_tq.seam.probe import native_caches
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "benchmarks" / "results" / "value_skipping.json"
@@ -124,7 +124,7 @@ def counted() -> dict[str, Any]:
     for name, edit in (("attend", str), ("attend, no values", lambda text: text.replace(*LOOP))):
         costs = []
         for tokens in COUNTED:
-            with impl.using("ops"):
+            with backend.using("reference"):
                 (case,) = (case for case in cases(tokens, 1) if case.kernel == "attend")
             with simulated(edit=edit) as counters, thresholds.using(KernelThresholds(least_block=4096, short=0)):
                 mx.eval(case.call())

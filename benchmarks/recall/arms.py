@@ -18,12 +18,12 @@ import numpy as np
 
 from benchmarks.recall.bench_recall import BLOCK, STEP, read
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
-from mlx_tq.conversation.quote import quote
-from mlx_tq.conversation.recall import ready_to_recall, recall
-from mlx_tq.conversation.spans import make_spans, widen
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import Scored, choose, deciding, holding, positions_of
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
+from mlx_tq.prompt_cache.recall import Scored, choose, deciding, holding, positions_of
+from mlx_tq.session.quote import quote
+from mlx_tq.session.recall import ready_to_recall, recall
+from mlx_tq.session.spans import make_spans, widen
 
 Span = tuple[int, int]
 # Of a session: spans asked for, and tokens beside them with which their sentences end.

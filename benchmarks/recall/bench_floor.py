@@ -19,7 +19,7 @@ from benchmarks.recall.bench_grid import asked_of
 from benchmarks.recall.bench_recall import STEP
 from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.scenes import Scene, frame, readings
-from mlx_tq.conversation.recall import recall
+from mlx_tq.session.recall import recall
 
 BUDGET = "25%"
 FOUND, ABSENT, NOTHING = "what left", "a fact that is not there", "nothing of a text"

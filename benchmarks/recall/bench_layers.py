@@ -22,13 +22,13 @@ from benchmarks.recall.bench_recall import BLOCK, COLOURS, STEP, Given, read, sc
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.codec.normalization import KeyNormalization, decode, decode_rotated
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation import recall as conversation
-from mlx_tq.conversation.recall import recall, release
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.kernels.recall_score import grouped, recall_score
 from mlx_tq.policies import EvictConfig
-from mlx_tq.ranks.group import Ranks
-from mlx_tq.sequence import recall as search
-from mlx_tq.sequence.recall import DECIDED, Asked, Question, Scored, looking, rank, singled_out
+from mlx_tq.prompt_cache import recall as search
+from mlx_tq.prompt_cache.recall import DECIDED, Asked, Question, Scored, looking, rank, singled_out
+from mlx_tq.session import recall as conversation
+from mlx_tq.session.recall import recall, release
 
 MOST = 4  # layers that are chosen
 WAYS = ("keys", "box, rotated", "box", "every other query", "the other queries")

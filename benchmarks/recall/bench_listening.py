@@ -18,8 +18,8 @@ from benchmarks.recall.bench_look import LIVE, decided
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.passes import sequence_in
-from mlx_tq.sequence.recall import looking
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.recall import looking
 
 TURNS, STEPS = 40, 64  # steps of a turn
 

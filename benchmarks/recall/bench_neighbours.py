@@ -21,11 +21,11 @@ from benchmarks.recall.bench_grid import asked_of
 from benchmarks.recall.bench_recall import STEP, read
 from benchmarks.recall.scenes import config, frame, planted
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.conversation.recall import recall
-from mlx_tq.sequence import recall as search
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.passes import sequence_layers
-from mlx_tq.sequence.recall import choose
+from mlx_tq.prompt_cache import recall as search
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.passes import sequence_layers
+from mlx_tq.prompt_cache.recall import choose
+from mlx_tq.session.recall import recall
 
 RULES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "none": lambda side: (),

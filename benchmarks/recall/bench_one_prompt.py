@@ -17,9 +17,9 @@ from benchmarks.recall.documents import COLLECTIONS, Document, chosen
 from benchmarks.recall.parts import Part
 from benchmarks.recall.scenes import config, encode, frame
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.conversation.recall import question_of
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.session.recall import question_of
 
 
 def best(ranks: list[int | None]) -> int | None:

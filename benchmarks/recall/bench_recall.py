@@ -19,12 +19,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.recall import recall, release
 from mlx_tq.policies import EvictConfig, Policy
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.session.recall import recall, release
 
 RESULTS = Path(__file__).parents[1] / "results"
 COLOURS = ("amber", "copper", "violet", "silver", "indigo", "crimson")
@@ -116,9 +116,7 @@ def measure(
     """One row a code."""
     made = scene(tokenizer, tokens, seed)
     blocks = "+".join(sorted({str(p // BLOCK) for start, stop in made.spans for p in range(start, stop)}))
-    config = KVConfig(
-        args.key, args.value, sinks=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto")
-    )
+    config = KVConfig(args.key, args.value, sinks=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto"))
     rows = []
     with compressed(model):
         full, caches = (make_prompt_cache(model, each) for each in (replace(config, evict=None), config))

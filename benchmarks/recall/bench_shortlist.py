@@ -19,10 +19,10 @@ from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
 from benchmarks.recall.bench_recall import STEP
 from benchmarks.recall.scenes import frame, readings
-from mlx_tq.conversation.recall import recall
-from mlx_tq.ranks.group import Ranks
-from mlx_tq.sequence import recall as search
-from mlx_tq.sequence.recall import STANDS_FOR, Look, Question, look
+from mlx_tq.distributed.group import Ranks
+from mlx_tq.prompt_cache import recall as search
+from mlx_tq.prompt_cache.recall import STANDS_FOR, Look, Question, look
+from mlx_tq.session.recall import recall
 
 BUDGET, EVERYTHING, NONE = "10%", 1 << 40, 1 << 40
 # Tokens of the list, and for how many of the rest one stands.
@@ -71,7 +71,7 @@ def asked(model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, text
                 seen["archived"] = sum(len(extent.positions) for extent in question.extents)
                 return look(question, ranks)
 
-            with mock.patch("mlx_tq.sequence.sequence.look", looked):
+            with mock.patch("mlx_tq.prompt_cache.layer_group.look", looked):
                 recall(model, copy.deepcopy(caches), asked_of(tokenizer, around, needle).ids, STEP)
             yield seen
 

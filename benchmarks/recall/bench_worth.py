@@ -18,10 +18,10 @@ from benchmarks.recall.arms import inside
 from benchmarks.recall.bench_grid import asked_of
 from benchmarks.recall.bench_recall import STEP
 from benchmarks.recall.scenes import frame, readings
-from mlx_tq.conversation.recall import recall
-from mlx_tq.ranks.group import Ranks
-from mlx_tq.sequence import recall as search
-from mlx_tq.sequence.recall import Question, Scored, rank, singled_out
+from mlx_tq.distributed.group import Ranks
+from mlx_tq.prompt_cache import recall as search
+from mlx_tq.prompt_cache.recall import Question, Scored, rank, singled_out
+from mlx_tq.session.recall import recall
 
 BUDGET, MOST = "25%", 4
 PARTS = (0.8, 0.7, 0.6, 0.5)

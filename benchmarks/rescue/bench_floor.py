@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.rescue.collections import cranfield
 from benchmarks.rescue.results import save
 from mlx_tq import load
-from mlx_tq.commands.needles.haystack import build_scene, code_word, load_text
-from mlx_tq.commands.needles.questions import KINDS
-from mlx_tq.conversation.spans import make_spans
+from mlx_tq.cli.needles.haystack import build_scene, code_word, load_text
+from mlx_tq.cli.needles.questions import KINDS
+from mlx_tq.session.spans import make_spans
 from rescue_svc.embed import load_embedder
 
 FLOORS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)

@@ -29,11 +29,11 @@ import numpy as np
 from benchmarks.rescue.process import Service, service
 from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key, lines
 from mlx_tq import EvictConfig, KVConfig, Session, load
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import QUESTION, build_case, load_text, verdict
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.needles.haystack import QUESTION, build_case, load_text, verdict
 from mlx_tq.evaluate.asking import whereabouts
 from mlx_tq.policies import parse_policy
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.passes import sequence_in
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
@@ -53,7 +53,9 @@ def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
     plain = KVConfig(sinks=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
-    evict = EvictConfig(parse_policy(policy, stats="text", warmup=WARMUP, granularity=64, trigger=64), budget, "off")
+    evict = EvictConfig(
+        parse_policy(policy, calibration="text", warmup=WARMUP, granularity=64, trigger=64), budget, "off"
+    )
     return replace(plain, evict=evict)
 
 

@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from benchmarks.rescue.process import percentiles, service
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_flood.json"
 AGAIN_S = 1.0

@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 from benchmarks.server.bench_flood import model_server, rescue_service
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_hostile.json"
 CHAT = "/v1/chat/completions"

@@ -20,9 +20,9 @@ import mlx.core as mx
 import openai
 
 from benchmarks.server.bench_streams import serving
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.grammar import Grammars
-from mlx_tq.commands.grammar_source import GrammarSource
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.grammar import Grammars
+from mlx_tq.cli.grammar_source import GrammarSource
 from mlx_tq.models import load
 
 HERE = Path(__file__)

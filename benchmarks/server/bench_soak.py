@@ -28,7 +28,7 @@ import psutil
 from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import service
 from benchmarks.server.bench_streams import serving
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from postgres_server import PostgresServer

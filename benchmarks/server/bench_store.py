@@ -18,8 +18,8 @@ from statistics import median
 import openai
 
 from benchmarks.server.bench_streams import serving
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.models import load
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_store.json"
@@ -72,7 +72,7 @@ def measure(flags, systems, folder):
                 times[arm].append(seconds)
                 counts[arm] = {"prompt_tokens": length, "cached_tokens": cached}
 
-    store = ("--kv-store", folder)
+    store = ("--prefix-cache", folder)
     run("read", user="What is this text about?")
     run("stored", *store, user="What is this text about?")
     run("restored", *store, user="Name a place in it.")

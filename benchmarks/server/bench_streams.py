@@ -19,7 +19,7 @@ from statistics import median
 
 import httpx
 
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.models import load
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_streams.json"

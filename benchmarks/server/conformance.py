@@ -18,7 +18,7 @@ import openai
 
 from benchmarks.server.bench_streams import serving
 from benchmarks.server.requests import REQUESTS, outcome
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.models import embedded_path
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_conformance.json"

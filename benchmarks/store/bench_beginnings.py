@@ -18,10 +18,10 @@ import httpx
 import openai
 
 from benchmarks.server.bench_streams import ENDLESS, serving, texts
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_beginnings.json"
 REQUESTS, OWN, SYSTEM, ANSWER = 20, 10, 3960, 16

@@ -15,9 +15,9 @@ from statistics import median
 
 import numpy as np
 
-from mlx_tq.commands.environment import environment
-from mlx_tq.prefixes.folder import BLOCKS, POINTS, Folder
-from mlx_tq.prefixes.keys import steps
+from mlx_tq.cli.environment import environment
+from mlx_tq.prefix_cache.folder import BLOCKS, POINTS, Folder
+from mlx_tq.prefix_cache.keys import steps
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_index.json"
 RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5

@@ -22,14 +22,14 @@ import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.config import Budget
-from mlx_tq.prefixes.folder import BLOCKS, Folder
-from mlx_tq.prefixes.points import Point, block_name, from_record
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.prefix_cache.folder import BLOCKS, Folder
+from mlx_tq.prefix_cache.points import Point, block_name, from_record
+from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.layer_group import LayerGroup
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_tiers.json"
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
@@ -80,7 +80,7 @@ def timed(work):
 
 def through_archive(caches, tokens):
     """Seconds to spill and to warm, and the bytes that went both ways."""
-    sequence = Sequence(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
+    sequence = LayerGroup(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
 
     def spill():
         for start in range(0, tokens, TOGETHER):

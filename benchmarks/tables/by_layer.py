@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Table, machine, report
+from benchmarks.tables.normalized import MODELS
 
 _COMMAND = (
     "python -m mlx_tq evaluate divergence --dtype float32 --profiles tq4/tq4,4.21bits,... --kv-sinks 32 "

@@ -15,7 +15,7 @@ SWEEP, HYBRID = "quality_sweep.json", "quality_sweep_hybrid.json"
 HYBRID_MODEL = "a hybrid of 3.65 million weights"
 SMOLLM2 = "quality_sweep_smollm2.json"
 # Policies as the records name them. *v1*, *v2* and *v3* are the modes in which TriAttention chooses the lowest.
-POLICY, STATS = "triattention:stats=text", "stats=questions.safetensors"
+POLICY, STATS = "triattention:calibration=text", "stats=questions.safetensors"
 QUESTIONS = f"triattention:{STATS}"
 PAPER = ":aggregation=paper"
 MAIN = (POLICY, QUESTIONS, "random")
@@ -40,9 +40,9 @@ OPTIONS = {
 HYBRID_LABELS = {
     f"{POLICY}:score_unrotated_dims=on": "v3, un-rotated dims scored",
     POLICY: "v3, rotated dims alone",
-    "triattention:stats=hybrid_questions.safetensors:score_unrotated_dims=on": "v3, questions, un-rotated dims scored",
-    "triattention:stats=hybrid_questions.safetensors": "v3, questions, rotated dims alone",
-    "triattention:stats=hybrid_mixed.safetensors": "v3, questions and 25 % text, rotated dims alone",
+    "triattention:calibration=hybrid_questions.safetensors:score_unrotated_dims=on": "v3, questions, all dims scored",
+    "triattention:calibration=hybrid_questions.safetensors": "v3, questions, rotated dims alone",
+    "triattention:calibration=hybrid_mixed.safetensors": "v3, questions and 25 % text, rotated dims alone",
     "random": "random",
 }
 SMOLLM2_LABELS = {
@@ -53,7 +53,7 @@ SMOLLM2_LABELS = {
 SMOLLM2_COMMAND = """python -m mlx_tq calibrate --model smollm2 --dequantize --dtype float32 --text-share 0.5
 python -m mlx_tq evaluate sweep --model smollm2 --dequantize --dtype float32 --kv-window 64 \\
     --prefixes 32 --triggers 32 --warmup 256 \\
-    --policies triattention:aggregation=paper,triattention:stats=text:aggregation=paper,random \\
+    --policies triattention:aggregation=paper,triattention:calibration=text:aggregation=paper,random \\
     --retentions 90,75,50 --max-tokens 24 --once --chunks 0 --kinds multi --depths middle --seeds 4 --lengths 1000
 # and in place of the last line's, for the text: --seeds 0 --chunks 2 --length 1000"""
 RETENTIONS = (95, 90, 85, 80, 75, 65, 50, 25, 10)

@@ -1,8 +1,8 @@
 """Formats and profiles as the package has them: what each takes by definition, and what its profiles cost."""
 
 from benchmarks.tables.markdown import Record, lines, machine, report
-from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.formats import CodecOptions, Format, format_names, get_format
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
 

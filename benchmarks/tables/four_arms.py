@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machines, report, with_missing
+from benchmarks.tables.normalized import MODELS
 
 ARMS = {"off": "fp16", "balanced": "TQ", "off@90%": "V3", "balanced@90%": "TQ and V3"}
 LENGTHS = {"embedded": (3500,), "smollm2": (1000, 2000, 7500), "gemma3-270m": (8000, 16000, 32000)}

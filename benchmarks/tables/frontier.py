@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machines, report, with_missing
-from mlx_tq.sequence.allocation import CHOICES
+from benchmarks.tables.normalized import MODELS
+from mlx_tq.prompt_cache.allocation import CHOICES
 
 FULL_BITS = 32  # the models computed in float32
 BY_LAYER = "bits"

@@ -14,21 +14,21 @@ MODELS = {
 RETENTIONS = (90, 75, 50)
 SMOLLM2 = ("evict_modes_smollm2.json", "evict_modes_text_smollm2.json")
 LABELS = {
-    "triattention:granularity=32:stats=questions.safetensors": "questions alone",
-    "triattention:granularity=32:stats=text25.safetensors": "a quarter of the text (the default share)",
-    "triattention:granularity=32:stats=text50.safetensors": "half of the text",
-    "triattention:granularity=32:stats=both.safetensors": "both beside each other",
+    "triattention:granularity=32:calibration=questions.safetensors": "questions alone",
+    "triattention:granularity=32:calibration=text25.safetensors": "a quarter of the text (the default share)",
+    "triattention:granularity=32:calibration=text50.safetensors": "half of the text",
+    "triattention:granularity=32:calibration=both.safetensors": "both beside each other",
     "random:granularity=32": "random",
 }
 COMMAND = """python benchmarks/evict/make_stats.py [--model M --dequantize] --dtype float32 FOLDER
 python -m mlx_tq evaluate sweep [--model M --dequantize] --dtype float32 --text REST --kv-window 64 --prefixes 32 \\
     --triggers 32 --warmup 256 --retentions 90,75,50 --max-tokens 20 --once --kinds multi --depths middle --seeds 6 \\
     --lengths 1000 --chunks 0 \\
-    --policies triattention:granularity=32:stats=FOLDER/text25.safetensors,...,random:granularity=32
+    --policies triattention:granularity=32:calibration=FOLDER/text25.safetensors,...,random:granularity=32
 # and in place of --once and all behind it but the policies, for the text: --seeds 0 --chunks 6 --length 1000"""
 MODES = {
     "triattention:granularity=32": "v3, blocks of 32 (the default)",
-    "triattention:granularity=32:stats=questions.safetensors": "v3, blocks of 32, statistics of questions alone",
+    "triattention:granularity=32:calibration=questions.safetensors": "v3, blocks of 32, statistics of questions alone",
     "triattention:granularity=32:mode=v1": "v1 (no sinks, no segments), blocks of 32",
     "triattention": "v3, single tokens",
     "triattention:granularity=32:aggregation=paper": "aggregation paper, v3, blocks of 32",

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.eviction import RETENTIONS, Show, needles, text
 from benchmarks.tables.markdown import Table, machines, report
+from benchmarks.tables.normalized import MODELS
 
 BLOCKS = ":granularity=32"
 POLICIES = {
     f"triattention{BLOCKS}": "`triattention`",
-    f"triattention{BLOCKS}:stats=text": "`triattention`, statistics of the text",
+    f"triattention{BLOCKS}:calibration=text": "`triattention`, statistics of the text",
     f"triattention{BLOCKS}:aggregation=paper": "`triattention`, aggregation paper",
-    f"triattention{BLOCKS}:stats=text:aggregation=paper": "`triattention`, aggregation paper, statistics of the text",
+    f"triattention{BLOCKS}:calibration=text:aggregation=paper": "`triattention`, aggregation paper, own text",
     f"expected_attention{BLOCKS}": "`expected_attention`",
     f"random{BLOCKS}": "`random`",
     f"recency{BLOCKS}": "`recency`",

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.tables.normalized import MODELS
 from benchmarks.tables.markdown import RESULTS, Record, Table, machine, machines, report
+from benchmarks.tables.normalized import MODELS
 
 _DISTORTION, _COUNTED, _TIMED = "trellis_distortion.json", "trellis_counted.json", "trellis_cuda.json"
 _DIVERGENCE = "trellis_divergence_{}.json"

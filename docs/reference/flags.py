@@ -7,7 +7,7 @@ from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
 
-from mlx_tq.cli import COMMANDS
+from mlx_tq.__main__ import COMMANDS
 from mlx_tq.policies import parse_policy, policy_names
 
 HEAD = """# Flags

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from mlx_tq.bench.flags import build_parser
-from mlx_tq.commands.frame import run_command
+from mlx_tq.cli.frame import run_command
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -18,20 +18,20 @@ from mlx_tq.bench.layer import Shape, Timing, layer_table, measure_layer
 from mlx_tq.bench.model import Arm, Figure, measure_model
 from mlx_tq.bench.report import data, report
 from mlx_tq.bench.tables import by_context, markdown, model_table
-from mlx_tq.commands.args import check_writable, evict_from_args
-from mlx_tq.commands.asking import ask_beforehand
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.commands.runs.doctor import all_checks
-from mlx_tq.commands.screen import console, results, table
+from mlx_tq.cli.args import check_writable, evict_from_args
+from mlx_tq.cli.asking import ask_beforehand
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.runs.doctor import all_checks
+from mlx_tq.cli.screen import console, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.integration.known_models import model_facts
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.tuning import tune
 from mlx_tq.models import load
-from mlx_tq.seam.known_models import model_facts
-from mlx_tq.seam.probe import native_caches
 
 STDOUT = "-"
 LAYER_TOKENS = [2048, 8192, 32768]
@@ -124,7 +124,7 @@ def _write_figures(args: argparse.Namespace, figures: list[Figure], left_out: di
 
 
 def _report(args: argparse.Namespace) -> int:
-    checks = all_checks(kernels=impl.current() != "ops")
+    checks = all_checks(kernels=backend.current() != "reference")
     best: list[KernelThresholds] = []
     figures, left_out = _measure(args, lambda: best.append(_tuned(args)))
     _write_figures(args, figures, left_out)

@@ -2,9 +2,9 @@
 
 import argparse
 
-from mlx_tq.commands.args import BUDGET, EVICT, STATS, add_impl_argument, field_of
-from mlx_tq.commands.names import DTYPES, PROFILES
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import BUDGET, CALIBRATION, EVICT, add_backend_argument, field_of
+from mlx_tq.cli.names import DTYPES, PROFILES
+from mlx_tq.cli.parser import command_parser
 
 KV_BITS = (8, 4)
 # Flags that say something of one layer or of a whole model alone, and where the parser keeps them.
@@ -18,7 +18,7 @@ OF_A_MODEL = {
         "--kv-bits",
         EVICT.flag,
         BUDGET.flag,
-        STATS.flag,
+        CALIBRATION.flag,
         "--dequantize",
     )
 } | {"--prefill-step-size": "step"}
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="mlx-lm's quantised caches to time: 8, 4 or none; a CPU reads long prompts into them for minutes",
     )
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens read at a time")
-    for option, default in ((EVICT, "triattention; none leaves the arm out"), (BUDGET, "50%%"), (STATS, "auto")):
+    for option, default in ((EVICT, "triattention; none leaves the arm out"), (BUDGET, "50%%"), (CALIBRATION, "auto")):
         text = f"of the last profile, once more: {option.help.partition(' (default')[0]} (default: {default})"
         add(option.flag, metavar=option.field.upper(), help=text)
     layer = parser.add_argument_group("one layer")
@@ -87,5 +87,5 @@ def build_parser() -> argparse.ArgumentParser:
     add("--query-heads", type=int, default=8, metavar="N", help="heads of queries")
     add("--kv-heads", type=int, default=2, metavar="N", help="heads of keys and values")
     add("--head-dim", type=int, default=128, metavar="N", help="numbers in each head's vectors")
-    add_impl_argument(parser)
+    add_backend_argument(parser)
     return parser

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cli.screen import human_bytes, table
 from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.commands.screen import human_bytes, table
 from mlx_tq.config import KVConfig
-from mlx_tq.seam.attention import compressed_attention, scaled_dot_product_attention
+from mlx_tq.integration.attention import compressed_attention, scaled_dot_product_attention
 
 _CHUNK = 2048  # tokens appended at a time while a cache is filled
 _TARGET = 0.1  # seconds of chained calls in one measurement

@@ -17,9 +17,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_tq.config import KVConfig
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import cache_parts
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import cache_parts
 
 Caches = list[Any]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from mlx_tq.bench.model import Figure
 from mlx_tq.bench.tables import markdown
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.runs.doctor import Check
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.runs.doctor import Check
 from mlx_tq.kernels.thresholds import KernelThresholds
 
 COLUMNS = """KV is what the caches' arrays take after the answer, held all memory beyond that before the prompt, and

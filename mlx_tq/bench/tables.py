@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.table import Table
 
 from mlx_tq.bench.model import Figure
-from mlx_tq.commands.screen import table
+from mlx_tq.cli.screen import table
 
 Rows = list[list[str]]
 

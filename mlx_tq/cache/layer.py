@@ -20,10 +20,10 @@ from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.body import Body, Stored
 from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_tokens
-from mlx_tq.cache.normalizer import KeyNormalizer
 from mlx_tq.cache.gaps import NO_GAPS, Gaps
 from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
 from mlx_tq.cache.links import SavedPart, SequencePart
+from mlx_tq.cache.normalizer import KeyNormalizer
 from mlx_tq.cache.spec import LEARNED, READY, SHORT_PASS, CacheSpec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout

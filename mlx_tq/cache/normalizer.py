@@ -13,8 +13,8 @@ import numpy as np
 
 from mlx_tq.cache.gaps import Gaps
 from mlx_tq.cache.spec import LEARNED, READY, CacheSpec
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, normalize, pair_scale
 from mlx_tq.codec.exact import pairwise_sum
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, normalize, pair_scale
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.config import BLOCK
 

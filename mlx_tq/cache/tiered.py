@@ -24,8 +24,8 @@ from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import SequencePart
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.normalization import KeyNormalization, decode, denormalize
 from mlx_tq.codec.formats import get_format
+from mlx_tq.codec.normalization import KeyNormalization, decode, denormalize
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
@@ -244,7 +244,9 @@ class TieredKVCache(CompressedKVCache):
             ),
             cold=cold,
             cold_layout=self._cold_layout(full),
-            cold_normalization=None if normalization is None else replace(normalization, index=self._mean_of_row, first=0),
+            cold_normalization=None
+            if normalization is None
+            else replace(normalization, index=self._mean_of_row, first=0),
         )
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:

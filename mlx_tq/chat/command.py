@@ -7,7 +7,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_tq.cache.files import check_config
 from mlx_tq.chat.loop import Chat
 from mlx_tq.chat.screen import show_banner, show_last_exchange
-from mlx_tq.commands.args import (
+from mlx_tq.cli.args import (
     SHADOW,
     chooses_rescue,
     config_from_args,
@@ -16,17 +16,17 @@ from mlx_tq.commands.args import (
     rescue_from_args,
     with_blocks,
 )
-from mlx_tq.commands.joining import join_ranks
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.preflight import check_arguments
-from mlx_tq.commands.prompts import template_config
-from mlx_tq.commands.screen import console, show_shadow
-from mlx_tq.commands.stores import chosen_store
+from mlx_tq.cli.joining import join_ranks
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.preflight import check_arguments
+from mlx_tq.cli.prompts import template_config
+from mlx_tq.cli.screen import console, show_shadow
+from mlx_tq.cli.stores import chosen_store
 from mlx_tq.config import RescueConfig
-from mlx_tq.conversation import Session
 from mlx_tq.errors import ConfigError
+from mlx_tq.prompt_cache.files import with_formats
 from mlx_tq.rescue import AUTO, OFF
-from mlx_tq.sequence.files import with_formats
+from mlx_tq.session import Session
 
 _START_S = 60.0
 

@@ -2,9 +2,9 @@
 
 import argparse
 
-from mlx_tq.commands.args import add_cache_arguments, add_rescue_arguments
-from mlx_tq.commands.model_args import add_model_arguments, add_sampling_arguments
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import add_cache_arguments, add_rescue_arguments
+from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
+from mlx_tq.cli.parser import command_parser
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,15 +8,15 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mlx_tq.chat.screen import show_banner, show_last_exchange, show_memory, show_stats, show_turn
-from mlx_tq.commands.foreign_text import say
-from mlx_tq.commands.frame import DONE, INTERRUPTED
-from mlx_tq.commands.joining import collect_stats, show_ranks
-from mlx_tq.commands.progress import prefill_progress
-from mlx_tq.commands.screen import console, warn
-from mlx_tq.conversation import Session
-from mlx_tq.conversation.recall import archive_warning
+from mlx_tq.cli.foreign_text import say
+from mlx_tq.cli.frame import DONE, INTERRUPTED
+from mlx_tq.cli.joining import collect_stats, show_ranks
+from mlx_tq.cli.progress import prefill_progress
+from mlx_tq.cli.screen import console, warn
+from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.ranks.group import ALONE, Ranks
+from mlx_tq.session import Session
+from mlx_tq.session.recall import archive_warning
 
 with suppress(ImportError):  # not on every system; without it lines cannot be edited
     import readline  # gives input() its history and editing

@@ -1,10 +1,10 @@
 """What a chat shows beside the answers, on stderr."""
 
-from mlx_tq.commands.args import SHADOW
-from mlx_tq.commands.foreign_text import readable
-from mlx_tq.commands.memory_bar import memory_bar
-from mlx_tq.commands.screen import console, human_bytes, results, show_plan, show_quoted, show_recalled, table
-from mlx_tq.conversation import Session, SessionStats
+from mlx_tq.cli.args import SHADOW
+from mlx_tq.cli.foreign_text import readable
+from mlx_tq.cli.memory_bar import memory_bar
+from mlx_tq.cli.screen import console, human_bytes, results, show_plan, show_quoted, show_recalled, table
+from mlx_tq.session import Session, SessionStats
 
 _SHOWN_TOKENS = 32768  # context at which the bytes of a model without a limit are shown
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import KeyNormalization, normalize
 from mlx_tq.codec.formats.base import Codec, Encoded
+from mlx_tq.codec.normalization import KeyNormalization, normalize
 
 
 class Segment(NamedTuple):

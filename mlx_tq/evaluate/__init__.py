@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.frame import run_command
+from mlx_tq.cli.frame import run_command
 from mlx_tq.evaluate.flags import build_parser
 
 

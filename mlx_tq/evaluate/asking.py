@@ -7,8 +7,8 @@ import mlx.core as mx
 from mlx_lm.generate import stream_generate
 
 from mlx_tq.evaluate.passes import steps
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.commands.args import config_from_args
-from mlx_tq.commands.asking import ask_beforehand
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.args import config_from_args
+from mlx_tq.cli.asking import ask_beforehand
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import divergence, drift, formats, layers, needle, perplexity, spectrum, sweep, tables
 from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, parse_arm, region_changes
@@ -132,7 +132,7 @@ def _formats(args: argparse.Namespace, text: str) -> int:
 
 def _layers(args: argparse.Namespace, text: str) -> int:
     arms = arms_from_args(args)
-    results = _results(args, arms, ("length", "step", "against", "impl"))
+    results = _results(args, arms, ("length", "step", "against", "backend"))
     model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
     (ids,) = cut_chunks(tokenizer, text, 1, args.length)
     found = []
@@ -150,8 +150,8 @@ def _layers(args: argparse.Namespace, text: str) -> int:
 
 def _reference(args: argparse.Namespace, model: Any, arm: Arm) -> layers.Side:
     """What --against names."""
-    if args.against == "ops":
-        return layers.Side(model, arm, "ops")
+    if args.against == "reference":
+        return layers.Side(model, arm, "reference")
     if args.against == "float32":
         wide, _ = load_chosen(args)
         wide.set_dtype(mx.float32)

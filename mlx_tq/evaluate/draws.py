@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_tq.policies import Random
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.passes import sequence_in
 
 
 def draw_anew(caches: list[Any], number: int) -> None:

@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.passes import Advance, check_positions_of, steps
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import compressed_caches
-from mlx_tq.sequence.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 import argparse
 
-from mlx_tq.commands.args import add_cache_arguments
-from mlx_tq.commands.model_args import add_model_arguments
-from mlx_tq.commands.names import NEEDLE_KINDS
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import add_cache_arguments
+from mlx_tq.cli.model_args import add_model_arguments
+from mlx_tq.cli.names import NEEDLE_KINDS
+from mlx_tq.cli.parser import command_parser
 
 _TRIATTENTION = ("", ":evict=highest", ":score_unrotated_dims=on", ":evict=highest:score_unrotated_dims=on")
 _OTHERS = ("triattention:mode=v2", "triattention:mode=v1", "random", "recency", "streaming", "knorm")
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--against",
         default="off",
         metavar="WHAT",
-        help="off (fp16), a profile or a pair; ops (the same on mlx's operations), or float32 (the same model in it)",
+        help="off (fp16), a profile or a pair; reference (the reference implementation), or float32 (the model in it)",
     )
     _add_numbers(made["layers"], length=(512, "tokens of the text"), step=(128, _STEP))
     _add_numbers(made["spectrum"], length=(1024, "tokens of the text"))
@@ -97,7 +97,7 @@ def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
         "--profiles",
         metavar="A,B,...",
         help="what to compare: profiles, or pairs such as q8/tq4, with a scale rule as in tq4:raw/fp16, without "
-        "normalization of keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (then the others keep all) "
+        "normalized keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (then the others keep all) "
         f"(default: {default}, or what the --kv flags say)",
     )
     parser.set_defaults(default_profiles=default)

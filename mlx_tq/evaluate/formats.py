@@ -16,8 +16,8 @@ from mlx_tq.evaluate.needle import VOID, measure_needles
 from mlx_tq.evaluate.passes import Advance, read_side_by_side, why_unpacked
 from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.recording import Attended, record
-from mlx_tq.sequence.build import make_cache
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prompt_cache.build import make_cache
+from mlx_tq.prompt_cache.compressed import plan_caches
 
 TOGETHER = 4  # pairs that read beside one fp16 cache
 QUERIES = 64  # the last tokens of the recorded text, whose attention is compared

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.sequence.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed
 
 
 def evaluation() -> Any:

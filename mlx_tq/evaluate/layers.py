@@ -14,16 +14,16 @@ import numpy as np
 
 from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.codec.normalization import normalize
 from mlx_tq.codec.formats import Codec, Encoded
+from mlx_tq.codec.normalization import normalize
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.passes import Advance, check_reading, steps
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import backend
 from mlx_tq.kernels.regions import Regions
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import cache_parts
-from mlx_tq.sequence.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import cache_parts
+from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Side:
     Attributes:
         model: to run.
         arm: how its tokens are stored.
-        impl: what computes, of `impl.IMPLS`; None is what was chosen for the process.
+        backend: what computes, of `backend.BACKENDS`; None is what was chosen for the process.
     """
 
     model: Any
     arm: Arm
-    impl: str | None = None
+    backend: str | None = None
 
     def computing(self) -> AbstractContextManager[None]:
         """The implementation, until the context ends."""
-        return nullcontext() if self.impl is None else impl.using(self.impl)
+        return nullcontext() if self.backend is None else backend.using(self.backend)
 
 
 @dataclass(frozen=True)

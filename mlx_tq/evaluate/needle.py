@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from mlx_tq.commands.needles.haystack import build_case, verdict
+from mlx_tq.cli.needles.haystack import build_case, verdict
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import Answer, ask, read_text
 from mlx_tq.evaluate.passes import check_evicted
-from mlx_tq.seam.probe import position_limit
+from mlx_tq.integration.probe import position_limit
 
 VOID = "VOID"
 DEPTHS = {"start": 0.0, "middle": 0.5, "end": 1.0}

@@ -15,9 +15,9 @@ from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.draws import draw_anew
 from mlx_tq.policies import CalibratedPolicy, EvictConfig, ExpectedAttention, Recency, TriAttention
 from mlx_tq.policies.policy import TEXT
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.passes import before_pass, sequence_in
-from mlx_tq.sequence.plan import Plan
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.plan import Plan
 
 # Makes caches that hold a text, from its tokens and its number.
 Make = Callable[[list[int], int], list[Any]]
@@ -51,7 +51,7 @@ class Readings:
             return replace(config, evict=EvictConfig(Recency(), "100%", "off"))
         covariance = any(policy.needs_covariance and policy.file is None for policy in calibrated)
         reader = ExpectedAttention if covariance else TriAttention
-        return replace(config, evict=EvictConfig(reader(warmup=calibrated[0].warmup, stats=TEXT), "100%", "off"))
+        return replace(config, evict=EvictConfig(reader(warmup=calibrated[0].warmup, calibration=TEXT), "100%", "off"))
 
     def maker(self, config: KVConfig) -> Make:
         """Caches that hold a text, from which was evicted as `config` says."""

@@ -15,8 +15,8 @@ from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.passes import body_tokens
 from mlx_tq.evaluate.significance import mcnemar, wilson
-from mlx_tq.seam.probe import position_limit
-from mlx_tq.sequence.compressed import compressed
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.prompt_cache.compressed import compressed
 
 
 @dataclass(frozen=True)

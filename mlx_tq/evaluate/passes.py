@@ -13,12 +13,12 @@ from mlx_tq.config import SCHEDULE
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
 from mlx_tq.evaluate.draws import draw_anew
+from mlx_tq.integration.probe import position_limit
 from mlx_tq.policies import CalibratedPolicy
-from mlx_tq.seam.probe import position_limit
-from mlx_tq.sequence.compressed import compressed, planner
-from mlx_tq.sequence.passes import compressed_caches, sequence_in
-from mlx_tq.sequence.predictions import kl_divergence, log_probabilities
-from mlx_tq.sequence.statistics import tokens_seen
+from mlx_tq.prompt_cache.compressed import compressed, planner
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.statistics import tokens_seen
 
 Advance = Callable[[int], None]  # told how many tokens were read
 

@@ -7,9 +7,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.handles import Handle, handles
+from mlx_tq.integration.probe import native_caches
 from mlx_tq.kernels.masks import Mask
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.compressed import compressed
+from mlx_tq.prompt_cache.compressed import compressed
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mlx_tq import __version__
 from mlx_tq.atomic_files import atomic_write
-from mlx_tq.commands import screen
-from mlx_tq.commands.environment import blas
+from mlx_tq.cli import screen
+from mlx_tq.cli.environment import blas
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.passes import Advance
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_tq.commands.needles.haystack import Fact, build_scene
+from mlx_tq.cli.needles.haystack import Fact, build_scene
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.paired import Judged, Sample
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_tq.commands.needles.haystack import Fact, Scene, Verdict, build_scene, code_word, verdict
+from mlx_tq.cli.needles.haystack import Fact, Scene, Verdict, build_scene, code_word, verdict
 from mlx_tq.errors import ConfigError
 
 DECOY = "DECOY"

@@ -10,7 +10,7 @@ from mlx_tq.codec.formats.spectral import COUNTS, SpectralCodec
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.evaluate.passes import check_positions_of
 from mlx_tq.evaluate.recording import record
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
 
 # Share of a layer's key energy that a profile asks of its pairs.
 PROFILES = {"lean": 0.5, "even": 0.65, "rich": 0.8}

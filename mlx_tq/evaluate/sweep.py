@@ -20,7 +20,7 @@ from mlx_tq.evaluate.perplexity import summarize_perplexity
 from mlx_tq.evaluate.scenes import SPREAD, Planted, plant
 from mlx_tq.evaluate.settings import Setting
 from mlx_tq.policies import CalibratedPolicy
-from mlx_tq.sequence.compressed import planner
+from mlx_tq.prompt_cache.compressed import planner
 
 # Text is read by this many settings beside one fp16 cache: few, so that a stopped sweep loses little.
 _SIDE_BY_SIDE = 9

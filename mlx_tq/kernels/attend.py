@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_tq.codec.normalization import KeyNormalization, asking, mean_scores
 from mlx_tq.codec.rotation import rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend_together import attend_gpu
 from mlx_tq.kernels.constants import check_can_run
 from mlx_tq.kernels.cpu_streams import Stream, runs
@@ -50,7 +50,7 @@ def attend(
         [B, Hq, L, Dv] in the queries' type.
     """
     check = bound(check_can_run, regions.layout, queries.dtype, regions.full_keys.dtype)
-    return impl.call(_attend_gpu, attend_ref, queries, regions, check=check, scale=scale, mask=mask, sinks=sinks)
+    return backend.call(_attend_gpu, attend_ref, queries, regions, check=check, scale=scale, mask=mask, sinks=sinks)
 
 
 def attend_batch(
@@ -74,7 +74,7 @@ def attend_batch(
         [B, Hq, L, Dv] in the queries' type: of each row what it would have been alone.
     """
     check = bound(check_can_run, batch[0].layout, queries.dtype, batch[0].full_keys.dtype)
-    return impl.call(attend_gpu, _attend_batch_ref, queries, batch, check=check, scale=scale, mask=mask, sinks=sinks)
+    return backend.call(attend_gpu, _attend_batch_ref, queries, batch, check=check, scale=scale, mask=mask, sinks=sinks)
 
 
 def _attend_batch_ref(queries: mx.array, batch: Sequence[Regions], **options: Any) -> mx.array:

@@ -43,7 +43,7 @@ class Kernel:
         return [*self.inputs, *(f"{name}_{i}" for name in self.sources for i in range(sources))]
 
 
-def backend() -> str | None:
+def gpu_backend() -> str | None:
     """What runs kernels here: "metal", "cuda" or None."""
     if mx.default_device() != mx.gpu:
         return None
@@ -130,7 +130,7 @@ def run(
         KernelUnavailableError: there is no GPU, or its compiler refuses the text; with the compiler's message.
 
     """
-    where = backend()
+    where = gpu_backend()
     if where is None:
         raise KernelUnavailableError(
             f"kernel {kernel.name!r} needs a GPU and mlx's default device is {mx.default_device()}; use mlx_tq's own "

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import table
 
 KERNEL = build.Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes"), outputs=("compacted",))
@@ -20,7 +20,7 @@ def compact(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
     Returns:
         uint32 [B, H, capacity, W].
     """
-    return impl.call(_compact_gpu, compact_ref, rows, kept, capacity)
+    return backend.call(_compact_gpu, compact_ref, rows, kept, capacity)
 
 
 def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:

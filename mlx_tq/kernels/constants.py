@@ -5,13 +5,13 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_tq.codec import trellis
-from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats import Codec
 from mlx_tq.codec.formats.base import SCALE_RULES
 from mlx_tq.codec.formats.full import FullCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
+from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rotation import Rotation, WalshHadamard
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import KernelUnavailableError

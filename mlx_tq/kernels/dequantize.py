@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import KeyNormalization, decode_rotated, narrowed
 from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated, narrowed
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
 from mlx_tq.kernels.wht import wht_ref
 
@@ -47,7 +47,7 @@ def dequantize(
         Keys [B, H, S + L, Dk] and values [B, H, S + L, Dv].
     """
     check = partial(check_can_run, layout, dtype)
-    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, normalization, check=check)
+    return backend.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, normalization, check=check)
 
 
 def dequantize_ref(

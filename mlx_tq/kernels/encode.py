@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, filled, flips, layout_constants, with_levels
 from mlx_tq.kernels.wht import wht
 
@@ -29,15 +29,19 @@ def encode(keys: mx.array, values: mx.array, layout: RowLayout, normalization: K
         normalization: of these keys: row s of it is token s.
     """
     check = partial(check_can_run, layout, keys.dtype)
-    return impl.call(_encode_gpu, encode_ref, keys, values, layout, normalization, check=check)
+    return backend.call(_encode_gpu, encode_ref, keys, values, layout, normalization, check=check)
 
 
-def encode_ref(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
+def encode_ref(
+    keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
+) -> Rows:
     """`encode` in mlx's own operations."""
     return layout.encode(keys, values, normalization)
 
 
-def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
+def _encode_gpu(
+    keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None
+) -> Rows:
     batch, heads, tokens, _ = keys.shape
     count = batch * heads * tokens
     inputs = [keys, values, flips(layout.key.rotation), flips(layout.value.rotation)]

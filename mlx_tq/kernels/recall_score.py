@@ -12,11 +12,11 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.normalization import KeyNormalization, asking, decode_rotated, mean_scores
 from mlx_tq.codec.formats import Encoded
+from mlx_tq.codec.normalization import KeyNormalization, asking, decode_rotated, mean_scores
 from mlx_tq.codec.rotation import rotated
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table, with_levels
 from mlx_tq.kernels.masks import apply_mask
 from mlx_tq.kernels.regions import Regions
@@ -61,7 +61,7 @@ def recall_score(
         sizes: tokens of each block, at least 1 each, S in all.
     """
     check = partial(check_can_run, layout)
-    return impl.call(_recall_score_gpu, recall_score_ref, asked, keys, layout, normalization, sizes, check=check)
+    return backend.call(_recall_score_gpu, recall_score_ref, asked, keys, layout, normalization, sizes, check=check)
 
 
 def recall_score_ref(

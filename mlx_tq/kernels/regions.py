@@ -27,7 +27,7 @@ class Regions:
         rows: packed body, uint32 [B, H, capacity, W], or None while it is empty; what lies past `body` is never read.
         body: tokens in the body, those of `shared` included.
         layout: of the rows.
-        full_keys: sink_tokens and tail in the model's type, [B, H, capacity, Dk]; what lies past `beside` is never read.
+        full_keys: sinks and tail in the model's type, [B, H, capacity, Dk]; what lies past `beside` is never read.
         full_values: theirs, [B, H, capacity, Dv].
         sink_tokens: how many of these come before the body.
         beside: how many there are.

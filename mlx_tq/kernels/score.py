@@ -5,11 +5,11 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.normalization import KeyNormalization, decode_rotated
 from mlx_tq.codec.formats import Codec, Encoded
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated
 from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotated, rotated_back
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
 
 KERNEL = build.Kernel(
@@ -45,7 +45,7 @@ def score(
         fp32 [B, H, G, body].
     """
     check = partial(check_can_run, layout)
-    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, normalization, check=check)
+    return backend.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, normalization, check=check)
 
 
 def score_ref(

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import KeyNormalization, block_means, pair_scale
 from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.codec.normalization import KeyNormalization, block_means, pair_scale
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.dequantize import dequantize
@@ -66,7 +66,7 @@ def _check_case(
     keys, values = (mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in range(2))
     queries = mx.random.normal((2, _HEADS * _GROUP, 2, dim), key=mx.random.key(2)).astype(dtype)
     means = _normalization(keys, queries, layout) if normalized else None
-    with impl.using("ops"):
+    with backend.using("reference"):
         rows = encode(keys, values, layout, means).rows
     regions = Regions(rows, _TOKENS, layout, keys[:, :, :9], values[:, :, :9], 4, 9, means)
     virtual = mx.random.normal((_HEADS, _GROUP, dim), key=mx.random.key(3))
@@ -92,10 +92,10 @@ def _check_case(
         rotation = layout.key.rotation
         calls["wht"] = lambda: [wht(queries, rotation, normalization=means), wht(keys, rotation, inverse=True)]
     for name, call in calls.items():
-        with impl.using(where):
+        with backend.using(where):
             found = call()
             mx.eval(found)
-        with impl.using("ops"):
+        with backend.using("reference"):
             expected = call()
         exact = found[0].dtype in (mx.uint32, mx.int32)
         allowed = 0.0 if exact else _ROUNDINGS + 2 * float(mx.finfo(found[0].dtype).eps)

@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_tq.atomic_files import atomic_write
 from mlx_tq.errors import ConfigError
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import backend
 
 VERSION = 2
 
@@ -72,7 +72,7 @@ TABLES = {
     "Max": KernelThresholds(simdgroups=1024),
     "Ultra": KernelThresholds(simdgroups=2048),
     "cuda": KernelThresholds(simdgroups=4096),
-    "ops": KernelThresholds(),
+    "reference": KernelThresholds(),
 }
 
 
@@ -97,13 +97,13 @@ def file() -> Path:
 
 def machine() -> str:
     """What a measured table belongs to: the chip and what computes on it."""
-    return f"{mx.device_info().get('device_name', 'unknown')}, {impl.current()}"
+    return f"{mx.device_info().get('device_name', 'unknown')}, {backend.current()}"
 
 
 def chip_class() -> str:
     """The name of the built-in table for this machine."""
-    if impl.current() != "metal":
-        return impl.current()
+    if backend.current() != "metal":
+        return backend.current()
     last = str(mx.device_info().get("device_name", "")).rpartition(" ")[2]
     return last if last in TABLES else "base"
 
@@ -182,7 +182,7 @@ _chosen: list[KernelThresholds] = []
 
 def current() -> KernelThresholds:
     """The thresholds in use."""
-    return _chosen[-1] if _chosen else _in_use(impl.current())
+    return _chosen[-1] if _chosen else _in_use(backend.current())
 
 
 @cache

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.prefill import prefill
@@ -46,7 +46,7 @@ def tune(tokens: list[int], rounds: int) -> Iterator[_Step]:
     """
     best = thresholds.current()
     problems = [_Problem(count) for count in tokens]
-    if impl.current() != "ops":
+    if backend.current() != "reference":
         best = replace(best, short=0)
         for name, values in CANDIDATES.items():
             candidates = [replace(best, **{name: value}) for value in values]

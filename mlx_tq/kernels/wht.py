@@ -5,10 +5,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import KeyNormalization, asking, narrowed
 from mlx_tq.codec.exact import split_order
+from mlx_tq.codec.normalization import KeyNormalization, asking, narrowed
 from mlx_tq.codec.rotation import Rotation
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_rotate, flips
 
 KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
@@ -24,7 +24,7 @@ def wht(
     With `normalization` they are queries [B, Hq, L, D], which are divided by its weights first.
     """
     check = partial(check_can_rotate, rotation)
-    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, normalization=normalization, check=check)
+    return backend.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, normalization=normalization, check=check)
 
 
 def wht_ref(

@@ -9,12 +9,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.models.gguf.model import load_gguf
 from mlx_tq.models.named import SMOLLM2, embedded_path, smollm2_path
 from mlx_tq.models.sharding import check_heads, divide
 from mlx_tq.policies.options import unknown
-from mlx_tq.ranks.group import ALONE, Ranks
 
 DTYPES = ("float32", "float16", "bfloat16")
 _REMEDY = (

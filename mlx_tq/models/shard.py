@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.ranks.group import ALONE, Ranks
+from mlx_tq.distributed.group import ALONE, Ranks
 
 _NAME = "_mlx_tq_shard"  # of the model's attribute
 

@@ -7,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.models.fingerprint import fingerprint
 from mlx_tq.models.gguf.architectures import config_of
 from mlx_tq.models.gguf.file import read_header
 from mlx_tq.models.shard import Shard, mark
-from mlx_tq.ranks.group import Ranks
 
 
 def check_heads(where: str, ranks: Ranks) -> None:

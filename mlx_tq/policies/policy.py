@@ -134,8 +134,8 @@ class CalibratedPolicy(Policy):
         warmup: tokens whose queries calibrate where the text does; nothing is evicted before, unless a question comes.
         ema: weight of each later `warmup` tokens in an exponential mean of the text's queries, 0 for the first alone.
         recalibrate: tokens after which the calibration on the text starts anew, 0 for never.
-        stats: whose queries calibrate. "auto": those of questions and a text, known of the model beforehand; where
-            they are not, or with `ema` or `recalibrate`, the text that is read. "text": that text. Else a file of
+        calibration: whose queries calibrate. "auto": those of questions and a text, known of the model beforehand;
+            where they are not, or with `ema` or `recalibrate`, the text that is read. "text": that text. Else a file of
             `mlx_tq.calibrate`.
     """
 
@@ -144,7 +144,7 @@ class CalibratedPolicy(Policy):
     warmup: int = option(1024, least=1)
     ema: float = 0.0
     recalibrate: int = option(0, least=0)
-    stats: str = AUTO
+    calibration: str = AUTO
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,12 +156,12 @@ class CalibratedPolicy(Policy):
     @property
     def looks_up(self) -> bool:
         """Statistics that are known of the model are to be used."""
-        return self.stats == AUTO and not (self.ema or self.recalibrate)
+        return self.calibration == AUTO and not (self.ema or self.recalibrate)
 
     @property
     def file(self) -> str | None:
         """The file of statistics that was named, or None."""
-        return None if self.stats in (AUTO, TEXT) else self.stats
+        return None if self.calibration in (AUTO, TEXT) else self.calibration
 
     def calibration_of(self, layer: PackedLayer) -> tuple[Rope, QueryStats]:
         """The RoPE of a layer and the statistics of its queries.

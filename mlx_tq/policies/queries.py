@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.ranks.group import Ranks
+from mlx_tq.distributed.group import Ranks
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ class TriAttention(CalibratedPolicy):
         parts, norms = [], []
         for start in range(0, tokens, BLOCK_TOKENS):
             block = layer.part(start, min(start + BLOCK_TOKENS, tokens))
-            found = score(block.rows, block.rows.shape[2], layer.layout, query, weights, rope.pairs, block.normalization)
+            found = score(
+                block.rows, block.rows.shape[2], layer.layout, query, weights, rope.pairs, block.normalization
+            )
             parts.append(found[0])
             norms.append(block.value_norms())  # not computed unless they count
             mx.eval(parts[-1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlx_tq.commands.frame import run_command
+from mlx_tq.cli.frame import run_command
 from mlx_tq.server.flags import build_parser
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from mlx_tq.conversation.recall import Recalled
-from mlx_tq.conversation.spans import runs
 from mlx_tq.server.errors import ApiError
 from mlx_tq.server.jobs import Choice, Event, Piece, Quoted, Started
+from mlx_tq.session.recall import Recalled
+from mlx_tq.session.spans import runs
 
 
 @dataclass

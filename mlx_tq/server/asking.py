@@ -6,16 +6,16 @@ from typing import Any
 
 from mlx_lm.generate import BatchGenerator
 
-from mlx_tq.conversation.bring_back import hold
-from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.recall import live_positions, question_of, recall
-from mlx_tq.conversation.transcript import Rehydration
 from mlx_tq.models import ranks_of
-from mlx_tq.sequence.passes import batch_row
-from mlx_tq.sequence.plan import Plan
-from mlx_tq.sequence.recall import LONGEST_QUESTION
+from mlx_tq.prompt_cache.passes import batch_row
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
 from mlx_tq.server.jobs import Job
 from mlx_tq.server.running import Running
+from mlx_tq.session.bring_back import hold
+from mlx_tq.session.looks import Looks
+from mlx_tq.session.recall import live_positions, question_of, recall
+from mlx_tq.session.transcript import Rehydration
 
 
 class Asking:

@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_tq.cache.sharing import Shared, shared_rows
-from mlx_tq.sequence.passes import compressed_caches
-from mlx_tq.sequence.plan import Plan
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.jobs import Job
 from mlx_tq.server.running import Running, rest_of
 

@@ -6,11 +6,11 @@ import os
 import socket
 import sys
 
-from mlx_tq.commands.args import KEY_VARIABLE, config_from_args
-from mlx_tq.commands.frame import DONE
-from mlx_tq.commands.joining import join_ranks
-from mlx_tq.commands.preflight import check_arguments
-from mlx_tq.commands.stores import chosen_store
+from mlx_tq.cli.args import KEY_VARIABLE, config_from_args
+from mlx_tq.cli.frame import DONE
+from mlx_tq.cli.joining import join_ranks
+from mlx_tq.cli.preflight import check_arguments
+from mlx_tq.cli.stores import chosen_store
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.log_limit import LogLimit
 
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     ranks = join_ranks(args)
     folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [], ranks)
-    if folder is None and args.kv_store_share:
-        raise ConfigError("--kv-store-share is given, but nothing is stored: add --kv-store auto, or drop it.")
+    if folder is None and args.prefix_cache_share:
+        raise ConfigError("--prefix-cache-share is given, but nothing is stored: add --prefix-cache auto, or drop it.")
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])

@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from mlx_tq.conversation.prompt_length import PromptLengthLimit
 from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
+from mlx_tq.session.prompt_length import PromptLengthLimit
 
 Message = dict[str, Any]  # as templates expect it
 

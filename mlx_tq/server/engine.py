@@ -14,14 +14,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
-from mlx_tq.commands.frame import end_rank
+from mlx_tq.cli.frame import end_rank
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.bring_back import hold
-from mlx_tq.conversation.recall import ready_to_recall, release
 from mlx_tq.models import ranks_of
-from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.plan import Plan
+from mlx_tq.prefix_cache.store import PrefixCache, StoredPrompt
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.asking import Asking
 from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
 from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
@@ -35,6 +33,8 @@ from mlx_tq.server.orders import Following, Orders
 from mlx_tq.server.outbox import Outbox
 from mlx_tq.server.prefixes import Source, going_on, is_worth_storing, stored_prompt
 from mlx_tq.server.running import Running, rest_of
+from mlx_tq.session.bring_back import hold
+from mlx_tq.session.recall import ready_to_recall, release
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Engine:
         limits: EngineLimits,
         metrics: Metrics,
         kept: Kept | None = None,
-        store: PrefixStore | None = None,
+        store: PrefixCache | None = None,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
         self._ranks = ranks_of(model)

@@ -4,9 +4,9 @@ import argparse
 import json
 from typing import Any
 
-from mlx_tq.commands.args import KEY_VARIABLE, add_cache_arguments, add_rescue_arguments, parse_size
-from mlx_tq.commands.model_args import add_model_arguments, add_sampling_arguments
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import KEY_VARIABLE, add_cache_arguments, add_rescue_arguments, parse_size
+from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
+from mlx_tq.cli.parser import command_parser
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="bytes of all caches, such as 4GB (default: the free memory)",
     )
     add(
-        "--kv-store-share",
+        "--prefix-cache-share",
         action="store_true",
         help="servers with another API key find what this one stores, and the other way round",
     )

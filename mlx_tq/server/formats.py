@@ -5,8 +5,8 @@ import json
 from collections import Counter
 from weakref import WeakSet, WeakValueDictionary
 
-from mlx_tq.commands.grammar import CompiledGrammar, Grammars
-from mlx_tq.commands.grammar_source import GrammarError, GrammarSource, Syntax
+from mlx_tq.cli.grammar import CompiledGrammar, Grammars
+from mlx_tq.cli.grammar_source import GrammarError, GrammarSource, Syntax
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 

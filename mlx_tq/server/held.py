@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_tq.conversation.recall import Recalled
-from mlx_tq.sequence.plan import Plan
-from mlx_tq.sequence.statistics import cache_stats
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.statistics import cache_stats
+from mlx_tq.session.recall import Recalled
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mlx_tq.commands.grammar import Constraint
-from mlx_tq.commands.grammar_source import GrammarError
-from mlx_tq.conversation.recall import NOWHERE, Named, Recalled
-from mlx_tq.conversation.transcript import NOTHING, Rehydration
+from mlx_tq.cli.grammar import Constraint
+from mlx_tq.cli.grammar_source import GrammarError
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ApiError, InvalidRequestError
 from mlx_tq.server.held import Held
 from mlx_tq.server.sampling import Sampler
+from mlx_tq.session.recall import NOWHERE, Named, Recalled
+from mlx_tq.session.transcript import NOTHING, Rehydration
 
 # What is quoted to a turn, by the live positions, int64 [N], and the tokens that came back as rows.
 Quote = Callable[[np.ndarray, int], Rehydration]

@@ -5,8 +5,8 @@ from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 
-from mlx_tq.conversation.recall import archive_warning, release
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.session.recall import archive_warning, release
 
 log = logging.getLogger(__name__)
 _ONE_MODEL = "model"  # the key under which mlx-lm's prompt cache, which could hold several models, has ours

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.conversation.recall import Named
-from mlx_tq.ranks.group import Ranks
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.distributed.group import Ranks
+from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.jobs import Job, SessionCaches, Start
+from mlx_tq.session.recall import Named
 
 
 @dataclass(frozen=True)

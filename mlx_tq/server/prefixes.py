@@ -4,7 +4,7 @@ import hashlib
 from threading import Thread
 from typing import Any
 
-from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
+from mlx_tq.prefix_cache.store import PrefixCache, StoredPrompt
 from mlx_tq.server.conversation import Prompt
 
 # Caches that memory has of a prompt, how many tokens of it, and the prompt in the store where it has more.
@@ -28,7 +28,7 @@ def salt_of(key: str | None, *, shared: bool) -> str:
 
 
 def stored_prompt(
-    store: PrefixStore, asked: Prompt, unstored: int, step: int, kept: int, *, alone: bool = False
+    store: PrefixCache, asked: Prompt, unstored: int, step: int, kept: int, *, alone: bool = False
 ) -> StoredPrompt | None:
     """A prompt to restore and store; None where it should rather go on from the caches that memory has.
 
@@ -48,7 +48,7 @@ def stored_prompt(
 
 
 def going_on(
-    store: PrefixStore | None, asked: Prompt, read: StoredPrompt | None, stop: int, step: int
+    store: PrefixCache | None, asked: Prompt, read: StoredPrompt | None, stop: int, step: int
 ) -> StoredPrompt | None:
     """A prompt that goes on behind `stop` tokens of another one; None if these are not stored while it is read."""
     if store is None or read is None:
@@ -57,7 +57,7 @@ def going_on(
     return prompt if prompt.follow(read, stop) else None
 
 
-def _prompt(store: PrefixStore, asked: Prompt, unstored: int, step: int) -> StoredPrompt:
+def _prompt(store: PrefixCache, asked: Prompt, unstored: int, step: int) -> StoredPrompt:
     segments = asked.segments
     system = len(segments[0]) if len(segments) > 1 and asked.kinds[0] == "system" else 0
     return store.prompt([*segments[:-1], segments[-1][:-unstored]], step, system)

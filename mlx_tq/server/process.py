@@ -12,21 +12,21 @@ from typing import Any
 import uvicorn
 from jinja2 import TemplateError
 
-from mlx_tq.commands.args import config_from_args, rescue_from_args, with_blocks
-from mlx_tq.commands.grammar import Grammars
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.preflight import free_memory
-from mlx_tq.commands.screen import console, show_plan
+from mlx_tq.cli.args import config_from_args, rescue_from_args, with_blocks
+from mlx_tq.cli.grammar import Grammars
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.preflight import free_memory
+from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.config import KVConfig
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import EMBEDDED
-from mlx_tq.prefixes.folder import Folder
-from mlx_tq.prefixes.store import PrefixStore
-from mlx_tq.ranks.group import Ranks
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import OFF, RescueClient, open_service
-from mlx_tq.seam.probe import position_limit
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.app import Web, create_app
 from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
@@ -92,7 +92,7 @@ def serve(
     Raises:
         MlxTqError: whatever stands in the way.
     """
-    service = _service(args, folder, salt_of(key, shared=args.kv_store_share), ranks)
+    service = _service(args, folder, salt_of(key, shared=args.prefix_cache_share), ranks)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -152,10 +152,10 @@ def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
     )
 
 
-def _store(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, salt: str) -> PrefixStore | None:
+def _store(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, salt: str) -> PrefixCache | None:
     """What the model reads, in a folder; the first rank knows the salt."""
     salt = ranks.tell(lambda: salt)
-    return None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
+    return None if folder is None or plan is None else PrefixCache(model, plan, folder, log.warning, salt)
 
 
 def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> Service:

@@ -3,7 +3,7 @@
 from itertools import groupby
 from typing import Any
 
-from mlx_tq.sequence.plan import Plan
+from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.held import Held
 from mlx_tq.server.jobs import Left
 from mlx_tq.server.service import Service

@@ -8,14 +8,14 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
 
 from mlx_tq.cache.sharing import Shared
-from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.recall import Recalled
-from mlx_tq.conversation.transcript import NOTHING
-from mlx_tq.prefixes.store import StoredPrompt
+from mlx_tq.prefix_cache.store import StoredPrompt
 from mlx_tq.server.errors import ApiError, ModelFailedError
 from mlx_tq.server.guarded_sampling import GuardedProcessors, GuardedSampler
 from mlx_tq.server.jobs import Choice, Failed, Job, Piece
 from mlx_tq.server.prefixes import close
+from mlx_tq.session.looks import Looks
+from mlx_tq.session.recall import Recalled
+from mlx_tq.session.transcript import NOTHING
 
 log = logging.getLogger(__name__)
 

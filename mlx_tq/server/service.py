@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_tq.commands.grammar import CompiledGrammar, Grammars
-from mlx_tq.commands.preflight import check_memory, check_positions
+from mlx_tq.cli.grammar import CompiledGrammar, Grammars
+from mlx_tq.cli.preflight import check_memory, check_positions
 from mlx_tq.errors import ConfigError
+from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import RescueClient
-from mlx_tq.sequence.plan import Plan
 from mlx_tq.server.answers import Answer, MessageReader, TextReader
 from mlx_tq.server.conversation import Conversations, Prompt
 from mlx_tq.server.engine import Engine

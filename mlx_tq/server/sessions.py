@@ -16,17 +16,17 @@ from threading import Lock
 from typing import Any
 
 from mlx_tq.config import RescueConfig
-from mlx_tq.conversation.plain_text import PlainText
-from mlx_tq.conversation.recall import NOWHERE, archive_warning, live_positions
-from mlx_tq.conversation.settings import SESSION_NAME
-from mlx_tq.conversation.transcript import Transcript, quotation_limit
+from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.rescue import RescueClient
-from mlx_tq.sequence.passes import sequence_in
 from mlx_tq.server.conversation import Conversations, Message, Prompt
 from mlx_tq.server.errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.jobs import Left, SessionCaches, Start
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.schemas import ChatRequest
+from mlx_tq.session.plain_text import PlainText
+from mlx_tq.session.recall import NOWHERE, archive_warning, live_positions
+from mlx_tq.session.settings import SESSION_NAME
+from mlx_tq.session.transcript import Transcript, quotation_limit
 
 log = logging.getLogger(__name__)
 

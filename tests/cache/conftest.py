@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_tq.seam.attention import compressed_attention
+from mlx_tq.integration.attention import compressed_attention
 
 
 @pytest.fixture(autouse=True, scope="package")

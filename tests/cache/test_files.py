@@ -15,8 +15,8 @@ from cache.tools import same_bits
 from mlx_tq.cache import files
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
 
 CONFIG = KVConfig(key="q8", value="tq4", sinks=4, window=24)
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(150)]

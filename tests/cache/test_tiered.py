@@ -9,10 +9,10 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.policy import PackedLayer
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.footprint import Departures, layer_footprint
-from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.footprint import Departures, layer_footprint
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
 
 from .tools import contents, feed, filled, make_cache, make_spec, random_pair
 
@@ -67,7 +67,7 @@ def test_a_trim_of_a_block_leads_back_to_recent_keys(length, normalize):
 
 
 @pytest.mark.parametrize(
-    "policy", ["knorm:trigger=16:granularity=1", "triattention:warmup=64:trigger=16:stats=text:granularity=1"]
+    "policy", ["knorm:trigger=16:granularity=1", "triattention:warmup=64:trigger=16:calibration=text:granularity=1"]
 )
 @pytest.mark.parametrize("recall", ["off", "auto"])
 def test_a_model_evicts_within_its_forecast_from_both_tiers_or_what_comes_back_from_the_second(policy, recall):

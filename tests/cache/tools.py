@@ -10,7 +10,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.tiered import TieredKVCache
 from mlx_tq.config import KVConfig
-from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
 
 PREFIX, WINDOW = 4, 24  # of most tests: small, and no multiples of a block
 HEADS, DIM = 2, 64

@@ -11,13 +11,13 @@ import time
 from contextlib import suppress
 
 import pytest
-from commands.tools import FLOAT32, command, copy_model, environment
+from cli.tools import FLOAT32, command, copy_model, environment
 from processes import read_until
 
-from mlx_tq import cli
-from mlx_tq.commands.memory_bar import memory_bar
-from mlx_tq.conversation import SessionStats
-from mlx_tq.sequence.tiers import Tiers
+from mlx_tq import __main__
+from mlx_tq.cli.memory_bar import memory_bar
+from mlx_tq.prompt_cache.tiers import Tiers
+from mlx_tq.session import SessionStats
 
 PATIENCE = 2  # seconds after which people press a key again
 ENDING = 60  # a program that ends has given up its handler: another Ctrl-C then kills it
@@ -32,7 +32,7 @@ def talk(tmp_path, capsys, monkeypatch):
         said = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
         monkeypatch.chdir(tmp_path)
-        assert cli.main(["chat", *FLOAT32, *words]) == 0
+        assert __main__.main(["chat", *FLOAT32, *words]) == 0
         return capsys.readouterr()
 
     return call
@@ -119,7 +119,7 @@ def test_a_flag_that_a_loaded_conversation_would_pass_over_is_refused(talk, caps
         ((*evicts[:3], "25%"), "made with another configuration: evict is"),
         (("--system-prompt", "Be brief."), "--system-prompt is given, but the conversation of --load has begun"),
     ):
-        assert cli.main(["chat", *FLOAT32, *load, *words]) > 0
+        assert __main__.main(["chat", *FLOAT32, *load, *words]) > 0
         assert says in capsys.readouterr().err
 
 

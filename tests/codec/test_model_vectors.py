@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from codec_reference import levels, rotation_matrix
 
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.packing import split_words, unpack
-from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.evaluate.recording import record
 
 SEED, BITS, DIM = 42, 4, 128

@@ -7,17 +7,17 @@ from codec_reference import gaussian, make_codec, rotation_matrix
 
 from benchmarks.quality import adversarial
 from mlx_tq.codec import RowLayout, get_format
+from mlx_tq.codec.formats.base import FP16_MAX
 from mlx_tq.codec.normalization import (
     MEAN_TOKENS,
     KeyNormalization,
     block_means,
-    normalize,
     decode,
     decode_rotated,
     mean_scores,
+    normalize,
     pair_scale,
 )
-from mlx_tq.codec.formats.base import FP16_MAX
 from mlx_tq.codec.rotation import rotated
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import encode

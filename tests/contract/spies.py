@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mlx_tq.cache import batch, handles
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 
 @dataclass

@@ -12,9 +12,9 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
 
 # A bias on queries, a hybrid of linear attention with partial RoPE, sinks and YaRN, sliding layers, interleaved pairs,
 # caches in a list, Llama-3's RoPE, layers without RoPE.

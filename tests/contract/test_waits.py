@@ -20,15 +20,15 @@ from mlx_lm.generate import generate_step
 from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session, make_prompt_cache
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.codec import codebook
-from mlx_tq.commands.needles.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
-from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.recall import Recalled
-from mlx_tq.conversation.statistics import SessionStats
 from mlx_tq.policies import parse_policy
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.session.looks import Looks
+from mlx_tq.session.recall import Recalled
+from mlx_tq.session.statistics import SessionStats
 
 READ, SKIPPED, COUNTED = 168, 2, 40  # tokens; those counted fill a block
 PACKED = KVConfig(key="q8", value="tq4", sinks=8, window=8)

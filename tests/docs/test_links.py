@@ -6,7 +6,7 @@ import shlex
 import pytest
 from fastapi import FastAPI
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 from mlx_tq.errors import __doc__ as tree_of_errors
 from mlx_tq.server.errors import ApiError
 from rescue_svc.errors import RescueServiceError

@@ -13,7 +13,7 @@ import pytest
 from server.harness import running
 from smollm2 import PATH
 
-from mlx_tq.cli import COMMANDS, main
+from mlx_tq.__main__ import COMMANDS, main
 from mlx_tq.models import embedded_path
 from mlx_tq.models.named import SMOLLM2_REQUIREMENT
 

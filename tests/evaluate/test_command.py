@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from mlx_tq.cli import main
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.__main__ import main
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.needles.haystack import load_text
 
 READ = [
     "--dtype",

@@ -1,6 +1,6 @@
 import pytest
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.drift import measure_drift
 

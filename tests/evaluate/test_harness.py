@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.harness import command_line
 

@@ -3,8 +3,8 @@ import json
 import pytest
 from zoo import build
 
-from mlx_tq.cli import main
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.__main__ import main
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.layers import Side, measure_layers

@@ -1,6 +1,6 @@
 import pytest
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import command
 from mlx_tq.evaluate.arms import parse_arm

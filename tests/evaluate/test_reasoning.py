@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.reasoning import final_number, problem_samples, read_problems
 from mlx_tq.evaluate.thoughts import without_thoughts

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.ruler import TASKS, ruler_samples, share_named
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.evaluate.passes import cut_chunks
 from mlx_tq.evaluate.recording import record
 from mlx_tq.evaluate.spectrum import SpectrumRow, measure_spectrum, schedules

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from mlx_tq.cli import main
-from mlx_tq.commands.calibrating import queries_of_text, save_queries
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.__main__ import main
+from mlx_tq.cli.calibrating import queries_of_text, save_queries
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
@@ -39,7 +39,7 @@ def test_what_would_measure_nothing_is_refused():
     with pytest.raises(ConfigError, match="evicts nothing of 1,000 tokens"):
         check_settings([Setting("random", 95, trigger=64)], 64, [1000, 2000], 256, 128)
     with pytest.raises(ConfigError, match="after 1,024 tokens of calibration"):
-        check_settings([Setting("triattention:stats=text", 50, trigger=64)], 64, [1000], 1024, 128)
+        check_settings([Setting("triattention:calibration=text", 50, trigger=64)], 64, [1000], 1024, 128)
     check_settings([Setting("random", 50, trigger=64)], 64, [1000], 1024, 128)
     with pytest.raises(ConfigError, match=r"more than an eighth of 1,000 tokens.*from 1,536"):
         check_protected(128, 64, 1000)
@@ -140,7 +140,7 @@ def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_readin
     path = tmp_path / "stats.safetensors"
     save_queries(tiny, path, queries_of_text(tiny, list(range(100, 164))))
     lives = []
-    for variant in ("triattention", f"triattention:stats={path}"):
+    for variant in ("triattention", f"triattention:calibration={path}"):
         records = Records()
         ask(tiny, embedded[1], grid([variant], [50], [1], [16], [16], once=True), records, kinds=["multi"], sinks=16)
         lives.append([record["live"] for record in records.values() if record["name"] != "off"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.divergence import measure_divergence, summarize_divergence

@@ -16,10 +16,10 @@ import numpy as np
 
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, decode
 from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.codec.exact import hadamard_matrix, split_order
 from mlx_tq.codec.formats.trellis import TrellisCodec
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, decode
 from mlx_tq.codec.packing import split_words, unpack
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.kernels.regions import Regions

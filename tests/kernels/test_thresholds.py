@@ -7,9 +7,9 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_tq import cli
+from mlx_tq import __main__
 from mlx_tq.errors import ConfigError
-from mlx_tq.kernels import build, impl, thresholds, tuning
+from mlx_tq.kernels import backend, build, thresholds, tuning
 from mlx_tq.kernels.thresholds import TABLES, KernelThresholds, ThresholdsWarning
 
 TUNED = KernelThresholds(packed_queries=16, simdgroups=300)
@@ -42,8 +42,8 @@ def test_each_chip_has_a_table(chip, table):
         assert thresholds.chip_class() == table
         assert thresholds.current() is TABLES[table]
         assert thresholds.machine() == f"{chip}, metal"
-        with impl.using("ops"):
-            assert thresholds.chip_class() == "ops"
+        with backend.using("reference"):
+            assert thresholds.chip_class() == "reference"
 
 
 def test_what_was_written_is_taken_until_it_is_gone(file):
@@ -105,12 +105,12 @@ def test_the_command_measures_and_keeps(file, monkeypatch, capsys):
     """Of what a CPU has: up to how many queries attend to packed rows."""
     monkeypatch.setattr(tuning, "_TARGET", 0)
     monkeypatch.setattr(tuning, "QUERIES", (8,))
-    assert cli.main(["bench", "--tune", "--tokens", "64", "--rounds", "1", "--json", "-"]) == 0
+    assert __main__.main(["bench", "--tune", "--tokens", "64", "--rounds", "1", "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert str(file) in err.replace("\n", "")
     assert json.loads(out)["thresholds"] == asdict(thresholds.current()) == asdict(KernelThresholds(packed_queries=8))
     assert thresholds.table().origin == f"measured, {file}"
-    assert cli.main(["doctor", "--json"]) == 0
+    assert __main__.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["environment"]["thresholds"] == f"measured, {file}"
 
 
@@ -130,9 +130,9 @@ def test_the_fastest_is_chosen(monkeypatch):
         ]
 
     monkeypatch.setattr(tuning, "_seconds", seconds)
-    monkeypatch.setattr(impl, "current", lambda: "ops")
+    monkeypatch.setattr(backend, "current", lambda: "reference")
     monkeypatch.setattr(tuning, "_Problem", lambda tokens: tokens)
-    monkeypatch.setattr(tuning.impl, "current", lambda: "metal")
+    monkeypatch.setattr(tuning.backend, "current", lambda: "metal")
     monkeypatch.setattr(tuning.thresholds, "current", KernelThresholds)
     steps = list(tuning.tune([64, 4096], 1))
     assert steps[-1][-1].simdgroups == 512

@@ -154,7 +154,7 @@ def test_nothing_that_the_core_needs_needs_torch():
 WORKS = {
     "": "mlx_tq.load()",
     "gguf": "import gguf, mlx_tq.models.gguf.model",
-    "json": "import mlx_tq.commands.grammar",
+    "json": "import mlx_tq.cli.grammar",
     "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",
     "rescue": "import httpx2, mlx_tq.rescue.transport, rescue_svc.app",

@@ -6,9 +6,9 @@ from zoo import build
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.selection import PositionRange
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import sequence_in
 
 BUDGET, WINDOW, GRANULARITY = 128, 24, 8
 HELD = PositionRange(45, 190)  # more than the budget, and no whole blocks

@@ -78,7 +78,7 @@ def test_values_of_each_type():
     assert type(found) is TriAttention
     assert found == TriAttention(
         mode="v2", segments=4, segment_tokens=256, granularity=64, pooling="top", trigger=512, warmup=256, ema=0.1,
-        recalibrate=4096, stats="/data/100%/12:30.safetensors", evict="highest", aggregation="v3",
+        recalibrate=4096, calibration="/data/100%/12:30.safetensors", evict="highest", aggregation="v3",
         score_unrotated_dims=True, skip_layers=2,
     )  # fmt: skip
 

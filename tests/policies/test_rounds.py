@@ -6,9 +6,9 @@ from zoo import build
 
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in
 
 PREFIX, WINDOW, LENGTH = 4, 24, 260
 

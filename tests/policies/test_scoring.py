@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from mlx_lm.models import rope_utils
 
-from mlx_tq.codec.normalization import KeyNormalization, decode, pair_scale
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.formats.base import CodecOptions
+from mlx_tq.codec.normalization import KeyNormalization, decode, pair_scale
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.kernels.score import score_ref

@@ -17,17 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.normalizer import SKIP, KeyNormalizer
-from mlx_tq.codec.normalization import KeyNormalization, block_means, decode, denormalize
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
+from mlx_tq.codec.normalization import KeyNormalization, block_means, decode, denormalize
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.config import Budget
-from mlx_tq.sequence.build import make_cache
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.sequence.passes import before_pass, sequence_in
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.prompt_cache.build import make_cache
+from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in
 
 BLOCK, HEADS, DIMS, LONGEST = 32, 2, (128, 64), 400
 LEARNED, READY, MEAN = 128, 136, 128  # tokens that weights come from, the length at which they are known, of a mean
@@ -205,7 +205,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = None
         if evicts:
             config = EvictConfig(f"random:trigger={TRIGGER}:granularity=1", recall="auto" if self.recalls else "off")
-            sequence = Sequence(EvictionPlan(config, Budget(tokens=sinks + self.spec.window + ROOM), LAYERS), {})
+            sequence = LayerGroup(EvictionPlan(config, Budget(tokens=sinks + self.spec.window + ROOM), LAYERS), {})
         self.caches = [make_cache(self.spec, number, sequence) for number in range(LAYERS)]
         self.model = Model(self.spec)
         self.other = None  # a copy and its model, which must not notice anything

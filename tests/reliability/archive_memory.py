@@ -11,11 +11,11 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.config import Budget
-from mlx_tq.sequence.build import make_cache
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.passes import before_pass
-from mlx_tq.sequence.recall import looking
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.prompt_cache.build import make_cache
+from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.passes import before_pass
+from mlx_tq.prompt_cache.recall import looking
 
 LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
 
@@ -28,7 +28,7 @@ def anonymous():
 
 def main(archived):
     config = EvictConfig("recency:trigger=64:granularity=32", LIVE, "auto")
-    sequence = Sequence(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
+    sequence = LayerGroup(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
     spec = CacheSpec.for_layer(KVConfig(sinks=32, window=64), 0, "q8", "tq4")
     caches = [make_cache(spec, number, sequence) for number in range(LAYERS)]
     shape = (1, HEADS, STEP, DIM)

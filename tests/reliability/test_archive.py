@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from commands.tools import command, environment, facts
+from cli.tools import command, environment, facts
 
 from mlx_tq import EvictConfig, KVConfig, Session
+from mlx_tq.__main__ import main
 from mlx_tq.cache.blocks import keys_start
-from mlx_tq.cli import main
-from mlx_tq.sequence.passes import sequence_in
-from mlx_tq.sequence.recall import looking
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.recall import looking
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
 CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32, evict=EVICT)
@@ -281,8 +281,8 @@ def test_two_at_once_have_archives_of_their_own_and_one_that_is_killed_leaves_no
 ENDS = """
 import sys, threading, weakref
 from pathlib import Path
-from mlx_tq.conversation.worker import Worker
-from mlx_tq.sequence.archive import ArchiveFile
+from mlx_tq.session.worker import Worker
+from mlx_tq.prompt_cache.archive import ArchiveFile
 
 class Owner: pass
 

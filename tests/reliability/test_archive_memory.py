@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from archive_memory import ASKING, DIM, HEADS
-from commands.tools import environment
+from cli.tools import environment
 
-from mlx_tq.sequence.recall import TILE
+from mlx_tq.prompt_cache.recall import TILE
 
 PROGRAM = Path(__file__).with_name("archive_memory.py")
 # Of a tile: packed keys as they are read and as mlx has them, decoded in two steps, and five arrays of scores.

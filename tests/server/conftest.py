@@ -1,7 +1,7 @@
 """The embedded model in float32, where greedy choices do not hang on rounding, and a server of it."""
 
 import pytest
-from commands.tools import float32_model
+from cli.tools import float32_model
 from rescue.harness import Server as RescueService
 
 from mlx_tq.models import load

@@ -5,8 +5,8 @@ import asyncio
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.config import profile
-from mlx_tq.prefixes.store import PrefixStore
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.jobs import Failed, Job
@@ -26,7 +26,7 @@ def make_engine(loaded, config=CONFIG, folder=None, warn=print, key=None, **limi
     """With a store of prefixes where there is a folder."""
     model, tokenizer = loaded
     plan = None if config.is_off else plan_caches(model, config)
-    store = PrefixStore(model, plan, folder, warn, salt_of(key, shared=False)) if folder else None
+    store = PrefixCache(model, plan, folder, warn, salt_of(key, shared=False)) if folder else None
     limits = EngineLimits(**{**LIMITS, **limits})
     return Engine(model, tokenizer, config, plan, limits, Metrics(), store=store)
 

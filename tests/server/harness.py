@@ -6,7 +6,7 @@ import threading
 from contextlib import contextmanager
 
 import openai
-from commands.tools import command, environment
+from cli.tools import command, environment
 from http_harness import ServerProcess
 
 

@@ -1,22 +1,22 @@
 """What questions bring back to the rows of a batch, and looks while its answers are made."""
 
 import mlx.core as mx
-from commands.tools import facts
+from cli.tools import facts
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.looks import Looks
-from mlx_tq.conversation.recall import question_of, read, recall
-from mlx_tq.conversation.transcript import Rehydration
 from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.selection import PositionRange
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server import asking
 from mlx_tq.server.asking import Asking
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.jobs import Job, Piece, Quoted, Start, Started
+from mlx_tq.session.looks import Looks
+from mlx_tq.session.recall import question_of, read, recall
+from mlx_tq.session.transcript import Rehydration
 
 from .engines import GREEDY, LIMITS, make_engine, outcome, serve
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from http_harness import polled
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 
 LINES = Path(__file__).with_name("refused.txt").read_text().split("# POST ")[1:]
 REFUSED = [(part.split()[0], line) for part in LINES for line in part.splitlines()[1:] if line]

@@ -5,13 +5,13 @@ from itertools import chain
 
 import mlx.core as mx
 import pytest
-from commands.tools import zoo_model
+from cli.tools import zoo_model
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig
-from mlx_tq.prefixes.folder import Folder
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.jobs import Job, Piece, Progress, Started
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from commands.tools import facts
+from cli.tools import facts
 
 from mlx_tq.config import KVConfig
 from mlx_tq.policies import EvictConfig

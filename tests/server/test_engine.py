@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from commands.tools import facts
+from cli.tools import facts
 from contract.spies import watch
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.config import PROFILES, KVConfig
-from mlx_tq.conversation.recall import recall
 from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.jobs import Job, Left, Piece, Started
+from mlx_tq.session.recall import recall
 
 from .engines import CONFIG, GREEDY, LIMITS, make_engine, make_job, outcome, serve
 

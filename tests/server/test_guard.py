@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 
 from .conftest import PACKED
 from .harness import running

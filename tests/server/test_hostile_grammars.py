@@ -8,7 +8,7 @@ from socket import create_connection
 import httpx
 import psutil
 import pytest
-from commands.test_grammar_checker import LOWEST, SLOW, regexes
+from cli.test_grammar_checker import LOWEST, SLOW, regexes
 from http_harness import wait_for
 
 from .conftest import ENDLESS, PACKED

@@ -6,10 +6,10 @@ from itertools import count
 import mlx.core as mx
 import pytest
 
-from mlx_tq.conversation.looks import Looks
 from mlx_tq.server.errors import ModelFailedError
 from mlx_tq.server.jobs import Failed, Left, Piece, Start
 from mlx_tq.server.sampling import Sampling
+from mlx_tq.session.looks import Looks
 
 from .engines import GREEDY, make_engine, make_job, outcome, serve
 from .harness import together

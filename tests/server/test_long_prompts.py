@@ -9,12 +9,12 @@ import time
 import pytest
 
 from mlx_tq import Session
-from mlx_tq.cli import main
-from mlx_tq.conversation.prompt_length import PromptLengthLimit
+from mlx_tq.__main__ import main
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.errors import QueueFullError
 from mlx_tq.server.guard import default_max_body
 from mlx_tq.server.large_requests import LargeRequests
+from mlx_tq.session.prompt_length import PromptLengthLimit
 
 from .conftest import PACKED
 from .harness import running, together

@@ -8,16 +8,16 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from mlx_tq.conversation.recall import Recalled
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.places import Places
-from mlx_tq.sequence.recall import Scored
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.places import Places
+from mlx_tq.prompt_cache.recall import Scored
 from mlx_tq.server.answers import Answer, MessageReader
 from mlx_tq.server.errors import InvalidRequestError
 from mlx_tq.server.jobs import Piece
 from mlx_tq.server.response_schemas import ResponseRequest, in_own_names
 from mlx_tq.server.responses import ResponseAnswer
 from mlx_tq.server.schemas import parse
+from mlx_tq.session.recall import Recalled
 
 from .test_formats import CODE
 from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture

@@ -5,19 +5,19 @@ import resource
 from itertools import chain
 
 import pytest
-from commands.tools import zoo_model
+from cli.tools import zoo_model
 
 from mlx_tq.cache import body
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.recall import question_of
 from mlx_tq.models import load
 from mlx_tq.policies import EvictConfig
-from mlx_tq.prefixes.folder import Folder
-from mlx_tq.prefixes.store import PrefixStore
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.jobs import Job, Piece, Progress, Started
 from mlx_tq.server.prefixes import salt_of
+from mlx_tq.session.recall import question_of
 
 from .conftest import question
 from .engines import CONFIG, GREEDY, make_engine, make_job, outcome, serve
@@ -191,7 +191,7 @@ def test_keys_of_the_api_find_their_own(loaded, store):
     plan = plan_caches(loaded[0], CONFIG)
 
     def key(*salt):
-        return PrefixStore(loaded[0], plan, store, print, *salt).prompt([[1, 2, 3]], STEP)._ends[3]
+        return PrefixCache(loaded[0], plan, store, print, *salt).prompt([[1, 2, 3]], STEP)._ends[3]
 
     own = [key(), *(key(salt_of(name, shared=False)) for name in (None, "one", "two"))]
     assert len(set(own)) == 4, "and what is read alone is not of a batch"

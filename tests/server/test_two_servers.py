@@ -5,7 +5,7 @@ import pytest
 from .conftest import PACKED, question
 from .harness import running, together
 
-STORED = (*PACKED, "--prefill-step-size", "64", "--kv-store")
+STORED = (*PACKED, "--prefill-step-size", "64", "--prefix-cache")
 
 
 @pytest.fixture(scope="module")

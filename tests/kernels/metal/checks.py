@@ -11,8 +11,8 @@ from cases import HEADS, Problem, check_attention, double, exact, make_problem, 
 from simulated import simulated
 
 from mlx_tq.codec import Codec
-from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.formats.trellis import TrellisCodec
+from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import _attend_gpu
@@ -56,7 +56,9 @@ def flags(key: str, dtype: str, normalized: bool, **how: Any) -> None:
     if normalized:  # one dim of whose keys exceeds fp16 once it is weighted
         weights = mx.where(mx.arange(64) == 9, 4.0, 1.0)
         keys[:, 1, 6, 9] = -30000
-        normalization = KeyNormalization(mx.broadcast_to(weights, (2, HEADS, 64)), mx.zeros((2, HEADS, 1, 64), mx.float16))
+        normalization = KeyNormalization(
+            mx.broadcast_to(weights, (2, HEADS, 64)), mx.zeros((2, HEADS, 1, 64), mx.float16)
+        )
     expected = encode_ref(keys, values, layout, normalization)
     with simulated(**how):
         found = _encode_gpu(keys, values, layout, normalization)
@@ -117,7 +119,9 @@ def scores(problem: Problem, turned: int = 1, **how: Any) -> None:
 
 def recalls(problem: Problem, sizes: tuple[int, ...], **how: Any) -> None:
     """Maxima of blocks and the log-sum-exp of all, but for fp32's roundings, as the twin; keys lie as in an archive."""
-    rows, body, layout, normalization = (problem.arguments[name] for name in ("rows", "body", "layout", "normalization"))
+    rows, body, layout, normalization = (
+        problem.arguments[name] for name in ("rows", "body", "layout", "normalization")
+    )
     queries = problem.arguments["queries"].astype(mx.float32) * problem.arguments["scale"]
     keys = layout.split_keys(layout.split(rows)[0][:, :, :body])
     sizes = cut(sizes, body)

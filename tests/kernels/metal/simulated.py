@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from metal_sim.capture import capture
 from metal_sim.run import Counters, simulate
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, build
 
 ORDERS = (0, 1, 7)
 
@@ -31,7 +31,7 @@ def simulated(
     with (
         mock.patch.object(build, "run", run),
         mock.patch.object(build, "backend", return_value="metal"),
-        impl.using("metal"),
+        backend.using("metal"),
     ):
         yield counters
 

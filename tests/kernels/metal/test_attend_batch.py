@@ -10,7 +10,7 @@ from checks import PEAK
 from simulated import captured, simulated
 
 from metal_sim.translate import parameters
-from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.kernels import backend, build, thresholds
 from mlx_tq.kernels.attend import attend, attend_batch
 from mlx_tq.kernels.attend_kernels import ATTEND, ATTEND_SHORT, MERGE
 from mlx_tq.kernels.regions import SharedRows
@@ -109,16 +109,14 @@ def test_rows_that_several_share_are_read_once(normalized):
         regions.append(replace(whole, rows=rows, body=body, shared=tuple(parts)))
     queries = random((len(own), *first.arguments["queries"].shape[1:]), "float32", seed=4)
     options = {name: first.arguments[name] for name in ("scale", "mask", "sinks")}
-    with impl.using("ops"):
+    with backend.using("reference"):
         expected = attend_batch(queries, [replace(whole, body=body) for body, _ in own], **options)
         assert mx.array_equal(attend_batch(queries, regions, **options), expected)
         masked = {**options, "mask": mx.array([[True] * 90 + [False] * (whole.tokens - 90)] * 2)}
         seen = attend(queries[:1], whole, **masked)
     with simulated() as calls, thresholds.using(KernelThresholds(short=4096)):
         found = attend_batch(queries, regions, **options)
-        assert len(calls) == (8 if normalized is None else 12), (
-            "of five, or four and one: two buffers, own rows, merge"
-        )
+        assert len(calls) == (8 if normalized is None else 12), "of five, or four and one: two buffers, own rows, merge"
         alone = attend_batch(queries[:1], regions[:1], **options)
         half = attend(queries[:1], regions[0], **masked)
     assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -128,7 +126,7 @@ def test_rows_that_several_share_are_read_once(normalized):
 
 def test_the_twin_gives_each_row_what_it_gets_alone():
     rows = problems()
-    with impl.using("ops"):
+    with backend.using("reference"):
         check(rows, asked(rows), peak=2.0)
 
 

@@ -26,7 +26,7 @@ from simulated import ORDERS, simulated
 from metal_sim.run import SimulationError
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.errors import KernelUnavailableError
-from mlx_tq.kernels import impl
+from mlx_tq.kernels import backend
 from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
 from mlx_tq.kernels.encode import _encode_gpu, encode
 from mlx_tq.kernels.wht import wht
@@ -126,7 +126,7 @@ def test_encode_any_strides(view):
     values = random(keys.shape, seed=5)
     with simulated():
         found = _encode_gpu(keys, values, layout)
-    with simulated() as counters, impl.using("ops"):
+    with simulated() as counters, backend.using("reference"):
         expected = encode(keys, values, layout)
     assert same_bits(found.rows, expected.rows)
     assert counters == [], "where mlx is chosen it does it"

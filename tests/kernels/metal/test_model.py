@@ -18,15 +18,15 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.layers import Side, measure_layers
-from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.kernels import backend, build, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 PROMPT, ANSWER = 216, 6
 DIM, HEAVY = 128, 16 << 20
-CONFIG = KVConfig(key="q8", value="tq4", sink_tokens=8, window=8)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=8, window=8)
 TEXT = "The access code of the north gate is 417295. The harbour is quiet at night, and the boats lie still. " * 6
 
 
@@ -60,7 +60,7 @@ def address(array: mx.array) -> int:
 def test_a_generation_calls_the_kernels_and_says_the_same(embedded):
     model, tokenizer = embedded
     ids, layers, calls = mx.array(tokenizer.encode(TEXT)[:PROMPT]), len(model.layers), Counter()
-    with impl.using("ops"):
+    with backend.using("reference"):
         expected = tokens_of(model, ids, make_prompt_cache(model, CONFIG))
     with thresholds.using(KernelThresholds(short=ids.size + 2)), watched(lambda name, _: calls.update([name])):
         found = tokens_of(model, ids, make_prompt_cache(model, CONFIG))
@@ -78,7 +78,7 @@ def test_eviction_scores_and_compacts_with_kernels(embedded):
     model, tokenizer = embedded
     config = replace(CONFIG, evict=EvictConfig("triattention:warmup=32:trigger=8:granularity=1", 128, "off"))
     ids, read = mx.array(tokenizer.encode(TEXT)[:PROMPT]), Counter()
-    with impl.using("ops"):
+    with backend.using("reference"):
         expected = tokens_of(model, ids, make_prompt_cache(model, config))
     caches = make_prompt_cache(model, config)
 
@@ -125,7 +125,7 @@ def test_steps_read_the_caches_own_memory(length):
             assert found["attend"]["full_values"] == address(cache._full[1])
             assert ("encode" in found) == (cache.body_tokens > packed)
             if "encode" in found:
-                behind_prefix = 2 * CONFIG.sink_tokens * DIM
+                behind_prefix = 2 * CONFIG.sinks * DIM
                 assert found["encode"]["keys"] == before[0] + behind_prefix
                 assert found["encode"]["values"] == before[1] + behind_prefix
 
@@ -137,9 +137,9 @@ def test_layers_agree_with_mlx_operations(embedded, dtype):
     if dtype == "float32":
         model, _ = load()
         model.set_dtype(mx.float32)
-    arm = parse_arm("tq4/tq4", sink_tokens=8, window=8)
+    arm = parse_arm("tq4/tq4", sinks=8, window=8)
     with simulated() as counters:
-        rows, _ = measure_layers(Side(model, arm), Side(model, arm, "ops"), tokenizer.encode(TEXT)[:184], step=8)
+        rows, _ = measure_layers(Side(model, arm), Side(model, arm, "reference"), tokenizer.encode(TEXT)[:184], step=8)
     assert len(counters) > 2 * len(rows)
     assert len(rows) == len(model.layers)
     assert min(row.least for row in rows) >= 0.9999
@@ -148,7 +148,7 @@ def test_layers_agree_with_mlx_operations(embedded, dtype):
     assert mean(shares) >= (99.3 if dtype == "bfloat16" else 99.99)
 
 
-@pytest.fixture(params=["ops", "kernels"])
+@pytest.fixture(params=["reference", "kernels"])
 def implementation(request, monkeypatch):
     """mlx's operations; or kernels that are called and give zeros, since the simulator has to wait for its inputs."""
 
@@ -156,9 +156,9 @@ def implementation(request, monkeypatch):
         return [mx.depends(mx.zeros(*made), inputs) for made in zip(output_shapes, output_dtypes, strict=True)]
 
     if request.param == "kernels":
-        monkeypatch.setattr(build, "backend", lambda: "metal")
+        monkeypatch.setattr(build, "gpu_backend", lambda: "metal")
         monkeypatch.setattr(build, "built", lambda kernel, where, constants: zeros)
-    with impl.using("ops" if request.param == "ops" else "metal"):
+    with backend.using("reference" if request.param == "reference" else "metal"):
         yield
 
 
@@ -169,7 +169,7 @@ def lazily(heads):
 
 def test_a_step_waits_for_nothing(implementation):
     """Appending and attending, also where a block is packed, only build a graph."""
-    with impl.using("ops"):
+    with backend.using("reference"):
         cache = cache_of(196)
     mx.eval(cache.append(lazily(2), lazily(2)).attend(lazily(4), 0.1, None, None), cache.state)
     packed = cache.body_tokens

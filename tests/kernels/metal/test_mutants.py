@@ -22,7 +22,15 @@ def cache(body: int, **changed):
 
 def attention(key: str, value_dim: int, mask="causal", body=100, **changed):
     """3 query heads of 2 queries, the first of which does not see the last token."""
-    sizes = {"dims": (80, value_dim), "key": key, "value": "tq3", "body": body, "groups": 3, "length": 2, "sink_tokens": 34}
+    sizes = {
+        "dims": (80, value_dim),
+        "key": key,
+        "value": "tq3",
+        "body": body,
+        "groups": 3,
+        "length": 2,
+        "sink_tokens": 34,
+    }
     return make_problem(**sizes | changed, recent=3, dtype="float32", mask=mask, sinks=True).asked(scale=0.2)
 
 

@@ -3,8 +3,8 @@
 import pytest
 from simulated import simulated
 
-from mlx_tq import cli
-from mlx_tq.commands.runs import doctor
+from mlx_tq import __main__
+from mlx_tq.cli.runs import doctor
 from mlx_tq.kernels import build, selftest
 
 KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "recall_score", "compact", "wht"}
@@ -39,6 +39,6 @@ def test_a_wrong_kernel_fails(monkeypatch, old, new, kernel):
 
 
 def test_refused_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(build, "backend", lambda: None)
-    assert cli.main(["doctor", "--kernels"]) == 1
+    monkeypatch.setattr(build, "gpu_backend", lambda: None)
+    assert __main__.main(["doctor", "--kernels"]) == 1
     assert "--kernels needs a GPU; what computes here is mlx's own operations (no GPU)" in capsys.readouterr().err

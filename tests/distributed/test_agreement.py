@@ -1,0 +1,247 @@
+"""All ranks lose the same tokens and get back the same blocks; one that does not is found out in that round."""
+
+from importlib import import_module
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cli.tools import facts
+
+from mlx_tq.config import KVConfig
+from mlx_tq.distributed.group import ALONE, join
+from mlx_tq.distributed.launched import is_launched
+from mlx_tq.errors import ConfigError, RankError
+from mlx_tq.models import load
+from mlx_tq.models.sharding import divide
+from mlx_tq.policies import EvictConfig
+from mlx_tq.prompt_cache import layer_group as sequences
+from mlx_tq.prompt_cache import recall
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
+from mlx_tq.session.recall import Named, named_blocks
+
+from .together import run
+
+WINDOW = 24
+
+
+def calls():
+    """What each call gives a rank."""
+    ranks = join()
+    rank = ranks.rank
+    told = [ranks.tell(lambda: {"of": rank, "text": "ü" * 3}), ranks.wait_for(lambda: [rank])]
+    told += [ranks.tell(lambda: None), ranks.first_alone(lambda: {rank}) == ({0} if rank == 0 else None)]
+    for asked in (ranks.tell, ranks.first_alone):
+        try:
+            asked(_refuse)
+        except (ConfigError, RankError) as error:
+            told.append(str(error))
+    same = np.arange(4)
+    ranks.check("the same", same)
+    with pytest.raises(RankError) as differing:
+        ranks.check("what they have", same + (rank == 2))
+    numbers = np.array([rank + 0.1, -rank])
+    chosen = ranks.first(mx.array([7 + rank], mx.uint32)).item()
+    flags = ranks.any([False, rank == 1])
+    rows = ranks.stacked(np.full((1, 2), rank, np.float32)).tolist()
+    numbers = ranks.mean(numbers).tolist(), ranks.most(numbers).tolist(), ranks.least(rank + 3)
+    common = [ranks.common(lambda most, own=own: max(n for n in own if n <= most), 99) for own in had(rank)]
+    assert common == [max(set.intersection(*each)) for each in zip(*map(had, range(3)), strict=True)]
+    return told, ranks.collect("r" * rank), str(differing.value), numbers, chosen, flags, rows
+
+
+def had(rank):
+    """Sets of numbers of a rank; all have 0."""
+    rng = np.random.default_rng(rank)
+    return [{0, *rng.integers(1, 99, count).tolist()} for count in (0, 1, 20, 40, 80) for _ in range(4)]
+
+
+def _refuse():
+    raise ConfigError("no such file.")
+
+
+def test_what_ranks_add_up_agree_on_and_tell_each_other(tmp_path):
+    done = run(tmp_path, 3, calls)
+    told, collected, differing, (mean, most, least), chosen, flags, rows = done[0].value
+    assert [each.value for each in done] == [done[0].value] * 3, [each.err for each in done]
+    assert told == [{"of": 0, "text": "üüü"}, [0], None, True, "no such file.", "no such file."]
+    assert collected == ["", "r", "rr"]
+    assert differing.startswith("the 3 ranks disagree on what they have: rank 2 not as the others. ")
+    assert np.allclose(mean, [1.1, -1])
+    assert (most, least) == ([2.1, 0], 3)
+    assert (chosen, flags, rows) == (7, [False, True], [[0, 0], [1, 1], [2, 2]])
+
+
+POLICIES = [
+    "knorm",
+    "triattention:warmup=64:calibration=text",
+    "expected_attention:warmup=64:calibration=text",
+    "random",
+]
+
+
+def random_model(rng, size, vocabulary=160):
+    """A random llama with some KV heads for each rank; equal generators give equal models."""
+    module = import_module("mlx_lm.models.llama")
+    heads, groups = size * int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    sizes = {"hidden_size": 64, "intermediate_size": 32 * size, "num_hidden_layers": int(rng.integers(1, 4))}
+    heads = {"num_attention_heads": heads * groups, "num_key_value_heads": heads, "head_dim": 32}
+    args = module.ModelArgs(
+        model_type="llama", rms_norm_eps=1e-5, vocab_size=vocabulary, max_position_embeddings=4096, **sizes, **heads
+    )
+    mx.random.seed(int(rng.integers(2**31)))
+    model = module.Model(args)
+    mx.eval(model.parameters())
+    return model
+
+
+def rounds(count, seed, differing=()):
+    """The positions after each of `count` rounds or exchanges of random models, and what other choices led to.
+
+    For each of `differing`, from that round on of a model: the round of the choice, that of the error, and the error.
+    """
+    ranks, rng, found, caught = join(), np.random.default_rng(seed), [], []
+    wrong = list(differing)
+    recall.SHORTLIST = 128  # so few are archived
+    while len(found) < count or wrong:
+        model = random_model(rng, ranks.size)
+        divide(model, ranks)
+        policy = f"{rng.choice(POLICIES)}:trigger=8:granularity={rng.choice([1, 8, 32])}"
+        evict = EvictConfig(policy, int(rng.integers(60, 150)), recall=64 if rng.random() < 0.5 else "off")
+        config = KVConfig(
+            key="q8", value="tq4", sinks=4, window=WINDOW, normalize=bool(rng.random() < 0.3), evict=evict
+        )
+        caches = build_caches(plan_caches(model, config))
+        tokens = rng.integers(0, 160, 600)
+        with Choosing(wrong[0] if wrong else None, ranks.rank == 1) as choosing, compressed(model):
+            try:
+                read(model, caches, tokens, found)
+            except RankError as error:
+                wrong.pop(0)
+                caught.append((choosing.began, sequence_in(caches).stats.rounds, str(error)))
+    return found, caught
+
+
+def read(model, caches, tokens, found):
+    """Read, with a look into the archive between passes, of other layers on each rank as while an answer is made."""
+    sequence = sequence_in(caches)
+    sequence.listen(range(max(1, len(caches) - sequence.ranks.rank)), rounds=True)
+    for start in range(0, len(tokens), 20):
+        before = sequence.stats.rounds
+        mx.eval(model(mx.array(tokens[start : start + 20])[None], cache=caches))
+        if sequence.stats.rounds > before:
+            found.append(caches[0].positions.tobytes())
+        if sequence.archived and start % 3 == 0:
+            layers = sequence_layers(caches)
+            sequence.exchange(layers, sequence.look(layers, 20, 64, back=True).chosen)
+            found.append(caches[0].positions.tobytes())
+
+
+class Choosing:
+    """From the round of this number on other blocks leave on the second rank than were selected, where others can.
+
+    Attributes:
+        began: the round in which they did.
+    """
+
+    def __init__(self, number, differs):
+        self.number, self.differs, self.select = number, differs, sequences.select
+        self.rounds, self.began = -1, None
+
+    def __enter__(self):
+        def other(scores, *args):
+            own, others = self.select(scores, *args), self.select(-scores, *args)
+            self.rounds += 1
+            if self.number is None or self.rounds < self.number or np.array_equal(own, others):
+                return own
+            self.began = self.rounds
+            return others if self.differs else own
+
+        sequences.select = other
+        return self
+
+    def __exit__(self, *_):
+        sequences.select = self.select
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(2, 100), *(pytest.param(size, 1000, marks=pytest.mark.full) for size in (2, 3, 4))]
+)
+def test_ranks_lose_the_same_and_one_that_differs_is_found_in_that_round(tmp_path, size, count):
+    differing = list(range(0, 9, 3 if count == 100 else 1))
+    done = run(tmp_path, size, rounds, count, size, differing)
+    assert all(each.value for each in done), [each.err for each in done]
+    found, caught = done[0].value
+    assert [each.value for each in done[1:]] == [done[0].value] * (size - 1)
+    assert len(found) >= count
+    assert len(set(found)) > count / 2
+    assert len(caught) == len(differing)
+    assert all(began == rounds >= number for number, (began, rounds, _) in zip(differing, caught, strict=True))
+    assert all("disagree on which tokens leave: rank 1 " in message for *_, message in caught)
+
+
+def losing():
+    """What came back, and what is archived in the end, where the second rank alone loses a block to its disk."""
+    ranks, rng, found = join(), np.random.default_rng(0), []
+    model = random_model(rng, ranks.size)
+    divide(model, ranks)
+    evict = EvictConfig("recency:trigger=8", 120, recall=64)
+    config = KVConfig(key="q8", value="tq4", sinks=4, window=WINDOW, evict=evict)
+    caches = build_caches(plan_caches(model, config))
+    with compressed(model):
+        for _ in range(30):
+            mx.eval(model(mx.array(rng.integers(0, 160, 20))[None], cache=caches))
+        sequence, layers = sequence_in(caches), sequence_layers(caches)
+
+        def lose(number):
+            if ranks.rank == 1:
+                sequence.archived[number].leave()
+
+        first, other = (extent.positions for extent in sequence.archived[:2])
+        lose(0)
+        sequence.agree()
+        blocks = named_blocks(caches, Named(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64))
+        sequence.recall(layers, blocks)
+        found.append(sequence.recalled.tolist())
+        lose(0)
+        sequence.release(layers)
+    found.append([extent.positions.tolist() for extent in sequence.archived])
+    assert found[0] == other.tolist()
+    assert first.tolist() not in found[1]
+    assert other.tolist() in found[1], "it was in the cache, so it is archived again"
+    return found
+
+
+def test_what_one_rank_lost_is_lost_to_all(tmp_path):
+    done = run(tmp_path, 2, losing)
+    assert done[0].value
+    assert done[1].value == done[0].value, [each.err for each in done]
+
+
+def logits(dtype):
+    """Of a text after which half of the tokens have left, by this rank or by one process: float32 [steps, V]."""
+    ranks = join() if is_launched() else ALONE
+    model, tokenizer = load(dtype=dtype, ranks=ranks)
+    ids = tokenizer.encode("".join(facts(60)))
+    evict = EvictConfig("knorm:trigger=32:granularity=1", "50%", recall="off")
+    config = KVConfig(key="q8", value="tq4", sinks=16, window=WINDOW, evict=evict)
+    caches, found = build_caches(plan_caches(model, config)), []
+    with compressed(model):
+        for start in range(0, len(ids), 64):
+            made = model(mx.array(ids[start : start + 64])[None], cache=caches)
+            found.append(np.array(made[0, -1].astype(mx.float32)))
+    assert sequence_in(caches).stats.rounds > 3
+    return np.stack(found)
+
+
+@pytest.mark.full
+def test_ranks_differ_from_one_process_by_rounding(tmp_path):
+    """In bfloat16 by no more than that does from float32, there by next to nothing."""
+    exact, rounded = (run(tmp_path / dtype, 1, logits, dtype)[0].value for dtype in ("float32", "bfloat16"))
+    ours = {dtype: run(tmp_path / f"two {dtype}", 2, logits, dtype) for dtype in ("float32", "bfloat16")}
+    for first, second in ours.values():
+        assert np.array_equal(first.value, second.value), (first.err, second.err)
+    far = [np.abs(each - exact).max() for each in (ours["float32"][0].value, ours["bfloat16"][0].value, rounded)]
+    assert far[0] < 1e-3
+    assert far[1] < 2 * far[2]

@@ -1,0 +1,99 @@
+"""Ranks under test: processes of this machine on mlx's ring, forked from one that has loaded what they need."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.__main__ import main
+
+LIMIT = 900  # seconds after which a rank is taken for stuck; four that share two busy cores take minutes
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["mlx_lm", "mlx_tq.cli.runs.generate", "mlx_tq.chat.command", "mlx_tq.server.engine", __name__]
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a rank returned, or exited with, and wrote."""
+
+    value: Any
+    out: str
+    err: str
+
+    @property
+    def code(self):
+        """The exit code, of a command."""
+        return self.value
+
+
+def run(folder, size, work, *args, said=""):
+    """What `work(*args)` came to on each of `size` ranks, or in a process that knows of no ranks where that is 1.
+
+    Their files are in `folder`; `said` is what the first one reads.
+    """
+    folder.mkdir(exist_ok=True)
+    hosts, where = hostfile(folder / "hosts.json", size), [folder / f"rank{rank}" for rank in range(size)]
+    where[0].with_suffix(".in").write_text(said)
+    places = [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {} for rank in range(size)]
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(path, place, work, args))
+        for path, place in zip(where, places, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT)
+        stuck = process.is_alive()
+        process.kill()
+        assert not stuck, [path.with_suffix(".err").read_text() for path in where]
+    return [_done(path) for path in where]
+
+
+def command(folder, size, *words, said=""):
+    """What `mlx_tq WORDS` came to on each rank; the value is the exit code."""
+    return run(folder, size, main, [str(word) for word in words], said=said)
+
+
+def hostfile(path, size):
+    """A file that names a free port of this machine for each rank."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+    path.write_text(json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]))
+    for each in sockets:
+        each.close()
+    return path
+
+
+def _rank(path, environment, work, args):
+    os.environ.update(environment)
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        file = os.open(path.with_suffix(suffix), os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, stream)
+    own = path.with_suffix(".in")
+    sys.stdin, value = (own if own.exists() else Path(os.devnull)).open(), None
+    try:
+        value = work(*args)
+    except SystemExit as end:
+        value = end.code
+    except Exception:  # noqa: BLE001  the test shows it
+        traceback.print_exc()
+    path.with_suffix(".value").write_bytes(pickle.dumps(value))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # what the fork server's process would do at its end is not ours
+
+
+def _done(path: Path) -> Done:
+    value = path.with_suffix(".value")
+    return Done(
+        pickle.loads(value.read_bytes()) if value.exists() else None,
+        path.with_suffix(".out").read_text(),
+        path.with_suffix(".err").read_text(),
+    )

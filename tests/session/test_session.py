@@ -1,0 +1,384 @@
+"""A conversation over one cache: what is read, what is kept, what comes back, and what an interruption leaves."""
+
+import signal
+import threading
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from rescue.harness import Server
+
+from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
+from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.config import PROFILES, RescueConfig
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.session.quote import MARK, OPENING
+
+# Small regions, so that a text of a page is mostly packed and soon over budget.
+SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
+EVICTS = replace(SMALL, evict=EvictConfig("recency:granularity=16:trigger=16", 128, "off"))
+FACT = "The access code is 417295."
+QUESTION = "What is the access code?"
+
+
+def page(letters=1200, fact=FACT):
+    text = load_text()[:letters]
+    return f"{text[:300]} {fact} {text[300:]}"
+
+
+def say(session, text, **options):
+    return "".join(session.respond(text, **options))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A real one."""
+    server = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield server
+    server.stop()
+
+
+def at(service, **options):
+    """Rescue by this service, however long a busy machine takes to answer."""
+    return RescueConfig(service.url, timeout=60, **options)
+
+
+@pytest.fixture
+def chat(exact):
+    """Make sessions; all are closed after the test. What they warn of is in `warned`."""
+    made = []
+
+    def make(config=SMALL, **options):
+        session = Session(*exact, config, warn=make.warned.append, **{"max_tokens": 12, **options})
+        made.append(session)
+        return session
+
+    make.warned = []
+    yield make
+    for session in made:
+        session.close()
+
+
+def test_a_conversation_is_what_the_template_makes_of_it(exact, chat):
+    """Token by token, and with mlx-lm's cache the answers are mlx-lm's own to the whole conversation."""
+    model, tokenizer = exact
+    session = chat(PROFILES["off"], system_prompt="Be short.")
+    messages = [{"role": "system", "content": "Be short."}]
+    for words in ("The access code is 417295.", QUESTION, "And what is the access code?"):
+        messages.append({"role": "user", "content": words})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        expected = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
+        assert say(session, words) == expected
+        assert session.ids[: len(prompt)] == prompt
+        messages.append({"role": "assistant", "content": expected})
+    assert "417295" in expected
+    assert [turn.prompt_tokens for turn in session.turns][1:] == [19, 20]  # new tokens alone
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+
+
+def test_what_was_evicted_comes_back(chat, service):
+    """With a real service; without it the same conversation has lost the fact."""
+    answers = {}
+    for rescue in ("off", at(service)):
+        session = chat(EVICTS, rescue=rescue)
+        say(session, page())
+        fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
+        assert fact not in session._live()  # `recency` leaves the newest alone
+        answers[rescue] = say(session, QUESTION)
+        turn = session.turns[-1]
+        assert bool(turn.rehydration.ids) == (rescue != "off")
+        assert turn.finish_reason == "stop"
+    assert "417295" not in answers["off"]
+    assert "417295" in answers[at(service)]
+    quoted = session.tokenizer.decode(turn.rehydration.ids)
+    assert quoted.startswith(OPENING)
+    assert MARK in quoted
+    assert "417295" in quoted
+    assert any(first <= fact < last for first, last in turn.rehydration.ranges)
+    stats = session.stats
+    assert stats.live + stats.evicted == stats.tokens == len(session.ids)
+    assert stats.rescued == sum(len(turn.rehydration.ids) for turn in session.turns)
+    assert stats.rescue.found >= 1
+    assert stats.nbytes < stats.fp16_nbytes
+    assert [w for w in chat.warned if "or --rescue auto" in w] == chat.warned[:1]
+
+
+@pytest.mark.parametrize("letters", [600, 1200], ids=["read with its question", "read before it"])
+def test_what_a_text_made_leave_is_told_while_it_is_answered(chat, service, letters):
+    session = chat(EVICTS, rescue=at(service))
+    answer = session.respond(page(letters))
+    next(answer)
+    assert (len(session.ids) > LONGEST_QUESTION) == (letters == 1200)
+    assert session.client.flush(60)
+    assert session.client.stats.written > 0
+    assert "".join(answer)
+
+
+def test_rows_come_back_for_a_question_and_leave_again(chat):
+    """Nothing is quoted, the answer is right, the rows are gone after it, and the next question finds them too."""
+    session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)))
+    say(session, page())
+    fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
+    for _ in range(2):
+        assert fact not in session._live()
+        assert "417295" in say(session, QUESTION)
+        turn = session.turns[-1]
+        assert fact in turn.recalled
+        assert len(turn.recalled) <= 64 < turn.archived
+        assert (turn.prompt_tokens, turn.rehydration.ids) == (19, [])
+    assert session.stats.live + session.stats.evicted == len(session.ids)
+    assert not [w for w in chat.warned if "--kv-recall" in w]
+
+
+@pytest.mark.parametrize("limit", [None, 60_000], ids=["all is archived", "a part is"])
+def test_what_the_service_names_comes_back_as_rows_and_else_as_text(chat, service, limit):
+    """Its words are quoted only where the archive has not all of its rows; the queries may bring back one block."""
+    evict = replace(EVICTS.evict, recall=32, archive_limit=limit)
+    session = chat(replace(EVICTS, evict=evict), rescue=at(service))
+    say(session, page())
+    fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
+    seen = []
+    for _ in session.respond(QUESTION, max_tokens=evict.recall_every + 8):
+        seen.append(set(map(int, session._live())))
+    turn = session.turns[-1]
+    assert "417295" in session.last_exchange[1]
+    assert (fact in turn.by_meaning, bool(turn.rehydration.ids)) == (limit is None, limit is not None)
+    assert all(set(turn.by_meaning) <= live for live in seen)  # a look takes none of it away
+    assert not any(set(range(*span)) <= set(turn.recalled) for span in turn.rehydration.ranges)
+    assert not set(turn.by_meaning) & set(map(int, session._live()))
+
+
+def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, service):
+    """It is far larger than the budget, and the answer longer than the window."""
+    session = chat(EVICTS, rescue=at(service, max_tokens=200))
+    say(session, page())
+    live = []
+    for _ in session.respond(QUESTION, max_tokens=48):
+        live.append(set(map(int, session._live())))
+    turn = session.turns[-1]
+    (start, stop) = session._transcript.copies[-1]
+    assert stop - start == len(turn.rehydration.ids) > 100
+    assert all(set(range(start, stop)) <= now for now in live)
+    assert sequence_in(session.cache).held is None
+    say(session, "Go on.", max_tokens=60)
+    assert not set(range(start, stop)) <= set(map(int, session._live()))  # and then it goes as others do
+    session.client.flush(30)
+    kept = service.dump(session.session_id)["token_ranges"]
+    stored = {position for first, last in kept for position in range(first, last)}
+    assert stored
+    assert not stored & {p for first, last in session._transcript.copies for p in range(first, last)}
+
+
+@pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
+def test_stopping_an_answer_keeps_the_session(chat, config):
+    session = chat(config)
+    for piece in session.respond(f"{FACT} {QUESTION}"):
+        if piece:
+            session.stop()
+    assert session.turns[-1].finish_reason == "interrupted"
+    for _ in session.respond("Hello"):
+        break  # leaving the loop does the same
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+    assert "417295" in say(session, QUESTION)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["the first turn", "a later one"])
+@pytest.mark.parametrize("back", ["nothing", "rows", "text"])
+def test_a_document_and_its_question_in_one_turn(chat, service, back, later):
+    """The document is read first, then what left of it comes back for the question behind it."""
+    config = replace(EVICTS, evict=replace(EVICTS.evict, recall=64)) if back == "rows" else EVICTS
+    session, told = chat(config, rescue=at(service) if back == "text" else "off"), []
+    if later:
+        say(session, page(fact=""))
+    start, message = len(session.ids), f"{page(1600)}\n{QUESTION}"
+    answer = say(session, message, progress=lambda *said: told.append(said))
+    turn = session.turns[-1]
+    assert ("417295" in answer) == (back != "nothing")
+    assert (bool(turn.recalled), bool(turn.rehydration.ids)) == (back == "rows", back == "text")
+    assert told == sorted(told)
+    assert told[-1] == (turn.prompt_tokens, turn.prompt_tokens)
+    assert turn.prompt_tokens == len(session.ids) - start - turn.generation_tokens
+    asked, answered = session.last_exchange
+    assert asked.strip() == message.strip()
+    assert answered.strip() == answer.strip()
+
+
+def test_stopping_before_the_answer_undoes_the_turn(chat):
+    """Also a first one, which leaves nothing."""
+    session = chat(prefill_step_size=32)
+    replies = session.respond(page(4000, ""))
+    threading.Timer(0.3, session.stop).start()
+    assert list(replies) == []
+    stats = session.stats
+    assert (stats.turns, stats.tokens, stats.live, stats.nbytes, stats.fp16_nbytes) == (0, 0, 0, 0, 0)
+    say(session, FACT)
+    before = session.ids
+    replies = session.respond(page(4000, ""))
+    threading.Timer(0.3, session.stop).start()
+    assert list(replies) == []
+    assert session.ids == before
+    assert session.stats.turns == 1
+    assert all(cache.offset == len(before) for cache in session.cache)
+    assert "417295" in say(session, QUESTION)
+
+
+def test_a_turn_is_undone_past_an_eviction_where_rows_are_archived(chat):
+    """What it had driven out of the window is back, and what left before it can be recalled."""
+    session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)), prefill_step_size=32)
+    say(session, page())
+    before, rounds = session.ids, sequence_in(session.cache).stats.rounds
+    assert not list(session.respond(page(), progress=lambda read, _: session.stop() if read > 200 else None))
+    assert sequence_in(session.cache).stats.rounds > rounds
+    assert session.ids == before
+    assert session.stats.turns == 1
+    assert all(cache.offset == len(before) for cache in session.cache)
+    assert session._live()[-1 - EVICTS.window] == len(before) - 1 - EVICTS.window
+    assert "417295" in say(session, QUESTION)
+    assert session.turns[-1].recalled
+
+
+@pytest.mark.parametrize("calls_before", [8, 26], ids=["in the prompt", "in the answer"])
+def test_ctrl_c_in_a_forward_pass(exact, chat, calls_before):
+    """The exception comes when half of the six layers have read the token."""
+    model, _ = exact
+    session = chat()
+    say(session, FACT)
+    layer = model.model.layers[3]
+    original, calls = type(layer).__call__, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(self)
+        if self is layer and len(calls) > calls_before:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args, **kwargs)
+
+    type(layer).__call__ = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            say(session, QUESTION)
+    finally:
+        type(layer).__call__ = original
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+    assert "417295" in say(session, QUESTION)
+
+
+def test_what_cannot_be_met(chat, exact):
+    session = chat()
+    for most in (0, -2, 1.5, True, "3"):
+        with pytest.raises(ConfigError, match="1 or more, or -1"):
+            say(session, QUESTION, max_tokens=most)
+        with pytest.raises(ConfigError, match="1 or more, or -1"):
+            Session(*exact, SMALL, max_tokens=most)
+    for text, says in (("a \udcff", "message is not UTF-8"), (None, "NoneType"), (b"a", "bytes")):
+        with pytest.raises(ConfigError, match=says):
+            say(session, text)
+    with pytest.raises(ConfigError, match="system prompt is not UTF-8"):
+        chat(system_prompt="\udcff")
+    for wrong in (
+        {"prefill_step_size": 0},
+        {"prefill_step_size": True},
+        {"seed": -1},
+        {"seed": "a"},
+        {"sampler": 3},
+        {"session_id": "../x"},
+        {"session_id": "a" * 65},
+        {"session_id": ""},
+    ):
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=f"^{name} is .* must be "):
+            chat(**wrong)
+    assert session.stats.turns == 0
+    session.close()
+    with pytest.raises(ConfigError, match="closed"):
+        say(session, QUESTION)
+
+
+def test_one_turn_at_a_time(chat, tmp_path):
+    session, path = chat(), tmp_path / "chat.safetensors"
+    say(session, "A word.")
+    session.save(path)
+    first = session.respond(FACT)
+    next(first)
+    for call in (lambda: say(session, QUESTION), session.reset, lambda: session.save(path), lambda: session.load(path)):
+        with pytest.raises(ConfigError, match="in progress"):
+            call()
+    first.close()
+    assert "417295" in say(session, QUESTION)
+
+
+def test_saved_and_resumed_it_goes_on_as_if_nothing_happened(chat, service, tmp_path):
+    """In a session of another configuration, at a service that has forgotten it."""
+    session = chat(EVICTS, rescue=at(service))
+    say(session, page())
+    session.save(tmp_path / "chat.safetensors")
+    ids, live, evicted = session.ids, session._live(), session.stats.evicted
+    answer = say(session, QUESTION)
+    assert session.client.forget(session.session_id, 30)
+    resumed = chat(SMALL, rescue=at(service))
+    say(resumed, "something else")
+    resumed.load(tmp_path / "chat.safetensors")
+    assert (resumed.ids, resumed.session_id, resumed.config) == (ids, session.session_id, EVICTS)
+    assert np.array_equal(resumed._live(), live)
+    assert resumed.stats.evicted == evicted > 0
+    assert resumed.stats.rescue.queued == 0  # the first question finds all
+    assert say(resumed, QUESTION) == answer
+    assert "417295" in answer
+    assert resumed.ids == session.ids
+
+
+def test_a_conversation_goes_on_with_the_rescue_that_it_had(chat, service, tmp_path, monkeypatch):
+    """One of this machine's own; where text would go elsewhere, or the session was told otherwise, it is not taken."""
+    monkeypatch.setenv("RESCUE_EMBEDDER", "none")
+    for rescue, name in ((RescueConfig("auto", timeout=60), "own"), (at(service), "elsewhere")):
+        session = chat(EVICTS, rescue=rescue)
+        say(session, page())
+        session.save(tmp_path / name)
+    resumed = chat()
+    resumed.load(tmp_path / "own")
+    assert resumed.rescue == RescueConfig("auto", timeout=60)
+    assert "417295" in say(resumed, QUESTION)
+    for options, name, warns in (({"rescue": "off"}, "own", False), ({}, "elsewhere", True)):
+        chat.warned.clear()
+        resumed = chat(**options)
+        resumed.load(tmp_path / name)
+        assert resumed.client is None
+        assert any(f"Give --rescue {service.url}" in words for words in chat.warned) == warns
+
+
+def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, exact):
+    """And a conversation is replaced by nothing else; the session stays as it was."""
+    session = chat()
+    with pytest.raises(ConfigError, match="nothing to save"):
+        session.save(tmp_path / "x.safetensors")
+    say(session, FACT)
+    cache, tensors, saved = (tmp_path / f"{name}.safetensors" for name in ("cache", "tensors", "chat"))
+    about = {"model": exact[0], "config": session.config}
+    save_prompt_cache(cache, session.cache, **about)
+    mx.save_safetensors(str(tensors), {"x": mx.zeros(1)}, {"format": "mlx"})
+    theirs = {cache: cache.read_bytes(), tensors: tensors.read_bytes()}
+    for number, content in enumerate([b"", b"thesis", bytes(8), b"\xff" * 40, bytes([2] + [0] * 7) + b"{]"]):
+        file = tmp_path / f"{number}.txt"
+        file.write_bytes(content)
+        theirs[file] = content
+    (tmp_path / "link").symlink_to("1.txt")
+    for file in [*theirs, tmp_path / "link"]:
+        with pytest.raises(CacheFormatError, match=r"is no conversation, and is not replaced.*another file, or remove"):
+            session.save(file)
+    for file, says in ((tmp_path / "none", "no conversation"), (tmp_path / "1.txt", "damaged"), (cache, "not a conv")):
+        with pytest.raises(CacheFormatError, match=says):
+            session.load(file)
+    with pytest.raises(CacheFormatError, match=f"{tmp_path}: .*it is a folder"):
+        session.save(tmp_path)
+    assert {file: file.read_bytes() for file in theirs} == theirs
+    assert "417295" in say(session, QUESTION)
+    session.save(saved)
+    say(session, QUESTION)
+    session.save(saved)
+    with pytest.raises(CacheFormatError, match="is no prompt cache, and is not replaced"):
+        save_prompt_cache(saved, session.cache, **about)
+    session.load(saved)
+    assert len(list(tmp_path.iterdir())) == len(theirs) + 2
