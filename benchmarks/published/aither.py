@@ -181,7 +181,7 @@ def codec() -> list[Row]:
 
 def serving() -> list[Row]:
     """Kernels, vLLM, tiers, the graph of blocks, throughput."""
-    served = {(f["profile"], f["streams"], f["sinks"]): f for f in report("server_streams.json")["figures"]}
+    served = {(f["profile"], f["streams"], f["prefix"]): f for f in report("server_streams.json")["figures"]}
     streams = {key[:2]: f["tokens_per_second"] for key, f in served.items() if key[2] == "hot"}
     cold, hot = (served["small", 1, sinks]["seconds"] for sinks in ("cold", "hot"))
     token = 36 * 8 * nbytes("tq4", "tq4", normalized=True)

@@ -120,8 +120,8 @@ def _policies(*names: str) -> dict[str, Record]:
     return {LABELS.get(name, name): {"variant": name} for name in names}
 
 
-def _columns(shares: Iterable[int], fields: Record, show: Show, sinks: str = "") -> dict[str, tuple[Record, Show]]:
-    return {f"{sinks}{share} %": ({**fields, "retention": share}, show) for share in shares}
+def _columns(shares: Iterable[int], fields: Record, show: Show, prefix: str = "") -> dict[str, tuple[Record, Show]]:
+    return {f"{prefix}{share} %": ({**fields, "retention": share}, show) for share in shares}
 
 
 def by_retention(fields: Record, shares: Iterable[int], show: Show, parts: str) -> Table:
@@ -187,8 +187,8 @@ def hybrid() -> Table:
     rows = {label: {"variant": name} for name, label in HYBRID_LABELS.items()}
     command = "# the model and its sweep: benchmarks/models/README.md"
     columns: dict[str, tuple[Record, Show]] = {}
-    for size, sinks in ((1, ""), (8, "blocks of 8, "), (32, "blocks of 32, ")):
-        columns |= _columns(FEW, {"granularity": size}, needles, sinks)
+    for size, prefix in ((1, ""), (8, "blocks of 8, "), (32, "blocks of 32, ")):
+        columns |= _columns(FEW, {"granularity": size}, needles, prefix)
     return _table("policy", rows, columns, source=HYBRID, command=command, model=HYBRID_MODEL)
 
 
@@ -265,7 +265,7 @@ def oracle() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table | str]] = {
-    "evict_needles": partial(by_retention, ONCE, RETENTIONS, needles, "needles sinks"),
+    "evict_needles": partial(by_retention, ONCE, RETENTIONS, needles, "needles prefix"),
     "evict_rounds": partial(by_retention, ROUNDS, FEW, needles, "rounds"),
     "evict_kinds": kinds,
     "evict_long": partial(by_retention, {**ONCE, "length": 2000}, FEW, needles, "long"),

@@ -81,10 +81,10 @@ def streams() -> Table:
     """The server: many answers at once."""
     about = report("server_streams.json")
     order = {"cold": 0, "hot": 1, "off": 0, "balanced": 1, "small": 2}
-    figures = sorted(about["figures"], key=lambda f: (order[f["sinks"]], order[f["profile"]], f["streams"]))
+    figures = sorted(about["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
     rows = [
         [
-            f"{f['prompt_tokens'] // f['streams']:,}, {f['sinks']}",
+            f"{f['prompt_tokens'] // f['streams']:,}, {f['prefix']}",
             f"`{f['profile']}`",
             str(f["streams"]),
             f"{f['tokens_per_second']:.1f}",

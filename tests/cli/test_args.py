@@ -140,10 +140,10 @@ def test_the_environment_of_the_process_is_read(cli, monkeypatch):
     monkeypatch.setenv("MLX_TQ_API_KEY", "secret")  # of the server: no mistake
     assert cli(*ASK).json["plan"]["config"]["key"] == "tq4"
     assert cli(*ASK, "--kv-bits", 8, "--quantized-kv-start", 0).json["plan"] is None
-    monkeypatch.setenv("MLX_TQ_KV_PREFX", "64")
+    monkeypatch.setenv("MLX_TQ_KV_SINK", "64")
     result = cli(*ASK)
     assert (result.code, result.out) == (2, "")
-    assert "MLX_TQ_KV_PREFX, which is no setting. Did you mean MLX_TQ_KV_SINKS?" in result.err
+    assert "MLX_TQ_KV_SINK, which is no setting. Did you mean MLX_TQ_KV_SINKS?" in result.err
 
 
 def test_environment_is_no_quarrel_with_a_file(cli, monkeypatch, tmp_path):
