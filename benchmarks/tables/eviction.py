@@ -15,7 +15,7 @@ SWEEP, HYBRID = "quality_sweep.json", "quality_sweep_hybrid.json"
 HYBRID_MODEL = "a hybrid of 3.65 million weights"
 SMOLLM2 = "quality_sweep_smollm2.json"
 # Policies as the records name them. *v1*, *v2* and *v3* are the modes in which TriAttention chooses the lowest.
-POLICY, STATS = "triattention:calibration=text", "stats=questions.safetensors"
+POLICY, STATS = "triattention:calibration=text", "calibration=questions.safetensors"
 QUESTIONS = f"triattention:{STATS}"
 PAPER = ":aggregation=paper"
 MAIN = (POLICY, QUESTIONS, "random")

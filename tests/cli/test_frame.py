@@ -68,7 +68,7 @@ def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         module.main()
     assert (exit_.value.code, capsys.readouterr().err) == (2, refused.err)
-    monkeypatch.setenv("MLX_TQ_KV_PREFX", "64")
+    monkeypatch.setenv("MLX_TQ_KV_SINK", "64")
     required = {
         "cache_prompt": ["--prompt-cache-file", "x"],
         "calibrate": ["-o", "x"],
