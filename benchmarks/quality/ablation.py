@@ -1,7 +1,7 @@
 """Measure what each part of TurboQuant is worth, on the embedded model's own keys and values.
 
 python benchmarks/quality/ablation.py changes one thing at a time, first of the keys alone, then of the values; the
-other side stays fp16. It resumes ../results/quality_ablation.json. docs/measurements/codec.md has the table.
+other side stays fp16. It resumes ../results/quality_ablation.json. docs/measurements/quality.md has the table.
 """
 
 from dataclasses import asdict

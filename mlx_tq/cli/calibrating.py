@@ -1,7 +1,7 @@
 """Gather the statistics of a model's queries: of questions about a text and their answers, of a text, or of both.
 
 A text continues its sentence; a question looks for something far back. Statistics of the one keep little that the
-other needs, so the default is a quarter of the text: see docs/measurements/scores.md.
+other needs, so the default is a quarter of the text: see docs/measurements/eviction.md.
 """
 
 import copy

@@ -15,7 +15,7 @@ from mlx_tq.rescue.wire import Range
 from mlx_tq.session.recall import Recalled
 
 # Archived tokens that all layers may weigh for each token of an answer: a look is then a twentieth of the steps before
-# it (docs/measurements/recall.md). Counted, not timed: an answer must not depend on how busy the machine is.
+# it (docs/measurements/eviction.md). Counted, not timed: an answer must not depend on how busy the machine is.
 _WEIGHED = 25
 
 

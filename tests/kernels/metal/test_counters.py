@@ -1,6 +1,6 @@
 """What attention costs, counted on the simulator: bytes and lane operations per packed token and KV head.
 
-docs/measurements/kernels.md tells these numbers.
+docs/measurements/speed.md tells these numbers.
 """
 
 import mlx.core as mx
