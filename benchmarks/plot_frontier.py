@@ -7,7 +7,6 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-
 from benchmarks.tables.frontier import bits, kind, measured
 from benchmarks.tables.markdown import RESULTS
 from benchmarks.tables.normalized import MODELS

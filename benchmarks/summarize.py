@@ -136,7 +136,7 @@ def summarize(report: Record) -> Record:
     reductions: dict[str, tuple[str, Callable[[Record], list[Record]]]] = {
         "sweep": ("results", sweep),
         "needle": ("results", lambda each: needles(each["results"].values(), NEEDLE)),
-        **{name: ("results", answers) for name in ("reasoning", "tools", "ruler")},
+        **dict.fromkeys(("reasoning", "tools", "ruler"), ("results", answers)),
     }
     if command in reductions:
         field, reduce = reductions[command]

@@ -1,4 +1,4 @@
-"""The tables of the documentation, made from benchmarks/results: `python -m benchmarks.tables` writes them into the pages.
+"""The tables of the documentation: `python -m benchmarks.tables` writes them into the pages from benchmarks/results.
 
 A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`.
 """
@@ -64,7 +64,9 @@ def table(
     commands = command or report(files[0])["command"]
     machines = "; ".join(dict.fromkeys(machine(name) for name in files))
     links = ", ".join(f"[{name}](../../benchmarks/results/{name})" for name in files)
-    return "\n".join(["```", commands, "```", "", f"*Measured on {on}; {machines}; {links}.*", "", lines(columns, rows)])
+    return "\n".join(
+        ["```", commands, "```", "", f"*Measured on {on}; {machines}; {links}.*", "", lines(columns, rows)]
+    )
 
 
 def by_columns(records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]]) -> list[list[str]]:
@@ -168,7 +170,9 @@ def divergence() -> str:
     ]
     rows = []
     for name in found[0]:
-        cells = [(with_error(each[name]["kld"], each[name]["kld_error"], 6), f"{each[name]['top1']:.1f}") for each in found]
+        cells = [
+            (with_error(each[name]["kld"], each[name]["kld_error"], 6), f"{each[name]['top1']:.1f}") for each in found
+        ]
         rows.append([name, *(cell for both in cells for cell in both)])
     columns = ["keys/values", *(f"{label}: {what}" for label in files.values() for what in ("KLD", "top-1 %"))]
     command = (
@@ -201,7 +205,11 @@ def frontier() -> str:
     rows = []
     for name in FRONTIER:
         cells = [
-            (f"{32 / each[name]['ratio']:.2f}", with_error(each[name]["kld"], each[name]["kld_error"]), _top1(each, name))
+            (
+                f"{32 / each[name]['ratio']:.2f}",
+                with_error(each[name]["kld"], each[name]["kld_error"]),
+                _top1(each, name),
+            )
             for each in found
         ]
         rows.append([FRONTIER_NAMES.get(name, name), *(cell for three in cells for cell in three)])
@@ -328,7 +336,12 @@ def one_layer() -> str:
         ours = [median[dtype, tokens, arm] for arm in arms]
         rows.append([dtype, f"{tokens:,}", *(f"{plain / each:.2g}" for each in ours)])
         rows[-1] += [f"{quantized / each:.2g}" for each in ours]
-    columns = ["type", "tokens", *(f"{arm}, times fp16" for arm in arms), *(f"{arm}, times --kv-bits 4" for arm in arms)]
+    columns = [
+        "type",
+        "tokens",
+        *(f"{arm}, times fp16" for arm in arms),
+        *(f"{arm}, times --kv-bits 4" for arm in arms),
+    ]
     return table([name], columns, rows, on="no model: one layer", command="make bench")
 
 
@@ -348,7 +361,9 @@ def streams() -> str:
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
     figures = sorted(report(name)["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
     columns: dict[str, Callable[[Record], str]] = {
-        "prompt tokens": lambda f: f"{f['prompt_tokens'] // f['streams']:,}, {'cached' if f['prefix'] == 'hot' else 'new'}",
+        "prompt tokens": lambda f: (
+            f"{f['prompt_tokens'] // f['streams']:,}, {'cached' if f['prefix'] == 'hot' else 'new'}"
+        ),
         "profile": lambda f: f"`{f['profile']}`",
         "streams": lambda f: str(f["streams"]),
         "tok/s": lambda f: f"{f['tokens_per_second']:.1f}",
@@ -413,8 +428,7 @@ def soak() -> str:
 ARMS = {"off": "fp16", "balanced": "compressed", "off@90%": "evicted", "balanced@90%": "both"}
 ARM_FILES = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000, 32000)}
 FOUR_ARMS = (
-    "--profiles off,balanced,off@90%,balanced@90% "
-    f"--kv-evict published:granularity=1:aggregation=paper {SMALL_CACHE}"
+    f"--profiles off,balanced,off@90%,balanced@90% --kv-evict published:granularity=1:aggregation=paper {SMALL_CACHE}"
 )
 
 
@@ -533,7 +547,9 @@ def recall_cost() -> str:
     """Return what one search of the archive takes beside 64 decode steps."""
     columns: dict[str, Callable[[Record], str]] = {
         "model": lambda r: r["model"],
-        "search": lambda r: f"{'before prefill' if r['when'] == 'question' else 'while decoding'}, {r['asked']} queries",
+        "search": lambda r: (
+            f"{'before prefill' if r['when'] == 'question' else 'while decoding'}, {r['asked']} queries"
+        ),
         "layers searched": lambda r: f"{r['looking']} of {r['layers']}",
         "archived tokens": lambda r: f"{r['archived']:,}",
         "keys read, MB": lambda r: f"{r['nbytes'] / 1e6:.1f}",
@@ -608,14 +624,30 @@ def ramp() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{"profiles": profiles, "formats": formats},
-    **{"divergence": divergence, "frontier": frontier, "normalization": normalization, "trellis": trellis},
-    **{"by_layer": by_layer, "answers": answers},
-    **{"whole_models": whole_models, "one_layer": one_layer, "kernels": kernels, "streams": streams},
-    **{"prefix_cache": prefix_cache, "hostile": hostile, "soak": soak},
-    **{"four_arms": four_arms, "policies": policies, "policies_text": policies_text, "evict_cost": evict_cost},
-    **{"recall": recall, "recall_cost": recall_cost},
-    **{"retrieval": retrieval, "rescue_latency": rescue_latency, "ramp": ramp},
+    "profiles": profiles,
+    "formats": formats,
+    "divergence": divergence,
+    "frontier": frontier,
+    "normalization": normalization,
+    "trellis": trellis,
+    "by_layer": by_layer,
+    "answers": answers,
+    "whole_models": whole_models,
+    "one_layer": one_layer,
+    "kernels": kernels,
+    "streams": streams,
+    "prefix_cache": prefix_cache,
+    "hostile": hostile,
+    "soak": soak,
+    "four_arms": four_arms,
+    "policies": policies,
+    "policies_text": policies_text,
+    "evict_cost": evict_cost,
+    "recall": recall,
+    "recall_cost": recall_cost,
+    "retrieval": retrieval,
+    "rescue_latency": rescue_latency,
+    "ramp": ramp,
 }
 
 

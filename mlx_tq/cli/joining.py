@@ -64,11 +64,11 @@ class Measured(Protocol):
     """What a cache takes, as `CacheStats` and `SessionStats` have it."""
 
     @property
-    def nbytes(self) -> int: ...  # noqa: D102
+    def nbytes(self) -> int: ...
     @property
-    def fp16_nbytes(self) -> int: ...  # noqa: D102
+    def fp16_nbytes(self) -> int: ...
     @property
-    def evicted(self) -> int: ...  # noqa: D102
+    def evicted(self) -> int: ...
 
 
 def collect_stats(ranks: Ranks, cache: Measured, warning: str | None) -> list[RankStats]:
