@@ -355,6 +355,27 @@ def kernels() -> str:
     return table([name], ["kernel", "bytes loaded", "bytes stored", "lane operations"], rows, on="the Metal simulator")
 
 
+def gpu_attention() -> str:
+    """Return decode attention on an NVIDIA GPU, in microseconds per dependent call."""
+    name = "attention_cuda.json"
+    about = report(name)
+    arms = ("fp16", "q8/tq4", "tq4/tq4", "tq2/tq2")
+    times = {
+        (r["shape"], r["tokens"], r["arm"]): 1e6 * r["seconds"]
+        for r in about["rows"]
+        if (r["batch"], r["length"]) == (1, 1)
+    }
+    rows = []
+    for shape, (queries, heads, dim) in about["shapes"].items():
+        for tokens in (4096, 65536, 131072):
+            cells = [times[shape, tokens, arm] for arm in arms]
+            rows.append([f"{shape.split()[0]}: {queries}/{heads} heads of {dim}", f"{tokens:,}"])
+            rows[-1] += [f"{cell:.0f}" for cell in cells] + [f"{cells[0] / cells[2]:.2f}"]
+    columns = ["shape", "tokens", *(f"{arm}, µs" for arm in arms), "tq4/tq4, times as fast as fp16"]
+    command = "python -m benchmarks.gpu"
+    return table([name], columns, rows, on="no model: one layer", command=command)
+
+
 def streams() -> str:
     """Return the server's throughput with several requests at once."""
     name = "server_streams.json"
