@@ -656,6 +656,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_models": whole_models,
     "one_layer": one_layer,
     "kernels": kernels,
+    "gpu_attention": gpu_attention,
     "streams": streams,
     "prefix_cache": prefix_cache,
     "hostile": hostile,
