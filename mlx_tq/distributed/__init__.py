@@ -1,1 +1,1 @@
-"""The processes, on one machine or several, that run one model together, and how they stay of one mind."""
+"""Several processes, on one machine or more, that run one model together and agree on what they evict."""

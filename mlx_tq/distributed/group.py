@@ -1,8 +1,8 @@
-"""`Ranks`: what the processes that run one model add up, agree on and tell each other.
+"""Collectives between the processes (ranks) that run one model together.
 
-Each rank runs the same program on its own KV heads, so all ranks come to the same calls in the same order. What a rank
-decides by is what it got from such a call, which is the same bits on every rank: mlx's ring and JACCL backends hand the
-same sum to all. Each call waits for the slowest rank.
+Each rank runs the same program on its own KV heads, so all ranks make the same calls in the same order. A rank decides
+by what such a call returned, which is the same bits on every rank: mlx's ring and JACCL backends return one sum to all.
+Each call waits for the slowest rank.
 """
 
 import hashlib
@@ -21,242 +21,204 @@ from mlx_tq.errors import MlxTqError, RankError
 
 T = TypeVar("T")
 Sampler = Callable[[mx.array], mx.array]
-# Between two looks of ranks that wait for the first.
-_NAP_S = 0.05
-# What `tell` sends where there is nothing to tell.
-_NOTHING = b"[null, null]"
+_POLL_S = 0.05  # between two polls of ranks that wait for the first
+_NULL = b"[null, null]"  # the message of a broadcast None
 
 
 class Ranks:
-    """One process among the ranks; alone, every call returns what it was given and costs nothing.
+    """One process of those that run a model; if it is the only one, every method returns its argument at no cost.
 
-    Attributes:
-        rank: the number of this process, from 0.
-        size: how many there are.
-        calls, nbytes: collective calls so far, and bytes that this rank put into them.
+    The first rank talks to the user, the rescue service and files. `calls` and `nbytes` count collectives and the
+    bytes that this rank sent. Numeric collectives keep the shape of their arrays; `mean` and `max` return float64.
     """
 
     def __init__(self, group: mx.distributed.Group | None = None) -> None:
-        """Alone without a group."""
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.calls = self.nbytes = 0
         self._samplers: MutableMapping[int, Sampler] = weakref.WeakValueDictionary()
-        self._chosen: mx.array | None = None
+        self._last_tokens: mx.array | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
-        """A copy of a cache is on the same rank."""
         return self
 
     @property
     def is_alone(self) -> bool:
-        """There is no other rank."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Whether it talks to the user, to the rescue service and to files, for all."""
         return self.rank == 0
 
     def mean(self, values: np.ndarray) -> np.ndarray:
-        """The mean of all ranks' values, float64, of the same shape."""
-        return values if self.is_alone else self._all(mx.distributed.all_sum, values) / self.size
+        return values if self.is_alone else self._call(mx.distributed.all_sum, values) / self.size
 
-    def most(self, values: np.ndarray) -> np.ndarray:
-        """The largest of all ranks' values, float64, of the same shape."""
-        return values if self.is_alone else self._all(mx.distributed.all_max, values)
+    def max(self, values: np.ndarray) -> np.ndarray:
+        return values if self.is_alone else self._call(mx.distributed.all_max, values)
 
-    def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
-        return -int(self.most(np.array([-number]))[0])
+    def min(self, number: int) -> int:
+        return -int(self.max(np.array([-number]))[0])
 
-    def common(self, find: Callable[[int], int], most: int) -> int:
-        """The largest number that all ranks have.
-
-        Args:
-            find: the largest one up to a bound that this rank has; all have 0.
-            most: the first bound.
-        """
-        own = find(most)
+    def largest_common(self, find_largest: Callable[[int], int], limit: int) -> int:
+        """Return the largest number that all ranks have; `find_largest(limit)` is this rank's, and all have 0."""
+        number = find_largest(limit)
         while not self.is_alone:
-            greatest, least = self.most(np.array([own, -own]))
-            if greatest == -least:
+            highest, negative_lowest = self.max(np.array([number, -number]))
+            if highest == -negative_lowest:
                 break
-            own = find(-int(least))
-        return own
+            number = find_largest(-int(negative_lowest))
+        return number
 
     def any(self, flags: list[bool]) -> list[bool]:
-        """Which flags are set on any rank."""
         if self.is_alone or not flags:
             return flags
-        found: list[bool] = (self._all(mx.distributed.all_max, np.array(flags, np.uint8), mx.uint8) > 0).tolist()
-        return found
+        counts = self._call(mx.distributed.all_max, np.array(flags, np.uint8), mx.uint8)
+        return [bool(count) for count in counts]
 
-    def stacked(self, values: np.ndarray) -> np.ndarray:
-        """All ranks' float32 values one behind the other along the first axis, in the order of the ranks."""
-        return values if self.is_alone else self._all(mx.distributed.all_gather, values, mx.float32)
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """Return the float32 values of all ranks, concatenated along the first axis in the order of ranks."""
+        return values if self.is_alone else self._call(mx.distributed.all_gather, values, mx.float32)
 
-    def first(self, chosen: mx.array) -> mx.array:
-        """The tokens that the first rank chose; computed with the pass, which waits for nothing."""
+    def gather_json(self, value: T) -> list[T]:
+        """Return the JSON value of every rank, in the order of ranks."""
         if self.is_alone:
-            return chosen
-        own = chosen.astype(mx.uint32) if self.is_first else mx.zeros(chosen.shape, mx.uint32)
-        if self._chosen is not None:  # of two rows of a pass that are chosen apart, one comes first on all ranks
-            (own,) = mx.depends([own], [self._chosen])
-        self._count(own.nbytes)
-        self._chosen = mx.distributed.all_sum(own, group=self.group)
-        return self._chosen
+            return [value]
+        data = json.dumps(value).encode()
+        sizes = self._call(mx.distributed.all_gather, np.array([len(data)]), mx.uint32).tolist()
+        padded = np.frombuffer(data.ljust(max(sizes)), np.uint8)
+        rows = self._call(mx.distributed.all_gather, padded, mx.uint8).reshape(self.size, -1)
+        return [json.loads(row.tobytes()) for row in rows]
 
-    def choosing(self, sampler: Sampler) -> Sampler:
-        """A sampler of mlx-lm's that samples what the first rank's does; the same one of the same, while it is used."""
-        if self.is_alone:
-            return sampler
-        found = self._samplers.get(id(sampler))
-        if found is None:
-            found = self._samplers[id(sampler)] = lambda logprobs: self.first(sampler(logprobs))
-        return found
-
-    def check(self, what: str, *parts: np.ndarray) -> None:
-        """See that all ranks have the same arrays.
-
-        Args:
-            what: they are, for people.
-            parts: the arrays.
-
-        Raises:
-            RankError: a rank has others; on all ranks alike.
-        """
+    def check_equal(self, what: str, *arrays: np.ndarray) -> None:
+        """Raise RankError on all ranks if one has other arrays than the rest; `what` names them in the message."""
         if self.is_alone:
             return
-        digest = hashlib.blake2b(digest_size=8)
-        for part in parts:
-            digest.update(f"{part.dtype} {part.shape}".encode())
-            digest.update(np.ascontiguousarray(part).tobytes())
-        own = np.frombuffer(digest.digest(), np.uint64)
-        each = self._all(mx.distributed.all_gather, own, mx.uint64).tolist()
-        usual = max(each, key=each.count)
-        if odd := [rank for rank, found in enumerate(each) if found != usual]:
+        hasher = hashlib.blake2b(digest_size=8)
+        for array in arrays:
+            hasher.update(f"{array.dtype} {array.shape}".encode())
+            hasher.update(np.ascontiguousarray(array).tobytes())
+        digest = np.frombuffer(hasher.digest(), np.uint64)
+        digests = self._call(mx.distributed.all_gather, digest, mx.uint64).tolist()
+        majority = max(digests, key=digests.count)
+        if differing := [str(rank) for rank, digest in enumerate(digests) if digest != majority]:
             raise RankError(
-                f"the {self.size} ranks disagree on {what}: {_named(odd)} not as the others. All must run the "
-                "same version of mlx_tq and of mlx, the same flags and the same model.",
-                everywhere=True,
+                f"the {self.size} ranks disagree on {what}: rank{'s' * (len(differing) > 1)} {', '.join(differing)} "
+                "not as the others. All must run the same version of mlx_tq and of mlx, the same flags and the same "
+                "model.",
+                on_all_ranks=True,
             )
 
-    def tell(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, as JSON has it, or raises there; on the others it is not called.
+    def broadcast_tokens(self, tokens: mx.array) -> mx.array:
+        """Return the first rank's tokens, lazily, so that the forward pass is not synchronized."""
+        if self.is_alone:
+            return tokens
+        summand = tokens.astype(mx.uint32) if self.is_first else mx.zeros(tokens.shape, mx.uint32)
+        if self._last_tokens is not None:  # two rows of a pass are sampled apart: all ranks need one order of calls
+            (summand,) = mx.depends([summand], [self._last_tokens])
+        self._count(summand.nbytes)
+        self._last_tokens = mx.distributed.all_sum(summand, group=self.group)
+        return self._last_tokens
 
-        Raises:
-            MlxTqError: as `make`, on all ranks alike.
-        """
+    def share_sampler(self, sampler: Sampler) -> Sampler:
+        """Return a sampler for mlx-lm that returns the first rank's samples; equal arguments give the same object."""
+        if self.is_alone:
+            return sampler
+        shared = self._samplers.get(id(sampler))
+        if shared is None:
+            shared = self._samplers[id(sampler)] = lambda logprobs: self.broadcast_tokens(sampler(logprobs))
+        return shared
+
+    # Broadcasts of JSON: the first rank sends a size, then the bytes. Size 0 means "nothing yet", 1 means None.
+
+    def broadcast(self, make: Callable[[], T]) -> T:
+        """Return on all ranks the JSON value that `make`, called on the first, returns there; share its MlxTqErrors."""
         if self.is_alone:
             return make()
         if not self.is_first:
-            value, failed = json.loads(self._sent(b"") or _NOTHING)
-            if failed is not None:
-                raise RankError(failed, everywhere=True)
+            value, error_message = json.loads(self._exchange(b"") or _NULL)
+            if error_message is not None:
+                raise RankError(error_message, on_all_ranks=True)
             return value  # type: ignore[no-any-return]
         try:
             value = make()
         except MlxTqError as error:
-            self._sent(json.dumps([None, str(error)]).encode())
+            self._exchange(json.dumps([None, str(error)]).encode())
             raise
-        self._sent(b" " if value is None else json.dumps([value, None]).encode())
+        self._exchange(b" " if value is None else json.dumps([value, None]).encode())
         return value
 
-    def first_alone(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns on the first rank, or raises there and on all; None on the others, which do not call it.
+    def run_on_first(self, make: Callable[[], T]) -> T | None:
+        """Return what `make` returns on the first rank, and None on the others; its errors are raised on all ranks."""
+        results: list[T] = []
+        self.broadcast(lambda: results.append(make()))
+        return results[0] if results else None
 
-        Raises:
-            MlxTqError: as `make`, on all ranks alike.
-        """
-        made: list[T] = []
-        self.tell(lambda: made.append(make()))
-        return made[0] if made else None
-
-    def wait_for(self, make: Callable[[], T]) -> T:
-        """As `tell`, where `make` may take its time: the others sleep meanwhile, instead of asking the network."""
+    def broadcast_when_ready(self, make: Callable[[], T]) -> T:
+        """Broadcast as `broadcast` does, but let the other ranks sleep while a slow `make` runs."""
         if self.is_alone or not self.is_first:
-            return self.tell(make)
-        ended = threading.Event()
-        ticking = threading.Thread(target=self._tick, args=[ended], name="ticking", daemon=True)
-        ticking.start()
+            return self.broadcast(make)
+        is_made = threading.Event()
+        thread = threading.Thread(target=self._send_nothing_until, args=[is_made], name="ranks-wait", daemon=True)
+        thread.start()
         try:
             value = make()
         finally:
-            ended.set()
-            ticking.join()
-        return self.tell(lambda: value)
+            is_made.set()
+            thread.join()
+        return self.broadcast(lambda: value)
 
-    def _tick(self, ended: threading.Event) -> None:
-        """Tell the others, every so often, that there is nothing yet."""
+    def _send_nothing_until(self, event: threading.Event) -> None:
         try:
             with suppress(RuntimeError):  # a rank is gone, which ends this one too
-                while not ended.wait(_NAP_S):
-                    self._size(0)
+                while not event.wait(_POLL_S):
+                    self._exchange_size(0)
         finally:
-            mx.clear_streams()  # a join returns before a thread's streams are gone, which a program's end cannot bear
+            mx.clear_streams()  # a join returns before a thread's streams are gone, which crashes an exiting program
 
-    def collect(self, value: T) -> list[T]:
-        """Every rank's value, as JSON has it, in the order of the ranks."""
-        if self.is_alone:
-            return [value]
-        data = json.dumps(value).encode()
-        sizes = self._all(mx.distributed.all_gather, np.array([len(data)]), mx.uint32).tolist()
-        padded = np.frombuffer(data.ljust(max(sizes)), np.uint8)
-        rows = self._all(mx.distributed.all_gather, padded, mx.uint8).reshape(self.size, -1)
-        return [json.loads(row.tobytes()) for row in rows]
-
-    def settle(self) -> None:
-        """Wait for a pass that mlx-lm began ahead of need: its sums must not mix with those of another thread."""
-        if not self.is_alone:
-            mx.synchronize(_stream())
-
-    def _sent(self, data: bytes) -> bytes:
-        """The first rank's bytes."""
-        while not (size := self._size(len(data))):
-            time.sleep(_NAP_S)
+    def _exchange(self, data: bytes) -> bytes:
+        """Return the first rank's data, or b"" if it is one byte, for which no second call is made."""
+        while not (size := self._exchange_size(len(data))):
+            time.sleep(_POLL_S)
         self._count(mx.uint32.size)
-        if size == 1:  # of no JSON that `tell` sends: there is nothing to say, for which one call is enough
+        if size == 1:
             return b""
-        own = np.frombuffer(data or bytes(size), np.uint8)
-        return self._all(mx.distributed.all_sum, own, mx.uint8).tobytes()
+        summand = np.frombuffer(data or bytes(size), np.uint8)
+        return self._call(mx.distributed.all_sum, summand, mx.uint8).tobytes()
 
-    def _size(self, own: int) -> int:
-        """How many bytes the first rank is about to send; 0 for none yet."""
-        with mx.stream(_stream()):
-            return int(np.array(mx.distributed.all_sum(mx.array([own], mx.uint32), group=self.group))[0])
+    def _exchange_size(self, size: int) -> int:
+        with mx.stream(_generation_stream()):
+            return int(np.array(mx.distributed.all_sum(mx.array([size], mx.uint32), group=self.group))[0])
 
-    def _all(self, collective: Callable[..., mx.array], values: np.ndarray, dtype: mx.Dtype = mx.float64) -> np.ndarray:
-        """The result of a collective call, in the stream of mlx-lm's passes, so that these come before or after it."""
-        with mx.stream(_stream()):
-            own = mx.array(values, dtype)
-            self._count(own.nbytes)
-            return np.array(collective(own, group=self.group))
+    def synchronize(self) -> None:
+        """Wait for a pass that mlx-lm started ahead: its sums must not mix with those of another thread."""
+        if not self.is_alone:
+            mx.synchronize(_generation_stream())
+
+    def _call(
+        self, collective: Callable[..., mx.array], values: np.ndarray, dtype: mx.Dtype = mx.float64
+    ) -> np.ndarray:
+        """Return the result of a collective in the stream of mlx-lm's passes, which orders it with their sums."""
+        with mx.stream(_generation_stream()):
+            array = mx.array(values, dtype)
+            self._count(array.nbytes)
+            return np.array(collective(array, group=self.group))
 
     def _count(self, nbytes: int) -> None:
         self.calls += 1
         self.nbytes += nbytes
 
 
-def _stream() -> Any:
-    from mlx_lm.generate import generation_stream  # transformers comes with it: a second
+def _generation_stream() -> Any:
+    from mlx_lm.generate import generation_stream  # imports transformers, which takes a second
 
     return generation_stream
-
-
-def _named(numbers: list[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 ALONE = Ranks()
 
 
 def join() -> Ranks:
-    """The ranks that `mlx.launch` started; waits until all are there.
-
-    Raises:
-        RankError: the others cannot be reached.
-    """
+    """Return the ranks that `mlx.launch` started, once all are connected."""
     try:
         group = mx.distributed.init(strict=True)
     except RuntimeError as error:
