@@ -37,7 +37,7 @@ class QueryStats:
         return [x for x in (self.center, self.amplitude, self.moment) if x is not None]
 
     def shard(self, rank: int, size: int) -> "QueryStats":
-        """Return the statistics of the `rank`-th of `size` equal parts of the heads, evaluated for use in any thread."""
+        """Return the `rank`-th of `size` equal parts of the heads, evaluated, so that any thread can use it."""
         parts = [array.reshape(size, -1, *array.shape[1:])[rank] for array in self.arrays()]
         mx.eval(parts)
         return QueryStats(*parts)
@@ -107,8 +107,8 @@ class Calibrator:
     def observe(self, queries: mx.array, start: int, module: Any) -> list[mx.array]:
         """Count the queries [1, Hq, L, D] at positions from `start` on, before the RoPE `module`.
 
-        Positions that were counted before (after a trim, or by another layer that shares the cache) are skipped. Returns
-        lazy sums, to be evaluated with the pass.
+        Positions that were counted before (after a trim, or by another layer that shares the cache) are skipped. The
+        returned sums are lazy, to be evaluated with the pass.
         """
         if self.rope is None:
             self.rope = learn_rope(module, queries.shape[-1])
@@ -144,7 +144,7 @@ class Calibrator:
         return {"stats": stats, "sums": list(self._sums), "count": self._count, "next": self._next}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the `state` of another calibrator; in one that was read from a file, empty lists are missing."""
+        """Continue from the `state` of another calibrator, which lacks empty lists if it comes from a file."""
         self.stats = QueryStats(*state["stats"]) if state.get("stats") else None
         self._sums, self._count, self._next = list(state.get("sums", [])), state["count"], state["next"]
 

@@ -53,7 +53,9 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals:
-            raise ConfigError(f"{part!r} in {text!r} is not an option; write options as in {name}:trigger=64:warmup=512.")
+            raise ConfigError(
+                f"{part!r} in {text!r} is not an option; write options as in {name}:trigger=64:warmup=512."
+            )
         if key in values:
             raise ConfigError(f"{key} occurs twice in {text!r}; keep one.")
         values[key] = value

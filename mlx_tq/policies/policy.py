@@ -1,7 +1,7 @@
 """The base classes of eviction policies, what they score, and how a policy is found by name.
 
-A policy is a frozen dataclass with a `name`, whose fields are its options, and with a method `score`. Other packages add
-policies through the entry-point group `mlx_tq.policies`.
+A policy is a frozen dataclass with a `name` and a method `score`; its fields are its options. Other packages add policies
+through the entry-point group `mlx_tq.policies`.
 """
 
 from abc import ABC, abstractmethod

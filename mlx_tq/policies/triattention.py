@@ -54,7 +54,7 @@ def virtual_query(rope: Rope, center: mx.array, last: int, *, unrotated: bool = 
 
 
 def query_spread(rope: Rope, stats: QueryStats) -> mx.array:
-    """Return how much the queries of each head scatter around their center, (a_f - |c_f|)+ of each pair: fp32 [Hq, F]."""
+    """Return how much queries scatter around the center of their head, (a_f - |c_f|)+ of each pair: fp32 [Hq, F]."""
     return mx.maximum(stats.amplitude - rope.pair_norms(stats.center), 0) * rope.gain
 
 
@@ -74,9 +74,6 @@ def score_heads(
 
 
 def weigh_values(logits: mx.array, norms: mx.array) -> np.ndarray:
-    """Return the softmax over tokens of logits [H, G, S] times norms of values [H, S], averaged over heads: float64 [S].
-
-    Source: Devoto et al., Expected Attention (kvpress).
-    """
+    """Return the mean over heads of softmax(logits [H, G, S]) times norms of values [H, S]: float64 [S]."""
     weights = mx.softmax(logits, axis=-1, precise=True)
     return np.array((weights.mean(axis=1) * norms).mean(axis=0), np.float64)
