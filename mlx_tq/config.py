@@ -80,8 +80,8 @@ class EvictConfig:
         parse_budget(self.budget)
         if self.recall not in ("auto", "off") and (isinstance(self.recall, str) or self.recall < BLOCK):
             raise ConfigError(
-                f"recall is {self.recall!r}; write tokens to reload at once (256), at least a block of {BLOCK}, auto, or "
-                "off."
+                f"recall is {self.recall!r}; write tokens to reload at once (256), at least a block of {BLOCK}; auto; "
+                "or off."
             )
 
     @property

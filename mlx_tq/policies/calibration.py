@@ -18,7 +18,7 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.policies.rope import Rope, learn_rope
 
-SKIPPED_TOKENS = 4  # attention sinks, whose queries are unlike all others
+SKIP = 4  # attention sinks, whose queries are unlike all others
 _VERSION = "2"
 _FORMAT = "mlx_tq query statistics"
 _REMEDY = "Make it again with mlx_tq.calibrate and this model."
@@ -65,7 +65,7 @@ class Calibrator:
         self.warmup, self.covariance, self.rope, self.stats = warmup, covariance, rope, stats
         self._sums: list[mx.array] = []  # over the tokens of the window that is open
         self._count = 0
-        self._next = SKIPPED_TOKENS  # the next position to count
+        self._next = SKIP  # the next position to count
 
     @property
     def is_gathering(self) -> bool:

@@ -1,6 +1,6 @@
 """The base classes of eviction policies, what they score, and how a policy is found by name.
 
-A policy is a frozen dataclass with a `name` and a method `score`; its fields are its options. Other packages add policies
+A policy is a frozen dataclass with a `name` and a method `score`; its fields are its options. Other packages add more
 through the entry-point group `mlx_tq.policies`.
 """
 

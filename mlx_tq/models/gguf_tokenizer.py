@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as the files of a model folder, which mlx-lm then loads as it loads any."""
+"""The tokenizer of a GGUF file, written as the files of a model folder, which mlx-lm loads."""
 
 import json
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.models.gguf.file import GgufFile, damaged
+from mlx_tq.models.gguf_file import GgufFile, damaged
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # kinds of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _SPACE = "▁"  # what SentencePiece writes for a space
-_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # where llama.cpp looks if a file names none
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # which llama.cpp looks for if a file names no end of turn
 
-# How text is cut before pairs are merged: what tokenizer.json of these models has, the same as llama.cpp's.
+# How text is split before pairs are merged, as in the tokenizer.json of these models and in llama.cpp.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2, _SMOLLM, _LLAMA3, _QWEN2 = "gpt-2", "smollm", "llama-bpe", "qwen2"
 _SPLITS = {_LLAMA3: _WORDS % r"\p{N}{1,3}", _QWEN2: _WORDS % r"\p{N}"}
@@ -25,12 +25,7 @@ _PRE_TOKENIZERS = (_GPT2, _SMOLLM, _LLAMA3, _QWEN2)
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
-    """Write tokenizer.json and tokenizer_config.json; returns the tokens that end an answer.
-
-    Raises:
-        ConfigError: the file's vocabulary is damaged.
-        UnsupportedModelError: a tokenizer or pre-tokenizer that is not known here.
-    """
+    """Write tokenizer.json and tokenizer_config.json, and return the tokens that end a completion."""
     vocabulary = _read_vocabulary(file)
     tokenizer = _byte_level(vocabulary) if vocabulary.kind == _BYTE_LEVEL else _sentencepiece(vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
@@ -38,7 +33,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{name: vocabulary.tokens[found] for name, key in _NAMED.items() if (found := vocabulary.id(key)) is not None},
+        **{name: vocabulary.tokens[id_] for name, role in _ROLES.items() if (id_ := vocabulary.id(role)) is not None},
     }
     if template := file.metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
@@ -48,18 +43,10 @@ def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a file says of its tokens.
-
-    Attributes:
-        file: that says it.
-        kind: of tokenizer.
-        tokens: by number.
-        types: what each is, such as normal or control.
-        ids: numbers by token.
-    """
+    """The tokens of a file, with their types and ids."""
 
     file: GgufFile
-    kind: str
+    kind: str  # of the tokenizer
     tokens: list[str]
     types: list[int]
     ids: dict[str, int]
@@ -67,20 +54,19 @@ class _Vocabulary:
     def get(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
 
-    def id(self, key: str) -> int | None:
-        """The number of the token that has a role, such as bos; None where none has it."""
-        found = self.get(f"{key}_token_id")
-        if found is not None and not (isinstance(found, int) and found < len(self.tokens)):
-            raise damaged(self.file.path, f"its {key} token is {found} of {len(self.tokens)}")
-        return found
+    def id(self, role: str) -> int | None:
+        """Return the id of the token that has a role, such as bos, or None."""
+        id_ = self.get(f"{role}_token_id")
+        if id_ is not None and not (isinstance(id_, int) and id_ < len(self.tokens)):
+            raise damaged(self.file.path, f"its {role} token is {id_} of {len(self.tokens)}")
+        return id_
 
     def of_type(self, *types: int) -> list[str]:
-        return [token for token, each in zip(self.tokens, self.types, strict=True) if each in types]
+        return [token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ in types]
 
 
 def _read_vocabulary(file: GgufFile) -> _Vocabulary:
-    said = {key: file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "token_type")}
-    kind, tokens, types = said.values()
+    kind, tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "token_type"))
     if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
         raise UnsupportedModelError(
             f"the model {str(file.path)!r} has an unknown tokenizer {str(kind)[:40]!r}; valid are {_BYTE_LEVEL} (byte "
@@ -90,12 +76,12 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
         raise damaged(file.path, f"it has {len(tokens or ())} tokens and {len(types or ())} types of tokens")
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) != len(tokens):
-        raise damaged(file.path, "a token stands in its vocabulary twice")
+        raise damaged(file.path, "a token occurs twice in its vocabulary")
     return _Vocabulary(file, kind, tokens, types, ids)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> "Tokenizer":
-    """GPT-2's tokenizer: bytes written as letters, pairs merged in the file's order."""
+    """Return GPT-2's tokenizer: bytes are written as letters, and pairs merged in the file's order."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # comes with transformers
 
     pre = vocabulary.get("pre")
@@ -108,8 +94,8 @@ def _byte_level(vocabulary: _Vocabulary) -> "Tokenizer":
     if broken := [
         merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys()
     ]:
-        raise damaged(vocabulary.file.path, f"the merge {' '.join(broken[0])!r} is none of tokens in its vocabulary")
-    # Llama 3 takes a word that is a token as it is, whatever its merges would make of it.
+        raise damaged(vocabulary.file.path, f"the merge {' '.join(broken[0])!r} is not of tokens in its vocabulary")
+    # Llama 3 keeps a word that is a token, whatever its merges would make of it.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre == _LLAMA3))
     if pre == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
@@ -124,7 +110,7 @@ def _byte_level(vocabulary: _Vocabulary) -> "Tokenizer":
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> "Tokenizer":
-    """SentencePiece's byte pairs: two tokens merge if their union is one, the union with the highest score first."""
+    """Return SentencePiece's BPE: two tokens merge if their union is a token, that with the highest score first."""
     from tokenizers import Tokenizer, decoders, models, normalizers  # comes with transformers
 
     scores, ids = vocabulary.get("scores", []), vocabulary.ids
@@ -154,28 +140,28 @@ def _sentencepiece(vocabulary: _Vocabulary) -> "Tokenizer":
 
 
 def _add_special_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary) -> None:
-    """Tokens that stand in text as they are, and those that begin and end every text."""
+    """Add the tokens that are never split, and those that start and end every text."""
     from tokenizers import AddedToken  # comes with transformers
-    from tokenizers.processors import TemplateProcessing  # the same
+    from tokenizers.processors import TemplateProcessing
 
     whole, special = vocabulary.of_type(_USER_DEFINED), vocabulary.of_type(_CONTROL, _UNKNOWN)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    begins = vocabulary.kind == _SENTENCEPIECE or vocabulary.get("pre") == _LLAMA3  # where the file says nothing
-    around = {
-        "bos": vocabulary.id("bos") if vocabulary.get("add_bos_token", begins) else None,
-        "eos": vocabulary.id("eos") if vocabulary.get("add_eos_token", False) else None,
-    }
-    used = [(vocabulary.tokens[number], number) for number in around.values() if number is not None]
+    adds_bos = vocabulary.kind == _SENTENCEPIECE or vocabulary.get("pre") == _LLAMA3  # by default
+    ids = (
+        vocabulary.id("bos") if vocabulary.get("add_bos_token", adds_bos) else None,
+        vocabulary.id("eos") if vocabulary.get("add_eos_token", False) else None,
+    )
+    used = [(vocabulary.tokens[id_], id_) for id_ in ids if id_ is not None]
     if used:
-        bos, eos = (f"{vocabulary.tokens[number]} " if number is not None else "" for number in around.values())
+        bos, eos = ("" if id_ is None else f"{vocabulary.tokens[id_]} " for id_ in ids)
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos}$A {eos}".strip(), pair=f"{bos}$A {bos}$B {eos}".strip(), special_tokens=used
         )
 
 
 def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
-    """Ends of text, of a turn and of a message."""
+    """Return the ids of the ends of text, of a turn and of a message."""
     ends = {vocabulary.id("eos"), vocabulary.id("eot"), vocabulary.id("eom")}
     if vocabulary.id("eot") is None:
         ends |= {vocabulary.ids[token] for token in vocabulary.of_type(_CONTROL) if token in _TURN_ENDS}
