@@ -114,7 +114,7 @@ class GgufFile:
     def _dequantize(self, tensor: Tensor) -> mx.array:
         try:
             from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # an optional package
-            from gguf.quants import dequantize
+            from gguf.quants import dequantize  # an optional package
         except ImportError as error:
             raise ConfigError(
                 f"{tensor.name} of {str(self.path)!r} is stored in a kind that needs the gguf package. "

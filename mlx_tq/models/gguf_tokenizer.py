@@ -142,7 +142,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> "Tokenizer":
 def _add_special_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary) -> None:
     """Add the tokens that are never split, and those that start and end every text."""
     from tokenizers import AddedToken  # comes with transformers
-    from tokenizers.processors import TemplateProcessing
+    from tokenizers.processors import TemplateProcessing  # comes with transformers
 
     whole, special = vocabulary.of_type(_USER_DEFINED), vocabulary.of_type(_CONTROL, _UNKNOWN)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from cli.tools import facts
 
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, join
-from mlx_tq.distributed.launched import is_launched
+from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import ConfigError, RankError
 from mlx_tq.models import load
 from mlx_tq.models.sharding import divide
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache import layer_group as sequences
 from mlx_tq.prompt_cache import recall
 from mlx_tq.prompt_cache.build import build_caches
@@ -30,25 +29,25 @@ def calls():
     """What each call gives a rank."""
     ranks = join()
     rank = ranks.rank
-    told = [ranks.tell(lambda: {"of": rank, "text": "ü" * 3}), ranks.wait_for(lambda: [rank])]
-    told += [ranks.tell(lambda: None), ranks.first_alone(lambda: {rank}) == ({0} if rank == 0 else None)]
-    for asked in (ranks.tell, ranks.first_alone):
+    told = [ranks.broadcast(lambda: {"of": rank, "text": "ü" * 3}), ranks.broadcast_when_ready(lambda: [rank])]
+    told += [ranks.broadcast(lambda: None), ranks.run_on_first(lambda: {rank}) == ({0} if rank == 0 else None)]
+    for asked in (ranks.broadcast, ranks.run_on_first):
         try:
             asked(_refuse)
         except (ConfigError, RankError) as error:
             told.append(str(error))
     same = np.arange(4)
-    ranks.check("the same", same)
+    ranks.check_equal("the same", same)
     with pytest.raises(RankError) as differing:
-        ranks.check("what they have", same + (rank == 2))
+        ranks.check_equal("what they have", same + (rank == 2))
     numbers = np.array([rank + 0.1, -rank])
-    chosen = ranks.first(mx.array([7 + rank], mx.uint32)).item()
+    chosen = ranks.broadcast_tokens(mx.array([7 + rank], mx.uint32)).item()
     flags = ranks.any([False, rank == 1])
-    rows = ranks.stacked(np.full((1, 2), rank, np.float32)).tolist()
-    numbers = ranks.mean(numbers).tolist(), ranks.most(numbers).tolist(), ranks.least(rank + 3)
-    common = [ranks.common(lambda most, own=own: max(n for n in own if n <= most), 99) for own in had(rank)]
+    rows = ranks.gather(np.full((1, 2), rank, np.float32)).tolist()
+    numbers = ranks.mean(numbers).tolist(), ranks.max(numbers).tolist(), ranks.min(rank + 3)
+    common = [ranks.largest_common(lambda most, own=own: max(n for n in own if n <= most), 99) for own in had(rank)]
     assert common == [max(set.intersection(*each)) for each in zip(*map(had, range(3)), strict=True)]
-    return told, ranks.collect("r" * rank), str(differing.value), numbers, chosen, flags, rows
+    return told, ranks.gather_json("r" * rank), str(differing.value), numbers, chosen, flags, rows
 
 
 def had(rank):

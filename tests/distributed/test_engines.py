@@ -8,12 +8,11 @@ from cli.tools import facts
 from mlx_lm.utils import load_tokenizer
 from server.engines import GREEDY, LIMITS, outcome
 
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, join
-from mlx_tq.distributed.launched import is_launched
+from mlx_tq.distributed.launch import is_launched
 from mlx_tq.models import embedded_path
 from mlx_tq.models.sharding import divide
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine

@@ -91,7 +91,7 @@ REFUSED = {
 }
 PARTS = {
     "tensor": ({"blk.0.gate_inp.weight": np.zeros((8, 64), np.float32)}, "no place for its tensor blk.0.gate_inp"),
-    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, "cannot be dequantised"),
+    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, "cannot be dequantized"),
     "frequencies": ({"rope_freqs.weight": np.array([1, 2, 3, 4, 5, 6, 7, 8], np.float32)}, "factors in rope_freqs"),
 }
 
