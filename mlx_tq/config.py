@@ -1,4 +1,4 @@
-"""What users configure: frozen dataclasses that validate themselves, and named profiles."""
+"""The configuration of users: frozen dataclasses that validate themselves, and named profiles."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ class EvictConfig:
         recall: maximum number of evicted tokens that are reloaded at once from the archive when a question needs them.
             "auto" is a tenth of the budget and at least 128, and off where recall is not supported; "off" archives
             nothing.
-        recall_every: while decoding, search the archive every so many tokens (less often for large archives).
+        recall_every: number of decoded tokens after which the archive is searched again (more for large archives).
         archive_limit: maximum bytes of the archive of one sequence; beyond it the oldest, least recalled blocks are
             deleted. None for 20 GB, or a tenth of the free disk if that is less.
 

@@ -55,7 +55,7 @@ class RescueError(MlxTqError):
 
 def unknown_name(kind: str, name: object, valid_names: Iterable[Any]) -> ConfigError:
     """Return the error for a name that is not valid; it lists the valid ones and suggests the nearest."""
-    valid = [str(each) for each in valid_names]
+    valid = list(map(str, valid_names))
     nearest = difflib.get_close_matches(str(name), valid, n=1)
     hint = f" Did you mean {nearest[0]}?" if nearest else ""
     return ConfigError(f"{kind} {name!r} is unknown; valid are {', '.join(valid)}.{hint}")

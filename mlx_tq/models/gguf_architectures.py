@@ -143,16 +143,16 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{', '.join(ARCHITECTURES)} can. Convert it for mlx-lm, or take a folder from mlx-community on the hub."
         )
     architecture = ARCHITECTURES[name]
-    unknown = [each for each in file.tensors if each != FREQUENCY_FACTORS and architecture.mlx_name(each) is None]
-    if unknown:
-        raise UnsupportedModelError(
-            f"the model {str(file.path)!r} cannot be loaded: mlx-lm's {name} has no place for its tensor {unknown[0]}."
-        )
+    for tensor in file.tensors:
+        if tensor != FREQUENCY_FACTORS and architecture.mlx_name(tensor) is None:
+            raise UnsupportedModelError(
+                f"the model {str(file.path)!r} cannot be loaded: mlx-lm's {name} has no place for its tensor {tensor}."
+            )
     return architecture
 
 
 def make_config(file: GgufFile) -> Config:
-    """Return the configuration of mlx-lm's model, with the file's numbers, or llama.cpp's where it has none."""
+    """Return the configuration of mlx-lm's model, with the file's numbers, or llama.cpp's defaults."""
     architecture, keys = architecture_of(file), _Keys(file)
     keys.refuse(*_UNSUPPORTED)
     if "token_embd.weight" not in file.tensors:

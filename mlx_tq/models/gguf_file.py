@@ -44,7 +44,7 @@ _BITS = {_Q4_0: 4, _Q4_1: 4, _Q8_0: 8}
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies in its file, and how it is stored."""
+    """The place of a tensor in its file, and how it is stored."""
 
     name: str  # such as blk.0.attn_q.weight
     shape: tuple[int, ...]  # rows first, as in NumPy
@@ -196,4 +196,6 @@ def read_gguf(path: Path) -> GgufFile:
         raise damaged(path, "it ends in the middle of its header") from error
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:  # such as an unknown kind of value
         raise damaged(path, f"its header is damaged ({error})") from error
-    return GgufFile(path, metadata, {each.name: replace(each, start=first + each.start) for each in tensors}, data)
+    return GgufFile(
+        path, metadata, {tensor.name: replace(tensor, start=first + tensor.start) for tensor in tensors}, data
+    )

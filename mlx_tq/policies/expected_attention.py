@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.policies.calibration import QueryStats
-from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
+from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.triattention import OFFSETS, virtual_query, weigh_values
 
@@ -29,15 +29,8 @@ class ExpectedAttention(CalibratedPolicy):
     name: ClassVar[str] = "expected_attention"
     needs_covariance: ClassVar[bool] = True
 
-    def score(self, tokens: PackedTokens) -> np.ndarray:
+    def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
         """Return the expected weight of each token times the norm of its value, float64 [S]."""
-        total = np.zeros(len(tokens.positions), np.float64)
-        for layer in tokens.layers:
-            total += self._score_layer(layer, len(total), tokens.offset - 1)
-        return total / len(tokens.layers)
-
-    def _score_layer(self, layer: PackedLayer, tokens: int, last: int) -> np.ndarray:
-        rope, stats = self.calibration_of(layer)
         heads, dim = layer.rows.shape[1], stats.center.shape[1]
         mean = virtual_query(rope, stats.center, last).reshape(heads, -1, dim)
         covariance = rotated_covariance(rope, stats, last).reshape(heads, -1, dim, dim)

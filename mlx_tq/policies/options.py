@@ -31,19 +31,19 @@ def check_options(settings: Any) -> None:
     A whole number serves as a float.
     """
     hints = get_type_hints(type(settings))
-    for each in fields(settings):
-        value, hint = getattr(settings, each.name), hints[each.name]
+    for field_ in fields(settings):
+        name, value, hint = field_.name, getattr(settings, field_.name), hints[field_.name]
         fits = isinstance(value, hint | int if float in (hint, *get_args(hint)) else hint)
         if not fits or (isinstance(value, bool) and hint is not bool):
-            raise ConfigError(f"{each.name} is {value!r}; it must be of type {getattr(hint, '__name__', hint)}.")
+            raise ConfigError(f"{name} is {value!r}; it must be of type {getattr(hint, '__name__', hint)}.")
         if value is None:
             continue
-        choices, minimum, maximum = (each.metadata.get(name) for name in ("choices", "minimum", "maximum"))
+        choices, minimum, maximum = map(field_.metadata.get, ("choices", "minimum", "maximum"))
         if choices and value not in choices:
-            raise unknown_name(each.name, value, choices)
+            raise unknown_name(name, value, choices)
         if minimum is not None and not minimum <= value <= (value if maximum is None else maximum):  # also for NaN
             valid = f"{minimum} or more" if maximum is None else f"from {minimum} to {maximum:,}"
-            raise ConfigError(f"{each.name} is {value}; it must be {valid}.")
+            raise ConfigError(f"{name} is {value}; it must be {valid}.")
 
 
 def split_spec(text: str) -> tuple[str, dict[str, str]]:
@@ -64,7 +64,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
 
 def parse_options(cls: type, name: str, texts: dict[str, str]) -> dict[str, Any]:
     """Return the values of options of the dataclass `cls`, which errors call `name`."""
-    hints, valid = get_type_hints(cls), sorted(each.name for each in fields(cls))
+    hints, valid = get_type_hints(cls), sorted(field_.name for field_ in fields(cls))
     values = {}
     for key, text in texts.items():
         if key not in valid:
@@ -80,9 +80,12 @@ def parse_options(cls: type, name: str, texts: dict[str, str]) -> dict[str, Any]
 
 def format_spec(name: str, settings: Any) -> str:
     """Return the text of a name and its options that are not defaults, as `split_spec` and `parse_options` take it."""
-    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    changed = {each.name for each in fields(settings) if values[each.name] != each.default}
-    return _SEPARATOR.join([name, *(f"{key}={_format_value(values[key])}" for key in values if key in changed)])
+    parts = [name]
+    for field_ in fields(settings):
+        value = getattr(settings, field_.name)
+        if value != field_.default:
+            parts.append(f"{field_.name}={_format_value(value)}")
+    return _SEPARATOR.join(parts)
 
 
 def _format_value(value: Any) -> str:

@@ -162,14 +162,21 @@ class CalibratedPolicy(Policy):
         """Return what gathers the statistics of one layer; with `stats`, those of a file, it gathers none."""
         return Calibrator(self.warmup, covariance=self.needs_covariance, rope=rope, stats=stats)
 
-    def calibration_of(self, layer: PackedLayer) -> tuple[Rope, QueryStats]:
-        """Return the RoPE of a layer and the statistics of its queries, or raise ConfigError if there are none."""
-        if layer.queries is None or layer.rope is None:
-            raise ConfigError(
-                f"{self.name} needs calibrated queries, and a layer has none. Run the model inside "
-                "`with mlx_tq.compressed(model):`."
-            )
-        return layer.rope, layer.queries
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return the mean over layers of the scores of `score_layer`, float64 [S]."""
+        total = np.zeros(len(tokens.positions), np.float64)
+        for layer in tokens.layers:
+            if layer.queries is None or layer.rope is None:
+                raise ConfigError(
+                    f"{self.name} needs calibrated queries, and a layer has none. Run the model inside "
+                    "`with mlx_tq.compressed(model):`."
+                )
+            total += self.score_layer(layer, layer.rope, layer.queries, len(total), tokens.offset - 1)
+        return total / len(tokens.layers)
+
+    @abstractmethod
+    def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
+        """Return the scores of the first `tokens` rows of one layer, float64 [S]; `last` is the last position seen."""
 
 
 @cache
@@ -198,7 +205,7 @@ def parse_policy(text: str, **defaults: Any) -> Policy:
 
     Args:
         text: the name and the options. Switches are `on` and `off`; a colon in a file's name is written `%3A`.
-        defaults: values of options that the text omits; those that the policy does not have are ignored.
+        defaults: values of options that the text omits; options of other policies are ignored.
 
     Raises:
         ConfigError: an unknown policy, option or value; the message names the valid ones.
@@ -208,5 +215,5 @@ def parse_policy(text: str, **defaults: Any) -> Policy:
     if name not in policies:
         raise unknown_name("policy", name, policies)
     policy = policies[name]
-    values = {each.name: defaults[each.name] for each in fields(policy) if each.name in defaults}
+    values = {field.name: defaults[field.name] for field in fields(policy) if field.name in defaults}
     return policy(**{**values, **parse_options(policy, name, texts)})

@@ -74,11 +74,10 @@ class Published(TriAttention):
         scores = super().score(replace(tokens, layers=tokens.layers[self.skip_layers :]))
         return -scores if self.evict == "highest" else scores
 
-    def _score_layer(self, layer: PackedLayer, tokens: int, last: int) -> np.ndarray:
-        rope, stats = self.calibration_of(layer)
+    def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
         if self.aggregation == "v3":
             stats = _mean_over_groups(stats, layer.rows.shape[1])
-        scores = score_heads(layer, tokens, rope, stats, last, unrotated=self.score_unrotated_dims)  # [H, G, S]
+        scores = score_heads(layer, rope, stats, tokens, last, unrotated=self.score_unrotated_dims)  # [H, G, S]
         if self.aggregation == "weight":
             return weigh_values(scores / layer.layout.key.head_dim**0.5, layer.value_norms(tokens))
         if self.aggregation == "v3":
@@ -113,7 +112,7 @@ def _mean_over_groups(stats: QueryStats, heads: int) -> QueryStats:
 
 
 class _WindowCalibrator(Calibrator):
-    """Gathers statistics in further windows: blended in with weight `ema`, or replaced every `recalibrate` tokens."""
+    """Blends the statistics of later windows in with weight `ema`, or replaces them every `recalibrate` tokens."""
 
     def __init__(self, warmup: int, *, ema: float, recalibrate: int, **options: Any) -> None:
         super().__init__(warmup, **options)

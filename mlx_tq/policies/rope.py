@@ -1,4 +1,4 @@
-"""Which dims a model's RoPE rotates, and how: learned by running it, so that no variant is known by name."""
+"""The dims that a model's RoPE rotates, learned by running it, so that no variant is known by name."""
 
 from dataclasses import dataclass, field
 from functools import reduce

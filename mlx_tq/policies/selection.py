@@ -1,4 +1,4 @@
-"""Which tokens are evicted, given the score of each.
+"""The selection of the tokens to evict, given the score of each.
 
 Source: TriAttention V3 (T. Turney): each of several equal segments loses the same share of its tokens, so that no part
 of the context is lost whole.

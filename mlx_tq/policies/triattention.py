@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_tq.kernels.score import score
 from mlx_tq.policies.calibration import QueryStats
-from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
+from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer
 from mlx_tq.policies.rope import Rope
 
 OFFSETS = tuple(1 << i for i in range(17))  # distances of later queries behind the last token
@@ -30,15 +30,9 @@ class TriAttention(CalibratedPolicy):
 
     name: ClassVar[str] = "triattention"
 
-    def score(self, tokens: PackedTokens) -> np.ndarray:
+    def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
         """Return the expected attention weight of each token times the norm of its value, float64 [S]."""
-        total = np.zeros(len(tokens.positions), np.float64)
-        for layer in tokens.layers:
-            total += self._score_layer(layer, len(total), tokens.offset - 1)
-        return total / len(tokens.layers)
-
-    def _score_layer(self, layer: PackedLayer, tokens: int, last: int) -> np.ndarray:
-        scores = score_heads(layer, tokens, *self.calibration_of(layer), last)
+        scores = score_heads(layer, rope, stats, tokens, last)
         return weigh_values(scores / layer.layout.key.head_dim**0.5, layer.value_norms(tokens))
 
 
@@ -59,7 +53,7 @@ def query_spread(rope: Rope, stats: QueryStats) -> mx.array:
 
 
 def score_heads(
-    layer: PackedLayer, tokens: int, rope: Rope, stats: QueryStats, last: int, *, unrotated: bool = False
+    layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int, *, unrotated: bool = False
 ) -> mx.array:
     """Return the scores of the first `tokens` keys for each of G query heads of H KV heads: fp32 [H, G, S]."""
     heads = layer.rows.shape[1]
