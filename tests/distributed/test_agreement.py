@@ -1,4 +1,4 @@
-"""All ranks lose the same tokens and get back the same blocks; one that does not is found out in that round."""
+"""All ranks evict the same tokens and recall the same blocks; one that does not is detected in that round."""
 
 from importlib import import_module
 
@@ -26,7 +26,7 @@ WINDOW = 24
 
 
 def calls():
-    """What each call gives a rank."""
+    """Return what each collective returns on this rank."""
     ranks = join()
     rank = ranks.rank
     told = [ranks.broadcast(lambda: {"of": rank, "text": "ü" * 3}), ranks.broadcast_when_ready(lambda: [rank])]
@@ -51,7 +51,7 @@ def calls():
 
 
 def had(rank):
-    """Sets of numbers of a rank; all have 0."""
+    """Return sets of numbers of a rank, all with 0."""
     rng = np.random.default_rng(rank)
     return [{0, *rng.integers(1, 99, count).tolist()} for count in (0, 1, 20, 40, 80) for _ in range(4)]
 
@@ -60,7 +60,7 @@ def _refuse():
     raise ConfigError("no such file.")
 
 
-def test_what_ranks_add_up_agree_on_and_tell_each_other(tmp_path):
+def test_collectives_return_the_same_on_all_ranks(tmp_path):
     done = run(tmp_path, 3, calls)
     told, collected, differing, (mean, most, least), chosen, flags, rows = done[0].value
     assert [each.value for each in done] == [done[0].value] * 3, [each.err for each in done]
@@ -81,7 +81,7 @@ POLICIES = [
 
 
 def random_model(rng, size, vocabulary=160):
-    """A random llama with some KV heads for each rank; equal generators give equal models."""
+    """Make a random llama with some KV heads for each rank; equal generators give equal models."""
     module = import_module("mlx_lm.models.llama")
     heads, groups = size * int(rng.integers(1, 3)), int(rng.integers(1, 3))
     sizes = {"hidden_size": 64, "intermediate_size": 32 * size, "num_hidden_layers": int(rng.integers(1, 4))}
@@ -96,7 +96,7 @@ def random_model(rng, size, vocabulary=160):
 
 
 def rounds(count, seed, differing=()):
-    """The positions after each of `count` rounds or exchanges of random models, and what other choices led to.
+    """Return the positions after each of `count` rounds or exchanges of random models, and what other choices led to.
 
     For each of `differing`, from that round on of a model: the round of the choice, that of the error, and the error.
     """
@@ -123,7 +123,7 @@ def rounds(count, seed, differing=()):
 
 
 def read(model, caches, tokens, found):
-    """Read, with a look into the archive between passes, of other layers on each rank as while an answer is made."""
+    """Read, and search the archive between passes, with other layers on each rank, as while decoding."""
     sequence = sequence_in(caches)
     sequence.listen(range(max(1, len(caches) - sequence.ranks.rank)), rounds=True)
     for start in range(0, len(tokens), 20):
@@ -138,11 +138,7 @@ def read(model, caches, tokens, found):
 
 
 class Choosing:
-    """From the round of this number on other blocks leave on the second rank than were selected, where others can.
-
-    Attributes:
-        began: the round in which they did.
-    """
+    """From a round on, the second rank evicts other blocks than were selected, if it can; `began` is that round."""
 
     def __init__(self, number, differs):
         self.number, self.differs, self.select = number, differs, sequences.select
@@ -167,7 +163,7 @@ class Choosing:
 @pytest.mark.parametrize(
     ("size", "count"), [(2, 100), *(pytest.param(size, 1000, marks=pytest.mark.full) for size in (2, 3, 4))]
 )
-def test_ranks_lose_the_same_and_one_that_differs_is_found_in_that_round(tmp_path, size, count):
+def test_ranks_evict_the_same_and_one_that_differs_is_detected_in_that_round(tmp_path, size, count):
     differing = list(range(0, 9, 3 if count == 100 else 1))
     done = run(tmp_path, size, rounds, count, size, differing)
     assert all(each.value for each in done), [each.err for each in done]
@@ -181,7 +177,7 @@ def test_ranks_lose_the_same_and_one_that_differs_is_found_in_that_round(tmp_pat
 
 
 def losing():
-    """What came back, and what is archived in the end, where the second rank alone loses a block to its disk."""
+    """Return what was recalled, and what is archived in the end, if only the second rank loses a block on its disk."""
     ranks, rng, found = join(), np.random.default_rng(0), []
     model = random_model(rng, ranks.size)
     divide(model, ranks)
@@ -212,14 +208,14 @@ def losing():
     return found
 
 
-def test_what_one_rank_lost_is_lost_to_all(tmp_path):
+def test_a_block_that_one_rank_lost_is_lost_to_all(tmp_path):
     done = run(tmp_path, 2, losing)
     assert done[0].value
     assert done[1].value == done[0].value, [each.err for each in done]
 
 
 def logits(dtype):
-    """Of a text after which half of the tokens have left, by this rank or by one process: float32 [steps, V]."""
+    """Return logits of a text of which half is evicted, from this rank or from one process: float32 [steps, V]."""
     ranks = join() if is_launched() else ALONE
     model, tokenizer = load(dtype=dtype, ranks=ranks)
     ids = tokenizer.encode("".join(facts(60)))
@@ -236,7 +232,7 @@ def logits(dtype):
 
 @pytest.mark.full
 def test_ranks_differ_from_one_process_by_rounding(tmp_path):
-    """In bfloat16 by no more than that does from float32, there by next to nothing."""
+    """In float32 they hardly differ, in bfloat16 by no more than bfloat16 differs from float32."""
     exact, rounded = (run(tmp_path / dtype, 1, logits, dtype)[0].value for dtype in ("float32", "bfloat16"))
     ours = {dtype: run(tmp_path / f"two {dtype}", 2, logits, dtype) for dtype in ("float32", "bfloat16")}
     for first, second in ours.values():

@@ -1,4 +1,4 @@
-"""Commands of several ranks say what one process says, with eviction, recall, rescue; each has a part of the cache."""
+"""Commands of several ranks print what one process prints, with eviction, recall and rescue."""
 
 import json
 
@@ -29,7 +29,7 @@ BUDGETS = {"needle": "3MB", "llama": "1.1MB", "qwen2": "550KB", "qwen3": "2.4MB"
 
 
 def generate(folder, size, model, *words):
-    """What each rank came to, and the first one's report."""
+    """Run generate, and return the results of all ranks and the report of the first."""
     text, question = facts(24 if model == "smollm2" else 60)
     prompt = folder.parent / "prompt.txt"
     prompt.write_text(f"{text}\n{question}")
@@ -64,7 +64,7 @@ def chosen(name, folder):
         if (name, way) != ("smollm2", "bytes")  # the least that can be asked for is more than its short prompt takes
     ],
 )
-def test_ranks_say_what_one_process_says(name, way, tmp_path):
+def test_ranks_print_what_one_process_prints(name, way, tmp_path):
     size, model = MODELS[name], chosen(name, tmp_path)
     words = [BUDGETS[name] if word is BYTES else word for word in WAYS[way]]
     _, alone = generate(tmp_path / "alone", 1, model, *words)
@@ -86,7 +86,7 @@ def test_ranks_say_what_one_process_says(name, way, tmp_path):
 
 @pytest.mark.full
 def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
-    """The first rank alone asks the rescue service."""
+    """Only the first rank calls the rescue service."""
     lines = [
         "The access code is 417295.",
         facts(40, key=0)[0],
@@ -108,7 +108,7 @@ def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
     assert (second.out, second.err) == ("", "")
 
 
-def test_a_stored_beginning_is_restored_as_far_as_all_ranks_have_it(tmp_path):
+def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
     words = ("--prefill-step-size", "64", *WAYS["recall"])
     _, plain = generate(tmp_path / "plain", 2, None, *words)
     words += ("--prefix-cache", tmp_path / "store")
@@ -130,7 +130,7 @@ def test_a_stored_beginning_is_restored_as_far_as_all_ranks_have_it(tmp_path):
 
 
 def points(folder):
-    """What a folder of the store has, the shortest first."""
+    """Return the entries of a folder of the prefix cache, the shortest first."""
     found = [record.path.name for record in folder.records() if record.path.parent.name == POINTS]
     return sorted(({"key": key, **summary(folder.read(POINTS, key))} for key in found), key=lambda each: each["tokens"])
 
@@ -167,6 +167,6 @@ def test_a_model_that_mlx_lm_does_not_divide_by_heads_is_refused_by_name(name, w
         (2, ["evaluate", "needle"], "it runs in one process; generate, chat, server run in several."),
     ],
 )
-def test_what_ranks_cannot_do_is_refused(size, words, says, tmp_path):
+def test_features_that_do_not_support_ranks_are_refused(size, words, says, tmp_path):
     for rank, each in enumerate(command(tmp_path / "together", size, *words)):
         assert f": rank {rank}: " in refused(each, says)

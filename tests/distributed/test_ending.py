@@ -1,4 +1,4 @@
-"""Where a rank is gone, each of the others says so in one line and ends, within ten seconds."""
+"""If a rank is gone, each of the others reports it in one line and exits within ten seconds."""
 
 import os
 import re
@@ -21,8 +21,7 @@ SERVER = ("server", "--port", "0")
 
 
 @pytest.mark.full
-def test_a_rank_that_is_told_to_end_while_it_waits_for_another(tmp_path, popen):
-    """It is inside a sum whose other part does not come."""
+def test_sigterm_ends_a_rank_that_waits_in_a_collective(tmp_path, popen):
     hosts = hostfile(tmp_path / "hosts.json", 2)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     first, second = (

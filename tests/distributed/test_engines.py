@@ -1,4 +1,4 @@
-"""The engines of a server's ranks go the same steps, and answer as the one of one process does."""
+"""The engines of a server's ranks make the same steps and give the same answers as one process."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ CONFIG = KVConfig(
 
 
 class Watched(Engine):
-    """Writes down what the batch holds after each step, and what is kept for later."""
+    """Records the rows of the batch and the cached prompts after each step."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -47,7 +47,7 @@ class Watched(Engine):
 
 
 def answer(size):
-    """The steps of this rank's engine; what the first one's jobs were answered, or how many caches others kept."""
+    """Return the steps of this rank's engine, and the answers on the first rank, or how many caches others kept."""
     ranks = join() if is_launched() else ALONE
     assert ranks.size == size
     tokenizer, model = load_tokenizer(embedded_path()), random_model(np.random.default_rng(0), 2, VOCABULARY)
@@ -78,8 +78,8 @@ class FailingSampler:
 
 
 async def ask_all(engine, tokenizer):
-    """At once: greedy answers, two to a prompt, one that ends at a text, sampled ones, one whose sampler raises and one
-    that is left; then a session.
+    """Submit greedy jobs, two of a prompt, one with a stop text, sampled ones, one whose sampler raises and one that is
+    cancelled, all at once; then a session.
     """
 
     def job(count, tokens=12, sampler=GREEDY, **about):
@@ -111,14 +111,14 @@ async def ask_all(engine, tokenizer):
 
 
 def said_by(events):
-    """Text by answer."""
+    """Return the text of each answer."""
     pieces = [event for event in events if isinstance(event, Piece)]
     return ["".join(piece.text for piece in pieces if piece.index == n) for n in range(1 + pieces[-1].index)]
 
 
 @pytest.mark.full
-def test_engines_of_ranks_go_the_same_steps(tmp_path):
-    """The same requests at once, the same rows, which leave and come back; a session's caches until it goes on."""
+def test_engines_of_ranks_make_the_same_steps(tmp_path):
+    """The same requests run at once, the same rows are evicted and recalled, and a session's caches are kept."""
     (alone,) = run(tmp_path / "alone", 1, answer, 1)
     first, second = run(tmp_path / "together", 2, answer, 2)
     assert all(each.value for each in (alone, first, second)), (alone.err, first.err, second.err)

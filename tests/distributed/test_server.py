@@ -1,4 +1,4 @@
-"""A server of several ranks answers as one of one process does."""
+"""A server of several ranks answers as one process does."""
 
 import signal
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from .together import hostfile
 
 
 def answers(server):
-    """Of conversations at once, one streamed, one twice and with an end of its own, one left; then a session's."""
+    """Return answers of concurrent chats (streamed, n=2 with a stop text, abandoned), then those of a session."""
     texts = ["".join(facts(count)) for count in (20, 40, 60)]
     calls = [lambda text=text: server.chat(text, max_tokens=16) for text in texts]
     calls.append(lambda: server.chat(texts[0], max_tokens=16, n=2, stop="7"))
@@ -35,7 +35,7 @@ def answers(server):
 
 
 def leave(stream):
-    """Hang up after the first words."""
+    """Disconnect after the first text."""
     found = next(chunk for chunk in stream if chunk.choices[0].delta.content)
     stream.close()
     return found.choices[0].delta.content
@@ -43,7 +43,7 @@ def leave(stream):
 
 @contextmanager
 def ranks_running(popen, folder, *flags):
-    """A server of two ranks; yields the first one and the other's process."""
+    """Run a server of two ranks, and yield the first one and the process of the other."""
     hosts = str(hostfile(folder / "hosts.json", 2))
     first, second = ({"MLX_HOSTFILE": hosts, "MLX_RANK": str(rank)} for rank in range(2))
     with (folder / "second.log").open("w") as log:
@@ -55,7 +55,7 @@ def ranks_running(popen, folder, *flags):
 @pytest.mark.full
 @pytest.mark.parametrize("recall", ["off", "64"])
 def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen, recall):
-    """What the rescue service names comes back as text, or as rows of all ranks."""
+    """The spans of the rescue service are quoted as text, or recalled as rows on all ranks."""
     service = RescueService(tmp_path / "data", embedder="none")
     flags = ("--dtype", "float32", *EVICTS, "--kv-recall", recall)
     flags = (*flags, "--rescue", service.url, "--rescue-timeout", "60")
@@ -72,7 +72,7 @@ def test_a_server_of_ranks_answers_as_one_process(tmp_path, popen, recall):
 
 
 @pytest.mark.full
-def test_a_server_of_ranks_goes_on_from_what_an_earlier_one_stored(tmp_path, popen):
+def test_a_server_of_ranks_continues_from_a_prefix_cache(tmp_path, popen):
     flags = ("--dtype", "float32", *EVICTS, "--prefix-cache", str(tmp_path / "store"), "--prefill-step-size", "64")
     found, restored = [], []
     for name in ("first", "again"):

