@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 # Imported when first used, so that `import mlx_tq` costs no model code.
 _HOMES = {
-    "EvictConfig": "mlx_tq.policies",
+    "EvictConfig": "mlx_tq.config",
     "KVConfig": "mlx_tq.config",
     "MlxTqError": "mlx_tq.errors",
     "RescueConfig": "mlx_tq.config",

@@ -18,7 +18,7 @@ LAYERS = {
     "mlx_tq": [
         *(
             {"errors"},
-            {"atomic_files", "user_folders"},
+            {"files"},
             {"codec"},
             {"kernels"},
             {"distributed"},
@@ -43,8 +43,7 @@ RANK = {(package, name): rank for package, rows in LAYERS.items() for rank, row 
 # Third parties that a layer may import, where that is limited; those that it may not.
 ONLY = {
     "errors": set(),
-    "atomic_files": set(),
-    "user_folders": set(),
+    "files": set(),
     "codec": {"mlx", "numpy"},
     "kernels": {"mlx", "numpy"},  # whose exp is vectorised on CPUs
     "distributed": {"mlx", "mlx_lm", "numpy"},

@@ -38,7 +38,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.scenes import plant
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
+from mlx_tq.policies import EvictConfig, ExpectedAttention, Published, TriAttention
 from mlx_tq.policies.calibrator import SKIP
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
@@ -96,7 +96,7 @@ class Scene:
             same: queries of questions of this kind about other texts.
             other: queries of questions of another kind.
         """
-        caches, policy = self.caches, TriAttention(aggregation="paper")
+        caches, policy = self.caches, Published(aggregation="paper")
         heads = self.model.args.num_key_value_heads
         samples = {
             "first 256 tokens": [x[:, SKIP : SKIP + WARMUP] for x in self.text],
@@ -115,7 +115,7 @@ class Scene:
             stats = statistics(caches, samples[name], policy)
             full = statistics(caches, samples[name], expected)
             yield f"expected_attention, {name}", by_policy(caches, full, expected)
-            yield f"aggregation v3, {name}", by_policy(caches, stats, TriAttention(aggregation="v3"))
+            yield f"aggregation v3, {name}", by_policy(caches, stats, Published(aggregation="v3"))
             yield f"aggregation maximum, {name}", as_maximum(by_head(caches, stats))
             yield f"virtual query alone, {name}", as_paper(by_head(caches, stats, norm=0), heads)
             yield f"norm term alone, {name}", as_paper(by_head(caches, stats, trig=0), heads)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 JSON = Path(__file__).resolve().parent.parent / "results" / "quality_sweep.json"
 STATS = Path("questions.safetensors")
-SELF = "triattention:calibration=text"
-QUESTIONS = f"triattention:calibration={STATS}"
-V1, V1_QUESTIONS = f"{SELF}:mode=v1", f"triattention:mode=v1:calibration={STATS}"
+SELF = "published:calibration=text"
+QUESTIONS = f"published:calibration={STATS}"
+V1, V1_QUESTIONS = f"{SELF}:mode=v1", f"published:mode=v1:calibration={STATS}"
 V2 = f"{SELF}:mode=v2"
 HIGHEST = f"{SELF}:evict=highest"
 OTHERS = f"{QUESTIONS}:aggregation=v3,expected_attention:calibration={STATS}"
@@ -28,7 +28,7 @@ LATER = f"{SELF}:ema=0.1,{SELF}:recalibrate=256"
 SEGMENTS = ",".join(
     policy
     for option in ("segments=1", "segment_tokens=64")
-    for policy in (f"{SELF}:{option}", f"triattention:{option}:calibration={STATS}")
+    for policy in (f"{SELF}:{option}", f"published:{option}:calibration={STATS}")
 )
 ALL = f"{MAIN},{V2},recency,knorm,{OTHERS}"
 
@@ -67,7 +67,7 @@ PARTS = {
 
 def as_measured(policy: str) -> str:
     """A policy as its cells are named."""
-    named = "aggregation" in policy or not policy.startswith("triattention")
+    named = "aggregation" in policy or not policy.startswith("published")
     return policy if named else f"{policy}:aggregation=paper"
 
 

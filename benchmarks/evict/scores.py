@@ -23,11 +23,11 @@ Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 class Recorder:
     """In the place of a cache's calibrator: keeps every query, as it was before RoPE."""
 
-    listens = ready = True
+    is_gathering = ready = True
     stats = None
 
     def __init__(self, calibrator: Calibrator) -> None:
-        self.rope, self.policy = calibrator.rope, calibrator.policy
+        self.rope = calibrator.rope
         self.parts: list[mx.array] = []
 
     def due(self, stop: int) -> bool:

@@ -1,7 +1,7 @@
 """The rescue ramp: a fact in a text that outgrows the budget, asked for a turn later, in four arms.
 
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
-                                           [--policy triattention:aggregation=paper] [--embedder hashing] [--json FILE]
+                                           [--policy published:aggregation=paper] [--embedder hashing] [--json FILE]
 
 Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and goes on where it stopped. Real processes: the
 service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
@@ -38,7 +38,7 @@ from mlx_tq.prompt_cache.passes import sequence_in
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
-POLICY = "triattention:aggregation=paper"
+POLICY = "published:aggregation=paper"
 
 
 class Everything(Session):

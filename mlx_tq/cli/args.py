@@ -97,7 +97,7 @@ EVICT = Option(
     "policy",
     str,
     f"which tokens leave: {', '.join([_NO_POLICY, *POLICIES])}; with options, as in "
-    "triattention:aggregation=v3:warmup=512 (default: none do)",
+    "triattention:trigger=64:warmup=512 (default: none do)",
 )
 BUDGET = Option(
     "--kv-budget",
@@ -317,7 +317,9 @@ def evict_from_args(
     """
     from mlx_tq.policies import CalibratedPolicy, EvictConfig, parse_policy  # loads mlx, which --help does without
 
-    text = option_value(args, EVICT, environ) or (_NO_POLICY if given is None else given.to_dict()["policy"])
+    text = option_value(args, EVICT, environ)
+    if not text:
+        text, defaults = _NO_POLICY if given is None else str(given.policy), {}  # a profile has chosen its options
     has_recall = hasattr(args, "kv_recall")
     if text == _NO_POLICY:
         options = (BUDGET, CALIBRATION, *(RECALL_OPTIONS if has_recall else ()))

@@ -37,7 +37,7 @@ FORMATS = (
 )
 PROFILES = ("off", "safe", "balanced", "small", "tiny", "long")
 DEFAULT_PROFILE = "balanced"
-POLICIES = ("expected_attention", "triattention", "knorm", "random", "recency", "streaming")
+POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", "streaming")
 BACKENDS = ("auto", "metal", "cuda", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
 NEEDLE_KINDS = ("single", "multi", "paraphrased", "decoys")

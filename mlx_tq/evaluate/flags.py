@@ -7,9 +7,9 @@ from mlx_tq.cli.model_args import add_model_arguments
 from mlx_tq.cli.names import NEEDLE_KINDS
 from mlx_tq.cli.parser import command_parser
 
-_TRIATTENTION = ("", ":evict=highest", ":score_unrotated_dims=on", ":evict=highest:score_unrotated_dims=on")
-_OTHERS = ("triattention:mode=v2", "triattention:mode=v1", "random", "recency", "streaming", "knorm")
-DEFAULT_VARIANTS = ",".join([*(f"triattention{options}" for options in _TRIATTENTION), *_OTHERS])
+_PUBLISHED = ("evict=highest", "score_unrotated_dims=on", "evict=highest:score_unrotated_dims=on", "mode=v2", "mode=v1")
+_OTHERS = ("random", "recency", "streaming", "knorm")
+DEFAULT_VARIANTS = ",".join(["triattention", *(f"published:{options}" for options in _PUBLISHED), *_OTHERS])
 _STEP = "tokens read at a time"
 _OWN_TEXT = ("reasoning", "tools", "lm-eval")
 # Of every measurement: what it is, and what it compares unless --profiles or the cache's flags say.
@@ -141,7 +141,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         (
             "--policies",
             DEFAULT_VARIANTS,
-            "with options as --kv-evict takes them, such as triattention:evict=highest",
+            "with options as --kv-evict takes them, such as published:evict=highest",
         ),
         ("--retentions", "95,90,85,80,75,65,50,25,10", "percent of the tokens seen that stay"),
         ("--granularities", "1", "tokens that leave together: 1, 8, 16, 32, 64"),

@@ -34,8 +34,8 @@ class Readings:
         """
         for config in configs:
             policy = None if config.evict is None else config.evict.policy
-            if isinstance(policy, CalibratedPolicy) and (policy.ema or policy.recalibrate):
-                raise ConfigError("ema and recalibrate change the scores while a text is read. Measure without --once.")
+            if isinstance(policy, CalibratedPolicy) and policy.recalibrates:
+                raise ConfigError(f"the policy {policy} calibrates again while a text is read. Measure without --once.")
         self._model, self._step = model, step
         self._plans = {config: plan(config) for config in configs}
         by_sinks = {config.sinks: config for config in configs}

@@ -17,7 +17,7 @@ class Setting:
         retention: of the tokens seen, the share that stays, in percent.
         granularity: tokens that leave together.
         trigger: tokens above the budget at which a round begins.
-        sinks: first tokens that stay; 0 in modes v1 and v2.
+        sinks: first tokens that stay; 0 if the policy can evict them.
         once: needles are asked for after one round that follows the reading of the text (see `once`).
     """
 
@@ -53,12 +53,12 @@ def grid(
     *,
     once: bool = False,
 ) -> list[Setting]:
-    """All combinations, each once; modes v1 and v2 take sinks 0 whatever `prefixes` says."""
+    """All combinations, each once; policies that can evict sinks take sinks 0 whatever `prefixes` says."""
     found = []
     for variant, retention, granularity, trigger, sinks in product(
         variants, retentions, granularities, triggers, prefixes
     ):
-        mode = parse_policy(variant, warmup=1).mode  # the warm-up of the sweep comes later
-        own = 0 if mode in ("v1", "v2") else sinks
+        policy = parse_policy(variant, warmup=1)  # the warm-up of the sweep comes later
+        own = 0 if policy.can_evict_sinks else sinks
         found.append(Setting(variant, retention, granularity, trigger, own, once))
     return list(dict.fromkeys(found))

@@ -11,7 +11,6 @@ from mlx_tq.cache.shadow import ShadowKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.tiered import TieredKVCache
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.policies.calibrator import Calibrator
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.prompt_cache.layer_group import LayerGroup
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
@@ -99,7 +98,7 @@ def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], Compres
     policy, calibrators = eviction.config.policy, {}
     if isinstance(policy, CalibratedPolicy):
         calibrators = {
-            number: Calibrator(layer.rope, policy, layer.queries)
+            number: policy.make_calibrator(layer.rope, layer.queries)
             for number, layer in enumerate(plan.layers)
             if layer.rope is not None
         }

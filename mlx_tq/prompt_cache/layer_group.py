@@ -422,7 +422,7 @@ class LayerGroup:
         calibrators = {}
         policy = plan["config"].policy
         if about["calibrates"] and isinstance(policy, CalibratedPolicy):
-            calibrators[number] = Calibrator(None, policy)
+            calibrators[number] = policy.make_calibrator()
             calibrators[number].restore(calibration[0])
         made = cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
         made._recalls = {int(place): count for place, count in about.get("recalls", {}).items()}

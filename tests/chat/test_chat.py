@@ -75,7 +75,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
         " live  0 evicted  0 rescued",
     ):
         assert words in err
-    assert "thesis.txt is no conversation, and is not replaced" in " ".join(err.split())
+    assert "thesis.txt is not a conversation and is not replaced" in " ".join(err.split())
     assert (tmp_path / "thesis.txt").read_text() == "thesis"
 
 

@@ -25,8 +25,8 @@ TEXT, QUESTION = facts(60)
 
 def test_calibrate_and_use(cli, tmp_path):
     foreign, asks = tmp_path / "foreign.safetensors", ("generate", "-p", "hi", *TRI, "--kv-calibration")
-    refused(cli(*asks, "/nope"), "there is no file of statistics /nope", code=1)
-    mx.save_safetensors(str(foreign), {"x": mx.zeros(1)}, {"format": "mlx_tq query statistics", "version": "1"})
+    refused(cli(*asks, "/nope"), "there is no calibration file /nope", code=1)
+    mx.save_safetensors(str(foreign), {"x": mx.zeros(1)}, {"format": "mlx_tq query statistics", "version": "2"})
     refused(cli(*asks, foreign), "was made with another model", code=1)
     path, text = tmp_path / "stats", tmp_path / "text.txt"  # the name as it is given
     text.write_text(TEXT, encoding="utf-8")
@@ -69,9 +69,9 @@ def test_calibrate_on_questions_and_text(cli, tmp_path):
     for words, share, told in (((), 0.25, ", 25% of the text,"), (("--text-share", 0), 0, "")):
         result = cli("calibrate", "--model", folder, "--tokens", 700, "-o", path, *words)
         assert result == (0, "", f"statistics of questions and answers of {len(asked)} tokens{told} are in {path}\n")
-        centre = load_calibration(path, fingerprint(model)).layers[0].centre
+        center = load_calibration(path, fingerprint(model)).layers[0].center
         wanted = (1 - share) * mean(asked) + share * mean(scene.text[4:])
-        assert mx.allclose(centre.reshape(-1), wanted, atol=1e-5)
+        assert mx.allclose(center.reshape(-1), wanted, atol=1e-5)
     few = refused(cli("calibrate", "--model", folder, "--tokens", 40, "-o", path), "has no room for needles")
     assert "--kv" not in few
     refused(cli("calibrate", "--text-share", 1.5, "-o", path), "--text-share is 1.5; it must be from 0 (questions)")

@@ -259,7 +259,7 @@ def test_a_document_and_its_question_in_one_prompt(quick):
         "the answer may miss what they said; --kv-archive on brings it back" in quick(*words, "--kv-archive", "off").err
     )
     assert "may miss what they said" not in quick(*words, "--kv-recall", "off", "--kv-shadow", 8).err
-    refused(quick(*words, "--kv-recall", "some"), "recall is 'some'; write tokens that may be back at once (256)")
+    refused(quick(*words, "--kv-recall", "some"), "recall is 'some'; write tokens to reload at once (256)")
     refused(
         quick(*words, "--kv-recall", 96, "--draft-model", EMBEDDED), "cannot be combined with --draft-model. Drop one"
     )

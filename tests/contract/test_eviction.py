@@ -139,7 +139,7 @@ def test_a_budget_above_the_length_changes_nothing(name):
 POLICIES = ["random", "recency", "streaming", "knorm", "expected_attention:warmup=64"]
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "triattention:aggregation=v3:warmup=64"])
+@pytest.mark.parametrize("policy", [*POLICIES, "published:aggregation=v3:warmup=64"])
 def test_every_policy_runs(policy):
     model = build("qwen3_next")
     with compressed(model):

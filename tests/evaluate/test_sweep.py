@@ -14,15 +14,15 @@ from mlx_tq.evaluate.scenes import questions
 from mlx_tq.evaluate.settings import Setting, grid
 from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
 from mlx_tq.evaluate.sweep_table import sweep_lines
-from mlx_tq.policies import EvictConfig, Random, TriAttention
+from mlx_tq.policies import EvictConfig, Published, Random, TriAttention
 
 BASE = KVConfig(sinks=0, window=32)
 
 
 def test_variants_are_policies_with_options_that_win():
-    setting = Setting("triattention:evict=highest:trigger=8", 90, granularity=16, trigger=64)
+    setting = Setting("published:evict=highest:trigger=8", 90, granularity=16, trigger=64)
     assert setting.config(BASE, 32).evict == EvictConfig(
-        TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
+        Published(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
     assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm:granularity=1", "50%", "off")
     for variant in DEFAULT_VARIANTS.split(","):
@@ -30,8 +30,8 @@ def test_variants_are_policies_with_options_that_win():
 
 
 def test_the_grid_gives_v1_and_v2_no_prefix_and_names_each_setting_once():
-    found = grid(["knorm:mode=v1", "triattention:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
-    assert {setting.sinks for setting in found if setting.variant == "knorm:mode=v1"} == {0}
+    found = grid(["published:mode=v1", "published:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
+    assert {setting.sinks for setting in found if setting.variant == "published:mode=v1"} == {0}
     assert len(found) == len({setting.name for setting in found}) == 4 + 8
 
 
@@ -117,7 +117,7 @@ def test_known_cells_are_not_measured_again(tiny, embedded):
     assert text_passes(settings, lambda key: {}, 3, 512) == 0
 
 
-@pytest.mark.parametrize("variant", ["triattention", "triattention:mode=v1"])
+@pytest.mark.parametrize("variant", ["triattention", "published:mode=v1"])
 def test_once_is_a_text_that_is_read_at_once(tiny, embedded, variant, monkeypatch):
     """Where a text is read in one step, nothing leaves before the question either way; settings share no cache."""
     found = []
@@ -145,8 +145,8 @@ def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_readin
         ask(tiny, embedded[1], grid([variant], [50], [1], [16], [16], once=True), records, kinds=["multi"], sinks=16)
         lives.append([record["live"] for record in records.values() if record["name"] != "off"])
     assert lives[0] != lives[1]
-    with pytest.raises(ConfigError, match="ema and recalibrate change the scores while a text is read"):
-        ask(tiny, embedded[1], grid(["triattention:ema=0.1"], [50], [1], [16], [16], once=True), Records())
+    with pytest.raises(ConfigError, match=r"ema=.* calibrates again while a text is read"):
+        ask(tiny, embedded[1], grid(["published:ema=0.1"], [50], [1], [16], [16], once=True), Records())
 
 
 def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(exact):

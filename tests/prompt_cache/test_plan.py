@@ -168,7 +168,7 @@ def test_formats_that_a_model_cannot_have(embedded):
     with pytest.raises(ConfigError, match="key names 2 formats, and the model has 4 layers to store"):
         plan_caches(FOUR_LAYERS, KVConfig(key="spectral8+tq4"))
     with pytest.raises(ConfigError, match="needs 3 compressed layers, and llama has 2"):
-        plan_caches(build("llama"), evicting("triattention:skip_layers=2"))
+        plan_caches(build("llama"), evicting("published:skip_layers=2"))
     with pytest.raises(ConfigError, match="format 'tq9' is unknown"):
         KVConfig(key="q8+tq9")
     with pytest.raises(ConfigError, match=r"value is 'spectral8', which is for keys only: it keeps .* RoPE pairs"):
@@ -233,7 +233,7 @@ def test_statistics_replace_the_warm_up(tmp_path):
         plan_caches(changed, config)
     make_folder(kept := kept_queries(fingerprint(model)))
     shutil.copy(path, kept)  # where it is looked up; what does not fit is as if it was not there
-    for policy, misfits in (("triattention", True), ("triattention:ema=0.1", False)):
+    for policy, misfits in (("triattention", True), ("published:ema=0.1", False)):
         plans = [plan_caches(each, evicting(policy)) for each in (model, changed)]
         assert [plan.is_blind for plan in plans] == [False, misfits]
         assert (plans[0].eviction.source == f"questions and text ({kept})") == (policy == "triattention")

@@ -366,7 +366,7 @@ def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, exact):
         theirs[file] = content
     (tmp_path / "link").symlink_to("1.txt")
     for file in [*theirs, tmp_path / "link"]:
-        with pytest.raises(CacheFormatError, match=r"is no conversation, and is not replaced.*another file, or remove"):
+        with pytest.raises(CacheFormatError, match=r"is not a conversation and is not replaced.*or remove it"):
             session.save(file)
     for file, says in ((tmp_path / "none", "no conversation"), (tmp_path / "1.txt", "damaged"), (cache, "not a conv")):
         with pytest.raises(CacheFormatError, match=says):
@@ -378,7 +378,7 @@ def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, exact):
     session.save(saved)
     say(session, QUESTION)
     session.save(saved)
-    with pytest.raises(CacheFormatError, match="is no prompt cache, and is not replaced"):
+    with pytest.raises(CacheFormatError, match="is not a prompt cache and is not replaced"):
         save_prompt_cache(saved, session.cache, **about)
     session.load(saved)
     assert len(list(tmp_path.iterdir())) == len(theirs) + 2
