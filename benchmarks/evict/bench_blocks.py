@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq.cli.needles.haystack import load_text
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import read_text
-from mlx_tq.policies import EvictConfig, TriAttention
+from mlx_tq.policies import TriAttention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.session.plain_text import PlainText

@@ -20,9 +20,8 @@ import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.queries import QueryStats
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.passes import before_pass, compressed_caches, sequence_in

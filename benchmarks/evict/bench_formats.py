@@ -21,9 +21,9 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.codec.formats import format_names, get_format
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.policies import Body, EvictConfig, PackedLayer, TriAttention
+from mlx_tq.policies import PackedLayer, PackedTokens, TriAttention
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
@@ -79,7 +79,7 @@ def overlaps(name: str) -> Iterator[dict[str, Any]]:
     span = PositionRange(PREFIX, LENGTH - WINDOW)
 
     def scored(layers: list[PackedLayer]) -> np.ndarray:
-        return POLICY.score(Body(layers, positions, first.offset, 0))
+        return POLICY.score(PackedTokens(layers, positions, first.offset, 0))
 
     def evicted(scores: np.ndarray, share: float) -> set[int]:
         return set(select(scores, positions, round(share * len(positions)), span, POLICY).tolist())

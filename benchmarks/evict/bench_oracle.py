@@ -34,12 +34,12 @@ from scores import (
 )
 
 from mlx_tq.cli.needles.haystack import load_text
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.scenes import plant
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig, ExpectedAttention, Published, TriAttention
-from mlx_tq.policies.calibrator import SKIP
+from mlx_tq.policies import ExpectedAttention, Published, TriAttention
+from mlx_tq.policies.calibration import SKIP
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
 from mlx_tq.prompt_cache.passes import compressed_caches

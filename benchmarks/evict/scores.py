@@ -11,10 +11,9 @@ import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.kernels.score import score
-from mlx_tq.policies import Body, CalibratedPolicy, PackedLayer
-from mlx_tq.policies.calibrator import Calibrator
-from mlx_tq.policies.queries import QueryStats
-from mlx_tq.policies.virtual_query import spread, virtual_query
+from mlx_tq.policies import CalibratedPolicy, PackedLayer, PackedTokens
+from mlx_tq.policies.calibration import Calibrator, QueryStats
+from mlx_tq.policies.triattention import query_spread, virtual_query
 from mlx_tq.prompt_cache.passes import sequence_in
 
 Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
@@ -73,7 +72,7 @@ def statistics(caches: list[CompressedKVCache], queries: Queries, policy: Calibr
     found = []
     for calibrator, each in zip(calibrators(caches).values(), queries, strict=True):
         assert calibrator.rope is not None
-        parts = [each.mean(axis=1), calibrator.rope.lengths(each).mean(axis=1)]
+        parts = [each.mean(axis=1), calibrator.rope.pair_norms(each).mean(axis=1)]
         if policy.needs_covariance:
             parts.append(each.swapaxes(-1, -2) @ each / each.shape[1])
         found.append(QueryStats(*parts))
@@ -89,7 +88,7 @@ def layers_of(caches: list[CompressedKVCache], stats: Sequence[QueryStats]) -> l
 def by_policy(caches: list[CompressedKVCache], stats: Sequence[QueryStats], policy: CalibratedPolicy) -> np.ndarray:
     """The scores of a policy of the package, [S]."""
     positions = caches[0].body_positions
-    return policy.score(Body(layers_of(caches, stats), positions, caches[0].offset, 0))
+    return policy.score(PackedTokens(layers_of(caches, stats), positions, caches[0].offset, 0))
 
 
 def by_head(
@@ -102,7 +101,10 @@ def by_head(
         assert layer.rope is not None
         assert layer.queries is not None
         heads = layer.rows.shape[1]
-        terms = (trig * virtual_query(layer.rope, layer.queries.centre, last), norm * spread(layer.rope, layer.queries))
+        terms = (
+            trig * virtual_query(layer.rope, layer.queries.center, last),
+            norm * query_spread(layer.rope, layer.queries),
+        )
         query, weights = (x.reshape(heads, -1, x.shape[1]) for x in terms)
         scores = score(layer.rows, tokens, layer.layout, query, weights, layer.rope.pairs)[0]
         found.append(np.array(scores).reshape(-1, tokens))

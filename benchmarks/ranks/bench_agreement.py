@@ -16,10 +16,9 @@ import mlx.core as mx
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cli.environment import environment
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import Ranks, join
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import LayerGroup
@@ -70,7 +69,7 @@ def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache],
 def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """All that was counted."""
     counted = Counted(ranks)
-    mx.eval(ranks.first(mx.zeros(1, mx.uint32)))
+    mx.eval(ranks.broadcast_tokens(mx.zeros(1, mx.uint32)))
     found = [counted.row(what="token")]
     for live in LIVE:
         for recall in ("off", "auto"):

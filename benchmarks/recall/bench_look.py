@@ -24,8 +24,7 @@ import numpy as np
 from benchmarks.named_models import ALL_NAMES, RESULTS, named_model
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.environment import environment
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.passes import before_pass, sequence_in, sequence_layers

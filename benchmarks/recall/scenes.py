@@ -12,8 +12,7 @@ from benchmarks.recall.bench_recall import BLOCK, Given, read
 from benchmarks.recall.needles import KINDS, Hidden
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.needles.haystack import load_text
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 
 PREFIX, WINDOW = 32, 64
 # Sentences are planted between these depths: behind the sinks, and before what no round reaches any more.

@@ -23,9 +23,7 @@ import numpy as np
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.environment import environment
-from mlx_tq.config import profile
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
+from mlx_tq.config import Budget, EvictConfig, profile
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
 from mlx_tq.prefix_cache.points import Point, block_name, from_record
 from mlx_tq.prompt_cache.eviction import EvictionPlan

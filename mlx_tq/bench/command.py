@@ -12,7 +12,6 @@ from typing import Any
 from mlx_lm.models.cache import KVCache
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mlx_tq.atomic_files import atomic_write
 from mlx_tq.bench.flags import OF_A_LAYER, OF_A_MODEL, build_parser
 from mlx_tq.bench.layer import Shape, Timing, layer_table, measure_layer
 from mlx_tq.bench.model import Arm, Figure, measure_model
@@ -26,6 +25,7 @@ from mlx_tq.cli.runs.doctor import all_checks
 from mlx_tq.cli.screen import console, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
+from mlx_tq.files import atomic_write
 from mlx_tq.integration.known_models import model_facts
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.kernels import backend, thresholds

@@ -16,10 +16,10 @@ import mlx_lm.models.cache as native
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_tq.atomic_files import atomic_write, check_kind
 from mlx_tq.cache.attachments import NAME, attach
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.models import fingerprint
 
 CONVERSATION = "session"  # the metadata of a conversation have it, and that makes the file one

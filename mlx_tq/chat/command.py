@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         template=template_config(args),
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
-        sampler=ranks.choosing(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
+        sampler=ranks.share_sampler(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
         seed=args.seed,
         store=chosen_store(args, ranks=ranks),
         shadow=option_value(args, SHADOW),

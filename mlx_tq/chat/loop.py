@@ -64,7 +64,7 @@ class Chat:
         warned = False
         while True:
             try:
-                said = self._ranks.wait_for(self._next)
+                said = self._ranks.broadcast_when_ready(self._next)
                 warned = False
             except KeyboardInterrupt:
                 if warned or not self._terminal:

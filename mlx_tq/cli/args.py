@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_tq.atomic_files import is_replaceable
 from mlx_tq.cli.names import BACKENDS, DEFAULT_PROFILE, FORMATS, POLICIES, PROFILES
 from mlx_tq.errors import ConfigError
+from mlx_tq.files import is_replaceable
 
 if TYPE_CHECKING:
-    from mlx_tq.config import KVConfig, RescueConfig
-    from mlx_tq.policies import EvictConfig
+    from mlx_tq.config import EvictConfig, KVConfig, RescueConfig
 
 
 def on_or_off(text: str) -> bool:
@@ -315,7 +314,8 @@ def evict_from_args(
     Raises:
         ConfigError: a value that cannot be met, or a flag that has no effect.
     """
-    from mlx_tq.policies import CalibratedPolicy, EvictConfig, parse_policy  # loads mlx, which --help does without
+    from mlx_tq.config import EvictConfig  # loads mlx, which --help does without
+    from mlx_tq.policies import CalibratedPolicy, parse_policy  # loads mlx, which --help does without
 
     text = option_value(args, EVICT, environ)
     if not text:

@@ -30,7 +30,11 @@ def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
         if config.mean_bits is not None and known_losses(fingerprint(model)) is None:
             measure(model, tokenizer, load_text())
         policy = None if config.evict is None else config.evict.policy
-        if not isinstance(policy, CalibratedPolicy) or not policy.looks_up or not plan_caches(model, config).is_blind:
+        if (
+            not isinstance(policy, CalibratedPolicy)
+            or not policy.uses_auto_calibration
+            or not plan_caches(model, config).is_blind
+        ):
             continue
         path = kept_queries(fingerprint(model), covariance=policy.needs_covariance)
         try:

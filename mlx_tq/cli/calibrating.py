@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_tq.cli.needles.questions import scenes
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import fingerprint, ranks_of
-from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
-from mlx_tq.policies.calibration import save_calibration
-from mlx_tq.policies.calibrator import SKIP, Calibrator
+from mlx_tq.policies import ExpectedAttention, TriAttention
+from mlx_tq.policies.calibration import SKIP, Calibrator, QueryStats, save_calibration
 from mlx_tq.policies.policy import TEXT
-from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.rope import Rope
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
@@ -59,10 +57,10 @@ class _Mean:
 
     def add(self, caches: list[Any]) -> None:
         """What the open windows of these caches hold."""
-        counts, each = zip(*(calibrator.so_far for calibrator in _calibrators(caches)), strict=True)
+        counts, each = zip(*(calibrator.open_window for calibrator in _calibrators(caches)), strict=True)
         self.tokens += counts[0]
         weight = counts[0] / self.tokens
-        self.stats = [a.map(b, weight) for a, b in zip(self.stats or each, each, strict=True)]
+        self.stats = [a.blend(b, weight) for a, b in zip(self.stats or each, each, strict=True)]
         mx.eval([stats.arrays() for stats in self.stats])
 
 
@@ -113,7 +111,7 @@ def queries_of_questions(
         UnsupportedModelError: a model whose queries cannot be followed.
     """
     asked, heard = listen(model, tokenizer, text, tokens, covariance=covariance, progress=progress)
-    mixed = [a.map(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
+    mixed = [a.blend(b, text_share) for a, b in zip(asked.stats, heard.stats, strict=True)]
     return asked._replace(stats=mixed)
 
 
@@ -138,7 +136,7 @@ def listen(
             heard.add(caches)
             ropes = _ropes(caches)
             for calibrator in _calibrators(caches):
-                calibrator.begin_at(len(scene.text))
+                calibrator.restart_at(len(scene.text))
             for turn in scene.turns:
                 twins = copy.deepcopy(caches)
                 read(model, twins, turn, STEP)
@@ -150,7 +148,7 @@ def listen(
 def save_queries(model: Any, path: str | Path, found: Queries) -> None:
     """Write what was gathered of `model`, by each rank of its heads; raises as `save_calibration`."""
     ranks = ranks_of(model)
-    save_calibration(path, fingerprint(model), found.ropes, [stats.of_all(ranks) for stats in found.stats])
+    save_calibration(path, fingerprint(model), found.ropes, [stats.gather(ranks) for stats in found.stats])
 
 
 def _caches(model: Any, covariance: bool) -> Callable[[], list[Any]]:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from mlx_tq.cli.args import check_environment, choose_backend
 from mlx_tq.cli.foreign_text import readable
-from mlx_tq.distributed.ending import end_now, end_when_told, tell_end
-from mlx_tq.distributed.launched import is_launched, launched_rank
+from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
 from mlx_tq.errors import ConfigError, MlxTqError, RankError
 
 DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -59,7 +58,7 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         finally:
             sys.stdout.flush()
     except MlxTqError as error:
-        if not (isinstance(error, RankError) and error.everywhere and launched_rank()):
+        if not (isinstance(error, RankError) and error.on_all_ranks and launched_rank()):
             _tell(command, str(error))
         return USAGE_ERROR if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
@@ -81,8 +80,8 @@ def guarded(command: str, run: Callable[[], int]) -> int:
 def end_rank(command: str, error: Exception) -> None:
     """End at once, from any thread, a process that others of its kind wait for, with the line that says why."""
     if isinstance(error, RuntimeError) and str(error).startswith(_BACKENDS):
-        end_now(_line(command, _gone(error)))
-    end_now(_line(command, str(error) if isinstance(error, MlxTqError) else repr(error)))
+        exit_now(_line(command, _gone(error)))
+    exit_now(_line(command, str(error) if isinstance(error, MlxTqError) else repr(error)))
 
 
 def _gone(error: RuntimeError) -> str:
@@ -106,7 +105,7 @@ def _take_place(command: str, words: Sequence[str]) -> None:
             "--pipeline divides a model by its layers, and mlx_tq only by its heads, of which each rank has some in "
             "all layers. Drop it."
         )
-    end_when_told(_line(command, "told to end (SIGTERM), which mlx.launch does where another rank has ended."))
+    exit_on_sigterm(_line(command, "told to end (SIGTERM), which mlx.launch does where another rank has ended."))
 
 
 def _line(command: str, message: str) -> str:
@@ -118,7 +117,7 @@ def _tell(command: str, message: str) -> None:
     """Why the process ends: the only line about it where others run with it."""
     line = _line(command, message)
     if is_launched():
-        tell_end(line)
+        write_last_line(line)
     else:
         sys.stderr.write(f"{line}\n")
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from mlx_tq.cli.args import MEAN_BITS, SHADOW, Option, field_of, option_value
 from mlx_tq.cli.screen import console, human_bytes, table, warn
 from mlx_tq.distributed.group import ALONE, Ranks, join
-from mlx_tq.distributed.launched import is_launched
+from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.store import OFF
 
@@ -74,7 +74,7 @@ class Measured(Protocol):
 def collect_stats(ranks: Ranks, cache: Measured, warning: str | None) -> list[RankStats]:
     """The numbers of every rank, on all of them; each gives its own."""
     own = RankStats(ranks.rank, cache.nbytes, cache.fp16_nbytes, cache.evicted, ranks.calls, ranks.nbytes, warning)
-    return [RankStats(**each) for each in ranks.collect(own.to_dict())]
+    return [RankStats(**each) for each in ranks.gather_json(own.to_dict())]
 
 
 def show_ranks(found: list[RankStats]) -> None:

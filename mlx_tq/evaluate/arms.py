@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tq.cli.args import FORMAT_OPTIONS, MEAN_BITS, OPTIONS, config_from_args, evict_from_args, option_value
-from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
+from mlx_tq.config import PAIRS, PROFILES, EvictConfig, KVConfig, profile
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import native_caches
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import planner
 from mlx_tq.prompt_cache.plan import Plan

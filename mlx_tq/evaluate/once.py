@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.asking import read_text
 from mlx_tq.evaluate.draws import draw_anew
-from mlx_tq.policies import CalibratedPolicy, EvictConfig, ExpectedAttention, Recency, TriAttention
+from mlx_tq.policies import CalibratedPolicy, ExpectedAttention, Recency, TriAttention
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.passes import before_pass, sequence_in

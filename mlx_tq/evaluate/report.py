@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlx_tq import __version__
-from mlx_tq.atomic_files import atomic_write
 from mlx_tq.cli import screen
 from mlx_tq.cli.environment import blas
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.passes import Advance
+from mlx_tq.files import atomic_write
 
 STDOUT = "-"
 

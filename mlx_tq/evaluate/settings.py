@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig, parse_policy
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.policies import parse_policy
 
 
 @dataclass(frozen=True)

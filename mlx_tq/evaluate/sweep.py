@@ -263,7 +263,7 @@ def check_settings(settings: Sequence[Setting], window: int, lengths: Iterable[i
     for setting in settings:
         config = setting.config(KVConfig(window=window, sinks=setting.sinks), warmup).evict
         policy = None if config is None else config.policy
-        calibrates = isinstance(policy, CalibratedPolicy) and not (policy.file or policy.looks_up)
+        calibrates = isinstance(policy, CalibratedPolicy) and not (policy.file or policy.uses_auto_calibration)
         most = max(int(setting.retention / 100 * length), window + 1) + setting.trigger
         if most >= length or (calibrates and warmup + step > length):
             raise _nothing_evicted(setting, length, warmup)

@@ -102,7 +102,7 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
             key_dim=keys.shape[3],
             value_dim=values.shape[3],
             dtype=dtype_name(keys.dtype),
-            key_norm=float(np.median(ranks.stacked(np.array(norm[0])))),
+            key_norm=float(np.median(ranks.gather(np.array(norm[0])))),
             shared=len(self.views) > self._updates,
             rope=self.views[0].rope,
             no_rope=self.views[0].no_rope,

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.atomic_files import atomic_write
 from mlx_tq.errors import ConfigError
+from mlx_tq.files import atomic_write
 from mlx_tq.kernels import backend
 
 VERSION = 2

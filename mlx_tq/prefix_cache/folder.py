@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_tq.atomic_files import atomic_write, wait_for_disk
 from mlx_tq.errors import ConfigError
+from mlx_tq.files import atomic_write, sync_file
 
 LIMIT = 50 * 10**9
 BLOCKS, POINTS = "blocks", "points"
@@ -143,7 +143,7 @@ class Folder:
     def settle(self, kind: str, name: str) -> None:
         """Wait until a record, and so what was written before it, is on the disk."""
         with suppress(OSError):
-            wait_for_disk(self.path / kind / name)
+            sync_file(self.path / kind / name)
 
     @contextmanager
     def writing(self) -> Iterator[bool]:

@@ -11,13 +11,13 @@ from weakref import WeakValueDictionary
 
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.files import cache_folder
 from mlx_tq.prefix_cache.folder import BLOCKS, LIMIT, POINTS, RANK, Folder
 from mlx_tq.prefix_cache.keys import Step, computing, root, steps
 from mlx_tq.prefix_cache.points import ROWS, Point, block_name, from_record
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
-from mlx_tq.user_folders import cache_folder
 
 AUTO, OFF = "auto", "off"
 # Points of which it is remembered what came behind them; and ways of going on from which on a point counts as shared:
@@ -197,7 +197,7 @@ class StoredPrompt:
         Args:
             alone: this rank looks for itself; else all do at once.
         """
-        self.found = self._last(self._most) if alone else self._ranks.common(self._last, self._most)
+        self.found = self._last(self._most) if alone else self._ranks.largest_common(self._last, self._most)
         return self.found
 
     def restore(self) -> list[Any] | None:

@@ -112,7 +112,7 @@ def _losses(model: Any) -> Losses:
 
 def _calibration(model: Any, policy: Policy | None) -> Calibration | None:
     """The statistics of a file that the policy names, or of one that is known of the model, on every rank."""
-    if not isinstance(policy, CalibratedPolicy) or (policy.file is None and not policy.looks_up):
+    if not isinstance(policy, CalibratedPolicy) or (policy.file is None and not policy.uses_auto_calibration):
         return None
     stamp = fingerprint(model)
     path = policy.file or known_queries(stamp, covariance=policy.needs_covariance)
@@ -120,7 +120,7 @@ def _calibration(model: Any, policy: Policy | None) -> Calibration | None:
     if ranks.any([path is None])[0] or path is None:
         return None
     whole = load_calibration(path, stamp)
-    return whole if ranks.is_alone else whole.part(ranks.rank, ranks.size)
+    return whole if ranks.is_alone else whole.shard(ranks.rank, ranks.size)
 
 
 def make_prompt_cache(model: Any, config: KVConfig = PROFILES[DEFAULT_PROFILE]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mlx_tq.policies.config import Budget, EvictConfig
+from mlx_tq.config import Budget, EvictConfig
 
 # What comes back at once where nobody says how much: this part of the budget, and not less than so many tokens.
 _RECALL_SHARE, _LEAST_RECALL = 10, 128

@@ -4,7 +4,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mlx_tq.errors import ConfigError
-from mlx_tq.user_folders import cache_folder
+from mlx_tq.files import cache_folder
 
 
 def kept_queries(model: str, *, covariance: bool = False) -> Path:

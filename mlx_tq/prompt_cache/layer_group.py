@@ -20,19 +20,17 @@ from mlx_tq.cache.departures import departing, leaving_tokens, returning, row_sh
 from mlx_tq.cache.files import Blocks
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear, Observer, SavedPart, went_around
-from mlx_tq.config import BLOCK
+from mlx_tq.config import BLOCK, Budget, EvictConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.policies.calibrator import Calibrator
-from mlx_tq.policies.config import Budget, EvictConfig
-from mlx_tq.policies.policy import Body, CalibratedPolicy, PackedLayer
-from mlx_tq.policies.queries import QueryStats
+from mlx_tq.files import cache_folder
+from mlx_tq.policies.calibration import Calibrator, QueryStats
+from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.archive import ArchiveFile, Extent
 from mlx_tq.prompt_cache.eviction import EvictionPlan, EvictionStats
 from mlx_tq.prompt_cache.recall import Listener, Look, Question, kept_by_all, look, positions_of
-from mlx_tq.user_folders import cache_folder
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
 
@@ -127,7 +125,7 @@ class LayerGroup:
         self._returning = []
         self.make_room(layers, 0)
         self._admitted = first.offset + count
-        return any(calibrator.listens for calibrator in self.calibrators.values())
+        return any(calibrator.is_gathering for calibrator in self.calibrators.values())
 
     def make_room(self, layers: list[CompressedKVCache], count: int) -> None:
         """Hold the round that would be due once `count` more tokens were read, if it is time.
@@ -139,7 +137,7 @@ class LayerGroup:
         allowed = max(self.plan.allowed(first.offset + count), self._latest(layers) + 1)
         size = first.size() + count - self._held_before(first.offset - first.spec.window) - len(self.recalled)
         due = size > allowed + self.plan.config.policy.trigger and not self._asking
-        if due and all(c.begun if count else c.ready for c in self.calibrators.values()):
+        if due and all(c.can_score if count else c.ready for c in self.calibrators.values()):
             self._evict(layers, size - allowed)
 
     def take_departed(self) -> np.ndarray:
@@ -156,7 +154,7 @@ class LayerGroup:
         positions = first.body_positions
         if not len(positions):  # sinks and tail alone are above the budget
             return
-        body = Body([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
+        body = PackedTokens([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
         scores = self.ranks.mean(policy.score(body))
         eligible = PositionRange(first.spec.sinks, self._end(layers, positions))
         free = np.arange(len(positions))
@@ -165,7 +163,7 @@ class LayerGroup:
             free = np.flatnonzero((blocks < self.held.start // g) | (blocks >= -(-self.held.stop // g)))
         free = free[~np.isin(positions[free], self.recalled)]
         gone = free[select(scores[free], positions[free], count, eligible, policy)]
-        self.ranks.check("which tokens leave", positions, gone)
+        self.ranks.check_equal("which tokens leave", positions, gone)
         if not len(gone):
             return
         if self.plan.config.recalls:
@@ -274,7 +272,7 @@ class LayerGroup:
             mx.eval(returning(layer, [(block.positions, block.layers[number]) for block in blocks]))
         back = np.concatenate([block.positions for block in blocks])
         self.recalled = np.union1d(self.recalled, back)
-        self.ranks.check("what comes back", self.recalled, layers[0].positions)
+        self.ranks.check_equal("what comes back", self.recalled, layers[0].positions)
         return len(back)
 
     def _read(self, wanted: list[Extent]) -> list[Block]:
@@ -344,7 +342,7 @@ class LayerGroup:
 
     def _packed(self, layer: CompressedKVCache) -> PackedLayer:
         calibrator = self.calibrators.get(layer.number)
-        rope, queries = (calibrator.rope, calibrator.soonest) if calibrator else (None, None)
+        rope, queries = (calibrator.rope, calibrator.current_stats) if calibrator else (None, None)
         return PackedLayer(*layer.body(), rope, queries)
 
     # What a layer knows of its sequence; see `cache.links.SequencePart`.

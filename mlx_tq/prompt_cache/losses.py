@@ -6,9 +6,8 @@ from importlib.resources import files
 from math import isfinite
 from pathlib import Path
 
-from mlx_tq.atomic_files import atomic_write
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.user_folders import cache_folder
+from mlx_tq.files import atomic_write, cache_folder
 
 MEASURED_AT = "tq3"  # is seen in one layer of many, and small enough to grow with the error
 

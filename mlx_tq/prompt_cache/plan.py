@@ -12,15 +12,13 @@ from mlx_tq.cache.sharing import whole_steps
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
-from mlx_tq.config import BLOCK, COLD, KVConfig
+from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.facts import ModelFacts, SlotFacts
 from mlx_tq.kernels.constants import can_run
-from mlx_tq.policies.calibration import Calibration
-from mlx_tq.policies.config import Budget, EvictConfig, parse_budget
+from mlx_tq.policies.calibration import Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
-from mlx_tq.policies.queries import QueryStats
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.prompt_cache.allocation import Allocation
 from mlx_tq.prompt_cache.eviction import EvictionPlan
@@ -110,7 +108,7 @@ class Plan:
     def is_blind(self) -> bool:
         """Eviction learns from the text that it reads, because what questions look for is not known of the model."""
         policy = None if self.eviction is None else self.eviction.config.policy
-        looks_up = isinstance(policy, CalibratedPolicy) and policy.looks_up
+        looks_up = isinstance(policy, CalibratedPolicy) and policy.uses_auto_calibration
         return looks_up and any(layer.queries is None for layer in self.layers)
 
     def live(self, tokens: int) -> int:
@@ -230,9 +228,9 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
             f"{name} takes positions from the number of keys it fetched, which eviction changes. Use --kv-evict none."
         )
     policy, source = config.policy, ""
-    if len(plan.layers) < policy.least_layers:
+    if len(plan.layers) < policy.min_layers:
         raise ConfigError(
-            f"the policy {policy} needs {policy.least_layers} compressed layers, and {name} has {len(plan.layers)}. "
+            f"the policy {policy} needs {policy.min_layers} compressed layers, and {name} has {len(plan.layers)}. "
             "Skip fewer of them, or take another policy."
         )
     if isinstance(policy, CalibratedPolicy):
@@ -242,7 +240,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
         if calibration is not None and (policy.file or calibration.fits(ropes)):
             found = list(calibration.check(ropes, covariance=policy.needs_covariance))
             source = policy.file or f"questions and text ({calibration.path})"
-        elif policy.looks_up:
+        elif policy.uses_auto_calibration:
             source += ", blind to what a question will ask for"
         layers = [
             replace(layer, rope=rope, queries=queries)

@@ -278,7 +278,7 @@ def goes_on(question: Question, extents: Sequence[Extent], ranks: Ranks) -> list
     if not extents:
         return []
     layers = [found.max(axis=(0, 1, 2)) for found in _log_weights(question._replace(extents=extents), tokens=True)]
-    weights = ranks.most(np.max(layers, axis=0))
+    weights = ranks.max(np.max(layers, axis=0))
     ends = np.cumsum([len(extent.positions) for extent in extents])
     peaks = [piece.argmax() for piece in np.split(weights, ends[:-1])]
     places = [extent.positions[peak] - question.sinks for extent, peak in zip(extents, peaks, strict=True)]

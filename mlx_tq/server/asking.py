@@ -83,7 +83,7 @@ class Asking:
             return question
         read = len(job.prompt.ids) - len(question)
         live, rows = live_positions(caches, read), len(running.recalled.meaning)
-        quotation = Rehydration(*self._ranks.tell(lambda: astuple(start.quote(live, rows))))
+        quotation = Rehydration(*self._ranks.broadcast(lambda: astuple(start.quote(live, rows))))
         at = max(0, start.cached + start.at - read)
         hold(caches, quotation.at(read + at))
         question[at:at] = quotation.ids

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"others can reach {args.host}: set {KEY_VARIABLE} to a key that clients must send.")
         return process.listen(args.host, args.port)
 
-    listener = ranks.first_alone(listen)
+    listener = ranks.run_on_first(listen)
     if listener is None:
         process.follow(args, folder, ranks)
     else:

@@ -337,7 +337,7 @@ class Engine:
             return
         if caches is None and stored is not None:
             caches, cached = stored.restore(), stored.restored
-        self._ranks.check("what they have read", np.array([cached, self._kept_prompts.nbytes]))
+        self._ranks.check_equal("what they have read", np.array([cached, self._kept_prompts.nbytes]))
         segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
         if job.start is not None:
             kinds = []  # its session keeps what was read
@@ -382,7 +382,7 @@ class Engine:
             max_tokens=[each.job.max_tokens for each in together],
             caches=[caches] * len(together),
             all_tokens=[list(read) for _ in together],
-            samplers=[self._ranks.choosing(each.sampler) for each in together],
+            samplers=[self._ranks.share_sampler(each.sampler) for each in together],
             logits_processors=[each.processors for each in together],
             stop_sequences=[self._stop_sequences] * len(together),
         )

@@ -68,8 +68,8 @@ class Following:
             return {**vars(own[0]), "admitted": admitted, "let_go": let_go}
 
         if idle:
-            self._ranks.settle()
-        found = (self._ranks.wait_for if idle else self._ranks.tell)(tell)
+            self._ranks.synchronize()
+        found = (self._ranks.broadcast_when_ready if idle else self._ranks.broadcast)(tell)
         if own:
             return own[0]
         if found is None:

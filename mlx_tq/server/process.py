@@ -71,7 +71,7 @@ def follow(args: argparse.Namespace, folder: Folder | None, ranks: Ranks) -> Non
         MlxTqError: whatever stands in the way.
     """
     model, tokenizer, config, plan, memory = _loaded(args, ranks)
-    ranks.first_alone(lambda: None)  # opens the rescue service
+    ranks.run_on_first(lambda: None)  # opens the rescue service
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the first rank gets too, and ends all in order
     store = _store(model, plan, folder, ranks, "")
     Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics(), store=store).follow()
@@ -137,7 +137,7 @@ def _loaded(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig,
         return model, tokenizer, config, None, None
     positions = position_limit(model)
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
-    return model, tokenizer, config, plan, ranks.least(args.kv_memory_limit or free_memory())
+    return model, tokenizer, config, plan, ranks.min(args.kv_memory_limit or free_memory())
 
 
 def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
@@ -154,7 +154,7 @@ def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
 
 def _store(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, salt: str) -> PrefixCache | None:
     """What the model reads, in a folder; the first rank knows the salt."""
-    salt = ranks.tell(lambda: salt)
+    salt = ranks.broadcast(lambda: salt)
     return None if folder is None or plan is None else PrefixCache(model, plan, folder, log.warning, salt)
 
 
@@ -162,7 +162,7 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: 
     model, tokenizer, config, plan, memory = _loaded(args, ranks)
     positions, rescue = position_limit(model), rescue_from_args(args, default=OFF)
     metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args, positions)
-    client = ranks.first_alone(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
+    client = ranks.run_on_first(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
     sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
     store = _store(model, plan, folder, ranks, salt)
     grammars = Grammars(tokenizer)

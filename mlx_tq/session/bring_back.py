@@ -86,7 +86,7 @@ def bring_back(
 
 def find(model: Any, transcript: Transcript, text: str, live: np.ndarray) -> Named:
     """Where that lies which a question needs and which is not live; of several ranks the first asks for all."""
-    ranges, limit = ranks_of(model).tell(lambda: astuple(transcript.find(text, live)))
+    ranges, limit = ranks_of(model).broadcast(lambda: astuple(transcript.find(text, live)))
     return Named(tuple((start, stop) for start, stop in ranges), limit)
 
 

@@ -75,7 +75,7 @@ class Looks:
         """Tokens until the next look; all ranks look at once."""
         layers, archived = sequence_layers(self._caches), len(positions_of(sequence.archived))
         tokens = weighed(archived, self._numbers, sequence.plan.recall_tokens(layers[0].offset))
-        waits = sequence.ranks.most(np.array([tokens / len(layers) / _WEIGHED]))
+        waits = sequence.ranks.max(np.array([tokens / len(layers) / _WEIGHED]))
         return max(sequence.plan.config.recall_every, int(waits[0]))
 
     def _look(self, sequence: LayerGroup) -> None:

@@ -180,8 +180,8 @@ class Session:
         before = self._around.between(transcript.ids[-1]) if start else self._around.opening()
         message = [*before, *self._plain.encode(text), *self._around.closing()]
         room = self._room(len(message))
-        self._ranks.check("the tokens of the turn", np.array(message))
-        document = self._ranks.tell(lambda: self._document(message))  # the first alone knows of a service
+        self._ranks.check_equal("the tokens of the turn", np.array(message))
+        document = self._ranks.broadcast(lambda: self._document(message))  # the first alone knows of a service
         turn, looks = TurnStats(len(message)), Looks(self.cache, Recalled())
         try:
             with ExitStack() as stack:
@@ -221,7 +221,7 @@ class Session:
         except _Stopped:
             pass
         finally:
-            self._ranks.settle()
+            self._ranks.synchronize()
             looks.end()
             hold(self.cache, None)
             settled = self._settle(start, answered=turn.generation_tokens > 0)

@@ -6,8 +6,7 @@ import pytest
 from zoo import build
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.policy import PackedLayer
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
@@ -23,7 +22,7 @@ MODEL = build("llama", mx.float32)
 def scored_and_read(cache):
     """Keys and values of the body as policies decode them, and as attention does."""
     layer = PackedLayer(*cache.body())
-    layer = layer.part(0, cache.body_tokens)
+    layer = layer.slice_rows(0, cache.body_tokens)
     keys = layer.keys(), layer.layout.value.decode(layer.layout.values(layer.rows))
     start = cache.spec.sinks
     read = (handle.materialize()[:, :, start : start + cache.body_tokens] for handle in cache.keys_and_values())

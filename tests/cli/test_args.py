@@ -20,10 +20,10 @@ from mlx_tq.cli.args import (
     names_cache,
     with_blocks,
 )
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.generate import build_parser
-from mlx_tq.policies import EvictConfig, TriAttention
+from mlx_tq.policies import TriAttention
 
 ASK = ("generate", "-p", "hi", "-m", 2, "--json")
 # Of each flag two values, the first of which is not its default.

@@ -9,10 +9,9 @@ import mlx.core as mx
 from mlx_tq.cli.needles import questions
 from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.cli.needles.questions import scenes
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.scenes import KINDS as NEEDLES
 from mlx_tq.models import fingerprint, load
-from mlx_tq.policies import EvictConfig
 from mlx_tq.policies.calibration import load_calibration
 from mlx_tq.prompt_cache.compressed import plan_caches
 

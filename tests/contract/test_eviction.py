@@ -9,9 +9,8 @@ from zoo import build
 from contract.spies import rounds_of
 from contract.test_architectures import difference
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in

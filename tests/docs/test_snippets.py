@@ -15,7 +15,7 @@ from smollm2 import PATH
 
 from mlx_tq.__main__ import COMMANDS, main
 from mlx_tq.models import embedded_path
-from mlx_tq.models.named import SMOLLM2_REQUIREMENT
+from mlx_tq.models.load import SMOLLM2_REQUIREMENT
 
 from .pages import GUIDES, INDEX, PASTED, README, ROOT, blocks, commands, conversation, name, sh_lines
 

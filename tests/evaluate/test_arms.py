@@ -4,11 +4,10 @@ from dataclasses import replace
 import pytest
 
 from mlx_tq.cli.args import add_cache_arguments
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import arms_from_args, parse_arm
 from mlx_tq.evaluate.flags import add_arm_arguments
-from mlx_tq.policies import EvictConfig
 
 
 def arms(*words):

@@ -1,9 +1,8 @@
 from dataclasses import replace
 
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.asking import ask, read_text, whereabouts
-from mlx_tq.policies import EvictConfig
 
 CONFIG = KVConfig(sinks=0, window=32, evict=EvictConfig("recency:trigger=16:granularity=1", budget="50%"))
 

@@ -5,7 +5,7 @@ import pytest
 from mlx_tq.__main__ import main
 from mlx_tq.cli.calibrating import queries_of_text, save_queries
 from mlx_tq.cli.needles.haystack import load_text
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
 from mlx_tq.evaluate.flags import DEFAULT_VARIANTS
@@ -14,7 +14,7 @@ from mlx_tq.evaluate.scenes import questions
 from mlx_tq.evaluate.settings import Setting, grid
 from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
 from mlx_tq.evaluate.sweep_table import sweep_lines
-from mlx_tq.policies import EvictConfig, Published, Random, TriAttention
+from mlx_tq.policies import Published, Random, TriAttention
 
 BASE = KVConfig(sinks=0, window=32)
 

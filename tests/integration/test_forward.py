@@ -12,12 +12,11 @@ from mlx_lm.models.llama import Model as Llama
 from zoo import build
 
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.integration import rope_hooks
 from mlx_tq.integration.forward import door
 from mlx_tq.integration.known_models import model_facts
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.passes import before_pass, sequence_in
 
 KEEPS = KVConfig(key="q8", value="tq4", sinks=4, window=24)

@@ -9,9 +9,9 @@ from mlx_lm.models.llama import Model as Llama
 from zoo import build
 
 from mlx_tq import KVConfig, compressed, make_prompt_cache
+from mlx_tq.config import EvictConfig
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.known_models import model_facts
-from mlx_tq.policies import EvictConfig
 
 CONFIGS = [KVConfig(), KVConfig(key="tq4"), KVConfig(sinks=4, evict=EvictConfig("knorm", 512))]
 

@@ -153,7 +153,7 @@ def test_nothing_that_the_core_needs_needs_torch():
 # What an extra is for, in an environment that has nothing else. On Linux mlx itself needs a backend.
 WORKS = {
     "": "mlx_tq.load()",
-    "gguf": "import gguf, mlx_tq.models.gguf.model",
+    "gguf": "import gguf, mlx_tq.models.gguf",
     "json": "import mlx_tq.cli.grammar",
     "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",

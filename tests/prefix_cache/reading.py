@@ -11,9 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from zoo import build
 
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.store import PrefixCache, reading
 from mlx_tq.prompt_cache.build import build_caches

@@ -5,8 +5,7 @@ import numpy as np
 from zoo import build
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
 from mlx_tq.prompt_cache.passes import sequence_in
 

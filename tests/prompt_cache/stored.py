@@ -3,8 +3,7 @@
 import mlx.core as mx
 from cache.tools import random_pair
 
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
+from mlx_tq.config import Budget, EvictConfig
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.layer_group import LayerGroup

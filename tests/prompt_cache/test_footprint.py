@@ -9,10 +9,9 @@ from mlx_lm.models import cache as native
 from zoo import build
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.facts import SlotFacts
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.build import build_caches, make_cache
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.footprint import layer_footprint

@@ -13,10 +13,9 @@ from zoo import build
 
 from mlx_tq.cli.calibrating import queries_of_text, save_queries
 from mlx_tq.cli.screen import console, show_plan
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.models import fingerprint
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache

@@ -16,10 +16,8 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_tq.cache.departures import leaving, normalization_of
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.codec.normalization import decode
-from mlx_tq.config import BLOCK, KVConfig
+from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.eviction import EvictionPlan

@@ -8,8 +8,8 @@ import pytest
 from mlx_lm.models import cache as native
 
 from mlx_tq.cache.links import SavedPart
+from mlx_tq.config import Budget
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.policies.config import Budget
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache

@@ -19,10 +19,8 @@ from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.normalizer import SKIP, KeyNormalizer
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
 from mlx_tq.codec.normalization import KeyNormalization, block_means, decode, denormalize
-from mlx_tq.config import KVConfig
+from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache

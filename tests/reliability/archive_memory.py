@@ -8,9 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
+from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.prompt_cache.build import make_cache
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.layer_group import LayerGroup

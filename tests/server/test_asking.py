@@ -6,8 +6,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server import asking

@@ -8,8 +8,8 @@ import pytest
 from cli.tools import zoo_model
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
+from mlx_tq.config import EvictConfig
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt

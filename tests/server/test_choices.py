@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from cli.tools import facts
 
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.jobs import Job, Piece, Started
 

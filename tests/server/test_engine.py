@@ -12,9 +12,8 @@ from cli.tools import facts
 from contract.spies import watch
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server.conversation import Prompt

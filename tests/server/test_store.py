@@ -8,9 +8,8 @@ import pytest
 from cli.tools import zoo_model
 
 from mlx_tq.cache import body
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.store import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches

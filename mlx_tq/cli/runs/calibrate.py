@@ -13,8 +13,7 @@ from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.cli.progress import prefill_progress
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import fingerprint
-from mlx_tq.policies.calibration import check_replaceable
-from mlx_tq.policies.calibrator import SKIP
+from mlx_tq.policies.calibration import SKIP, check_replaceable
 from mlx_tq.prompt_cache.known_queries import kept_queries, make_folder
 
 

@@ -12,8 +12,8 @@ from mlx_tq.cli.loading import load_chosen
 from mlx_tq.cli.memory_bar import memory_bar
 from mlx_tq.cli.needles.haystack import QUESTION, Case, Verdict, build_case, load_text, verdict
 from mlx_tq.cli.screen import console, human_bytes, results, table
-from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig, profile
-from mlx_tq.policies import EvictConfig, TriAttention
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, RescueConfig, profile
+from mlx_tq.policies import TriAttention
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.rescue import AUTO, OFF
 from mlx_tq.session import Session

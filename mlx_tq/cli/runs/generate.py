@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     _check_request(args)
     ranks = join_ranks(args)
     folder = _store_folder(args, ranks)
-    schema = None if args.json_schema is None else ranks.tell(lambda: _read_schema(args))
-    prompt = ranks.tell(lambda: read_prompt(args))
+    schema = None if args.json_schema is None else ranks.broadcast(lambda: _read_schema(args))
+    prompt = ranks.broadcast(lambda: read_prompt(args))
     if args.seed is not None:
         mx.random.seed(args.seed)
     name = args.model
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.image:
         text, embeddings = embed_images(model, tokenizer, model_config, text, args.image)
     ids = encode(tokenizer, text, args)
-    ranks.check("the tokens of the prompt", np.array(ids))
+    ranks.check_equal("the tokens of the prompt", np.array(ids))
     check_positions(len(ids), position_limit(model))
     ask_beforehand(model, tokenizer, chosen_config(args))
     opened = open_prompt_cache(model, args)
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         shadow.begin(ids[-1], len(ids) - 1)
     answering = Answering(model, tokenizer, opened, args, options, ranks, store=store, shadow=shadow)
     answer = answering.answer(prompt, ids, max_tokens, chosen_rescue(args))
-    ranks.settle()
+    ranks.synchronize()
     together = collect_stats(ranks, answer.stats.cache, archive_warning(opened.caches))
     if args.json:
         plan = plan_dict(opened.plan, answer.stats.cache.tokens) if opened.plan else None
@@ -273,7 +273,7 @@ def _sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
-    return ranks.choosing(sampler)
+    return ranks.share_sampler(sampler)
 
 
 def _report(brought: Brought | None, rescue: RescueConfig, plan: Plan | None) -> dict[str, Any]:
