@@ -1,7 +1,7 @@
 """An independent codec in NumPy: slow, scalar in the dims, and written from the design's text alone.
 
 Vectors are columns, so `x[i]` is coordinate i of all of them and each arithmetic step stands by itself. fp32 sums run
-in the order that `codec.exact` documents.
+in the order that `codec.rotation` documents.
 """
 
 import math
@@ -16,34 +16,40 @@ from mlx_tq.codec.formats.turbo import TurboCodec
 
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
+RULES = ("raw", "matched", "ls", "unbiased")
 ORDERS = {32: 1, 48: 12, 64: 1, 80: 20, 96: 12, 112: 28, 128: 1, 192: 12, 256: 1, 512: 1}
 BITS = {"tq1": 1, "tq2": 2, "tq3": 3, "tq4": 4}
 
 
-def make_codec(name: str, dim: int, **options) -> Codec:
-    """A format's codec; "tq1" is the codec that only `TurboQuant` offers."""
+def make_codec(name: str, dim: int, dtype: mx.Dtype = mx.float16, **options) -> Codec:
+    """Return a format's codec; "tq1" is the codec that only `TurboQuant` offers."""
     if name == "tq1":
         return TurboCodec(dim, 1, CodecOptions(**options))
-    return get_format(name).codec(dim, CodecOptions(**options))
+    return get_format(name).codec(dim, CodecOptions(**options), dtype)
 
 
 def gaussian(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def relative_errors(codec: Codec, x: mx.array) -> np.ndarray:
+    """Return ||x - x_hat||^2 / ||x||^2 of each vector."""
+    error = codec.decode(codec.encode(x)) - x
+    return np.array((error * error).sum(axis=-1) / (x * x).sum(axis=-1), np.float64)
+
+
 def signs(dim: int, seed: int) -> np.ndarray:
-    """The sign vector of a Walsh-Hadamard rotation."""
     return 1 - 2 * np.random.Generator(np.random.PCG64(seed)).integers(0, 2, dim)
 
 
 def small_hadamard(order: int) -> np.ndarray:
-    """MLX's own matrix of order 1, 12, 20 or 28, float64."""
+    """Return MLX's own matrix of order 1, 12, 20 or 28, float64."""
     columns = np.array(mx.hadamard_transform(mx.eye(order), scale=1.0), np.float64)
     return np.rint(columns.T)
 
 
 def hadamard_matrix(dim: int) -> np.ndarray:
-    """H_m (x) H_2 (x) ... (x) H_2, float64 [D, D]."""
+    """Return H_m (x) H_2 (x) ... (x) H_2, float64 [D, D]."""
     matrix = small_hadamard(ORDERS[dim])
     while len(matrix) < dim:
         matrix = np.kron(matrix, [[1, 1], [1, -1]])
@@ -51,12 +57,12 @@ def hadamard_matrix(dim: int) -> np.ndarray:
 
 
 def rotation_matrix(dim: int, seed: int) -> np.ndarray:
-    """R = H diag(s) / sqrt(D), float64 [D, D]."""
+    """Return R = H diag(s) / sqrt(D), float64 [D, D]."""
     return hadamard_matrix(dim) * signs(dim, seed) / math.sqrt(dim)
 
 
 def rotate(x: np.ndarray, seed: int) -> np.ndarray:
-    """H diag(s) x in fp32: [D, n] -> [D, n]; butterflies of stride 1, 2, 4 ..., then the m rows left to right."""
+    """Return H diag(s) x in fp32: [D, n]; butterflies of stride 1, 2, 4 ..., then the m rows left to right."""
     dim = len(x)
     order = ORDERS[dim]
     power = dim // order
@@ -79,7 +85,7 @@ def rotate(x: np.ndarray, seed: int) -> np.ndarray:
 
 
 def fixed_sum(x: np.ndarray) -> np.ndarray:
-    """Sum of coordinates in fp32: neighbours in pairs within each of m rows, then the rows left to right."""
+    """Sum coordinates in fp32: neighbors in pairs within each of m rows, then the rows left to right."""
     order = ORDERS[len(x)]
     rows = [list(run) for run in x.reshape(order, len(x) // order, -1)]
     for row in rows:
@@ -92,13 +98,13 @@ def fixed_sum(x: np.ndarray) -> np.ndarray:
 
 
 def levels(bits: int) -> np.ndarray:
-    """The polynomial levels, in float64 and then rounded to fp32."""
+    """Compute the polynomial levels in float64, rounded to fp32."""
     u = np.arange(2**bits) - (2**bits - 1) / 2
     return sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[bits])).astype(np.float32)
 
 
 def quantize(x: np.ndarray, bits: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [D, n] and norms fp32 [n] of fp32 vectors [D, n]."""
+    """Return codes [D, n] and norms fp32 [n] of fp32 vectors [D, n]."""
     norm = np.sqrt(fixed_sum(x * x))
     y = rotate(x, seed) * (np.float32(1) / norm)
     table = levels(bits).astype(np.float64)
@@ -109,14 +115,14 @@ def quantize(x: np.ndarray, bits: int, seed: int) -> tuple[np.ndarray, np.ndarra
 
 
 def quantize_q8(x: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """int8 codes [D, n] and fp32 scales [n] of fp32 vectors [D, n]."""
+    """Return int8 codes [D, n] and fp32 scales [n] of fp32 vectors [D, n]."""
     y = rotate(x, seed)
     peak = np.abs(y).max(axis=0)
     return np.rint(y * (np.float32(127) / peak)).astype(np.int8), peak / np.float32(math.sqrt(len(x)))
 
 
 def pack(codes: list[int], bits: int) -> list[int]:
-    """One vector's codes to 16-bit words, a bit at a time, as `codec.packing` describes the layout."""
+    """Pack one vector's codes into 16-bit words, a bit at a time, as `codec.packing` describes the layout."""
     count = len(codes) // (16 if bits == 3 else 16 // bits)  # of words that hold a plane each
     words = [0] * (len(codes) * bits // 16)
     for dim, code in enumerate(codes):

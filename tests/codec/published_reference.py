@@ -1,18 +1,13 @@
-"""The formats of other programs, one block at a time in scalar NumPy, from their published layouts alone.
+"""Encode the formats of other programs block by block in scalar NumPy, from their published layouts alone."""
 
-`python tests/codec/published_reference.py` writes the golden files anew.
-"""
-
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-import mlx_tq.codec
+import mlx_tq.codec.formats.compared
 
-GOLDEN = Path(__file__).parent / "golden"
 F = np.float32
 TINY = 2.0**-110  # a smaller scale is stored with codes of zero: its inverse would overflow
 SIGNS = "+-++--+-++-+-+--+--++-+--+++--+-"
@@ -23,7 +18,6 @@ TBQ_LEVELS = {
 
 
 def half(x: float) -> bytes:
-    """An fp16 number, little-endian, no larger than the largest."""
     return np.float16(min(x, 65504.0)).tobytes()
 
 
@@ -61,7 +55,6 @@ def tq3_0(block: np.ndarray) -> bytes:
 
 
 def tq3_0_values(data: bytes) -> list[float]:
-    """In rotated space."""
     qs, qr, d = data[:8], data[8:12], float(np.frombuffer(data[12:], np.float16)[0])
     levels = [-2.1573, -1.3336, -0.7434, -0.2428, 0.2428, 0.7434, 1.3336, 2.1573]
     index = [(qs[j // 4] >> 2 * (j % 4)) & 3 | ((qr[j // 8] >> j % 8) & 1) << 2 for j in range(32)]
@@ -69,7 +62,7 @@ def tq3_0_values(data: bytes) -> list[float]:
 
 
 def tbq_matrix() -> np.ndarray:
-    return np.load(Path(mlx_tq.codec.__file__).parent / "rotation_128.npy")
+    return np.load(Path(mlx_tq.codec.formats.compared.__file__).parent / "rotation_128.npy")
 
 
 def tbq(block: np.ndarray, bits: int) -> bytes:
@@ -91,14 +84,13 @@ def tbq(block: np.ndarray, bits: int) -> bytes:
 
 
 def e4m3(code: int) -> float:
-    """The value of a byte."""
     sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
     size = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
     return -size if sign else size
 
 
 def fp8(block: np.ndarray) -> bytes:
-    """The nearest of all finite numbers; halfway, the one with an even last bit."""
+    """Round to the nearest finite number; halfway, to the one with an even last bit."""
     table = {code: e4m3(code) for code in range(256) if code & 127 != 127}
     data = []
     for v in block:
@@ -118,33 +110,20 @@ BLOCKS = {
 
 
 def encode(name: str, x: np.ndarray) -> bytes:
-    """A vector, block by block."""
     size, block = BLOCKS[name]
     with np.errstate(under="ignore"):
         return b"".join(block(x[i : i + size]) for i in range(0, len(x), size))
 
 
-def inputs() -> dict[str, np.ndarray]:
-    """Vectors of 128 values, fp32."""
-    rng = np.random.default_rng(7)
-    gaussian = rng.standard_normal(128).astype(F)
-    one_hot = np.zeros(128, F)
-    one_hot[37] = -3.25
-    return {
-        "gaussian": gaussian,
-        "heavy tails": gaussian**3,
-        "zero": np.zeros(128, F),
-        "constant": np.full(128, 1.75, F),
-        "large": gaussian * F(9000),
-        "beyond fp16": gaussian * F(1e7),
-        "tiny": gaussian * F(1e-6),
-        "below fp16": gaussian * F(1e-20),
-        "one hot": one_hot,
-        "halves": (np.arange(128) % 9 - 4).astype(F) * F(0.5) + F(127) * (np.arange(128) % 32 == 0),
-    }
-
-
-if __name__ == "__main__":
-    for name in BLOCKS:
-        golden = {label: {"x": x.tobytes().hex(), "bytes": encode(name, x).hex()} for label, x in inputs().items()}
-        (GOLDEN / f"{name}.json").write_text(json.dumps(golden, indent=1) + "\n")
+GAUSSIAN = np.random.default_rng(7).standard_normal(128).astype(F)
+INPUTS = {
+    "heavy tails": GAUSSIAN**3,
+    "zero": np.zeros(128, F),
+    "constant": np.full(128, 1.75, F),
+    "large": GAUSSIAN * F(9000),
+    "beyond fp16": GAUSSIAN * F(1e7),
+    "tiny": GAUSSIAN * F(1e-6),
+    "below fp16": GAUSSIAN * F(1e-20),
+    "one hot": F(-3.25) * (np.arange(128) == 37),
+    "halves": (np.arange(128) % 9 - 4).astype(F) * F(0.5) + F(127) * (np.arange(128) % 32 == 0),
+}

@@ -1,22 +1,21 @@
-"""Vectors that a healthy model does not make: zero, huge, tiny, not finite."""
+"""Vectors that no healthy model makes: zero, huge, tiny, not finite."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import BITS, FORMATS, gaussian, make_codec
+from codec_reference import BITS, FORMATS, RULES, gaussian, make_codec
 
 from mlx_tq.codec import RowLayout, codebook
 from mlx_tq.codec.formats.base import FP16_MAX
 
 SCALED = (*FORMATS[1:], "tq1")
-RULES = ("raw", "matched", "ls", "unbiased")
 
 
 @pytest.mark.parametrize("name", BITS)
 def test_codes_of_zero_are_those_of_a_zero_coordinate(name):
     """0 lies on the middle boundary and goes down; no NaN decides it."""
     codec = make_codec(name, 64)
-    levels = mx.concatenate(codec.planes(codec.encode(mx.zeros(64)).codes), axis=-1)
+    levels = mx.concatenate(codec.decode_planes(codec.encode(mx.zeros(64)).codes), axis=-1)
     middle = codebook.levels(BITS[name])[2 ** BITS[name] // 2 - 1]
     assert mx.allclose(levels, mx.full(64, float(middle)), rtol=1e-6)
 
@@ -43,8 +42,8 @@ def test_zero_and_huge_vectors(name, rule, wide):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_what_is_counted(name, dtype):
-    """Of keys and of values; nothing is clamped where nothing is scaled, and the largest that fits is not."""
+def test_clamped_and_broken_vectors_are_counted(name, dtype):
+    """Both sides count; fp16 clamps nothing, and the largest vector that fits is not clamped."""
     layout = RowLayout(make_codec(name, 64), make_codec("tq4", 64, scale="ls"))
     ones = mx.ones((2, 5, 64)).astype(dtype)
     fits, large = mx.zeros(ones.shape), mx.array(ones)
@@ -62,7 +61,7 @@ def test_what_is_counted(name, dtype):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("exponent", range(-38, -2, 3))
 @pytest.mark.parametrize("name", SCALED)
-def test_tiny_norms_lose_no_more_than_fp16_does(name, exponent, rule):
+def test_tiny_norms_lose_no_more_than_in_fp16(name, exponent, rule):
     """The stored scale is off by at most half of fp16's smallest step, and never NaN or infinite."""
     x = gaussian((8, 64)) * np.float32(10.0**exponent)
     codec = make_codec(name, 64, scale=rule)
@@ -71,6 +70,6 @@ def test_tiny_norms_lose_no_more_than_fp16_does(name, exponent, rule):
     assert np.isfinite(decoded).all()
     step = 2.0**-25 * (8 if name == "q8" else 2)  # of the scale, times the largest decoded norm for scale 1
     # An unbiased vector is off by sqrt(1 / cos^2 - 1) of its norm, less than all of it while cos^2 > 1/2.
-    quantisation = 0.01 if name == "q8" else 1.0 if rule == "unbiased" else 0.7
-    bound = quantisation * np.linalg.norm(x.astype(np.float64), axis=-1) + step
+    quantization = 0.01 if name == "q8" else 1.0 if rule == "unbiased" else 0.7
+    bound = quantization * np.linalg.norm(x.astype(np.float64), axis=-1) + step
     assert (np.linalg.norm(decoded - x, axis=-1) <= bound).all()

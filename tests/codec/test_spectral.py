@@ -1,29 +1,18 @@
-"""Spectral keys: layout, distortion, and scores from coefficients, also as seen before RoPE."""
+"""Spectral keys: layout, scores from coefficients, and pairs that RoPE does not change."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import gaussian
-
-from mlx_tq.codec import CodecOptions, get_format
+from codec_reference import gaussian, make_codec
 
 BITS = {"spectral8": 4, "spectral12": 4, "spectral10_int8": 8, "spectral16_int8": 8, "spectral14_int16": 16}
 
 
-def half_pairs(dim: int) -> list[tuple[int, int]]:
-    return [(i, i + dim // 2) for i in range(dim // 2)]
+HALF_PAIRS = tuple((i, i + 64) for i in range(64))
+ADJACENT_PAIRS = tuple((2 * i, 2 * i + 1) for i in range(64))
 
 
-def adjacent_pairs(dim: int) -> list[tuple[int, int]]:
-    return [(2 * i, 2 * i + 1) for i in range(dim // 2)]
-
-
-def codec_of(name: str, dim: int = 128, pairs=None):
-    return get_format(name).codec(dim, CodecOptions(pairs=pairs))
-
-
-def scalar(x: np.ndarray, count: int, bits: int, pairs: list[tuple[int, int]]) -> bytes:
-    """One vector in scalar NumPy."""
+def encode_scalar(x: np.ndarray, count: int, bits: int, pairs: tuple[tuple[int, int], ...]) -> bytes:
     energy = [x[a] * x[a] + x[b] * x[b] for a, b in pairs]
     chosen = sorted(sorted(range(len(pairs)), key=lambda i: -energy[i])[:count])
     values = [x[pairs[i][0]] for i in chosen] + [x[pairs[i][1]] for i in chosen]
@@ -39,19 +28,18 @@ def scalar(x: np.ndarray, count: int, bits: int, pairs: list[tuple[int, int]]) -
     return bytes(chosen) + data + peak.tobytes()
 
 
-@pytest.mark.parametrize("pairing", [half_pairs, adjacent_pairs])
+@pytest.mark.parametrize("pairs", [HALF_PAIRS, ADJACENT_PAIRS])
 @pytest.mark.parametrize("name", BITS)
-def test_bytes_are_those_of_a_scalar_encoder(name, pairing):
+def test_equals_a_scalar_encoder(name, pairs):
     x = gaussian((40, 128), seed=1) * np.float32(3)
     x[30:] = np.rint(x[30:])
     x[35] = 0
     x[36, 1:] = 0
-    codec = codec_of(name, pairs=tuple(pairing(128)))
+    codec = make_codec(name, 128, pairs=pairs)
     x = x[[i for i in range(40) if not 30 <= i < 35]]  # whole numbers have ties of energy
-    found = [row.tobytes() for row in np.array(codec.encode(mx.array(x)).codes)]
-    for data, vector in zip(found, x, strict=True):
-        wanted = scalar(vector, codec.count, BITS[name], pairing(128))
-        assert data[codec.count :] == wanted[codec.count :] if vector[5] == 0 else data == wanted
+    for row, vector in zip(np.array(codec.encode(mx.array(x)).codes), x, strict=True):
+        data, expected = row.tobytes(), encode_scalar(vector, codec.count, BITS[name], pairs)
+        assert data[codec.count :] == expected[codec.count :] if vector[5] == 0 else data == expected
 
 
 def test_a_block_by_hand():
@@ -60,55 +48,29 @@ def test_a_block_by_hand():
     pairs = {3: (7, -1), 9: (-3, 2), 20: (1, 1), 21: (2, -2), 40: (0, 5), 41: (-5, 0), 50: (4, 4), 63: (-7, -7)}
     for i, (c, s) in pairs.items():
         x[0, i], x[0, i + 64] = c, s
-    data = np.array(codec_of("spectral8").encode(mx.array(x)).codes).tobytes()
+    data = np.array(make_codec("spectral8", 128).encode(mx.array(x)).codes).tobytes()
     assert data.hex() == "030914152829323f" + "f72d11e2500b4499" + "0047"
 
 
 @pytest.mark.parametrize("name", BITS)
 def test_scores_come_from_coefficients(name):
     """<q, k_hat> without k_hat, for queries of several heads and batches."""
-    codec = codec_of(name)
+    codec = make_codec(name, 128)
     keys, queries = mx.array(gaussian((2, 3, 50, 128))), mx.array(gaussian((2, 3, 7, 128), seed=2))
     encoded = codec.encode(keys)
     exact = np.array(queries, np.float64) @ np.array(codec.decode(encoded), np.float64).swapaxes(-1, -2)
     np.testing.assert_allclose(np.array(codec.scores(queries, encoded)), exact, atol=2e-4)
 
 
-@pytest.mark.parametrize(("traditional", "turned"), [(False, 128), (True, 128), (False, 32), (True, 32)])
-def test_scores_are_those_seen_before_rope(traditional, turned):
-    """The same pairs, un-turned: |q_f| |k_f| cos(angle + (t - p) w_f), summed over the stored pairs of each key."""
-    pairs = [(2 * i, 2 * i + 1) if traditional else (i, i + turned // 2) for i in range(turned // 2)]
-    codec = codec_of("spectral16_int16", pairs=tuple(pairs))
-    plain_keys, plain_query = gaussian((1, 1, 40, 128)), gaussian((1, 1, 1, 128), seed=4)
-
-    def turn(x, offset):
-        return mx.fast.rope(mx.array(x), turned, traditional=traditional, base=10000.0, scale=1.0, offset=offset)
-
-    encoded = codec.encode(turn(plain_keys, 0))
-    found = np.array(codec.scores(turn(plain_query, 60), encoded))[0, 0, 0]
-    index, _, _ = codec.coefficients(encoded.codes)
-    firsts, seconds = np.array(codec.first), np.array(codec.second)
-    frequencies = [10000.0 ** (-2 * f / turned) for f in range(turned // 2)] + [0.0] * (64 - turned // 2)
-    for position, chosen in enumerate(np.array(index)[0, 0]):
-        total = 0.0
-        for f in chosen:
-            q, k = (
-                complex(v[0, 0, at, firsts[f]], v[0, 0, at, seconds[f]])
-                for v, at in ((plain_query, 0), (plain_keys, position))
-            )
-            total += (q * k.conjugate() * np.exp(1j * (60 - position) * frequencies[f])).real
-        assert found[position] == pytest.approx(total, abs=5e-3)
-
-
 def test_strongest_pairs_are_the_same_at_every_position():
-    codec = codec_of("spectral8", pairs=tuple((i, i + 16) for i in range(16)))
-    dims = [np.array(codec.first), np.array(codec.second)]  # those without RoPE pair with one another
+    codec = make_codec("spectral8", 128, pairs=tuple((i, i + 16) for i in range(16)))
+    dims = [np.array(codec.first), np.array(codec.second)]  # dims without RoPE pair with one another
     assert sorted(np.concatenate(dims).tolist()) == list(range(128))
     assert (dims[0][16], dims[1][16]) == (32, 80)
-    codec = codec_of("spectral8")
+    codec = make_codec("spectral8", 128)
     x = mx.array(gaussian((1, 1, 30, 128)))
     for offset in (0, 5000):
-        turned = mx.fast.rope(x, 128, traditional=False, base=10000.0, scale=1.0, offset=offset)
-        index, _, _ = codec.coefficients(codec.encode(turned).codes)
+        rotated = mx.fast.rope(x, 128, traditional=False, base=10000.0, scale=1.0, offset=offset)
+        index, _, _ = codec.coefficients(codec.encode(rotated).codes)
         energy = np.array(x[..., :64] ** 2 + x[..., 64:] ** 2)
         assert np.array_equal(np.array(index), np.sort(np.argsort(-energy, axis=-1)[..., :8], axis=-1))

@@ -1,43 +1,45 @@
-"""Properties of every codec, for shapes, types, seeds and scale rules that Hypothesis chooses."""
+"""Properties of packing and of every codec, for shapes, types, seeds and scale rules that Hypothesis chooses."""
 
 import mlx.core as mx
 import numpy as np
-from codec_reference import BITS, DIMS, FORMATS, make_codec
+from codec_reference import BITS, DIMS, FORMATS, RULES, make_codec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-NAMES = (*FORMATS, "tq1")
+from mlx_tq.codec.packing import pack, split_words, unpack
+
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-# Share of a vector's norm that may be lost. Random vectors lose sqrt(MSE); the worst that Hypothesis finds, more.
+# Largest share of a vector's norm that may be lost. Random vectors lose sqrt(MSE); the worst ones lose more.
 WORST = {"fp16": 2**-10, "q8": 0.1, "tq4": 0.5, "tq3": 0.6, "tq2": 0.8, "tq1": 0.95}
 
 options = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 2**31),
         "rotation": st.sampled_from(["wht", "wht", "wht", "haar"]),
-        "scale": st.sampled_from(["raw", "matched", "ls", "unbiased"]),
+        "scale": st.sampled_from(RULES),
         "fp32_scales": st.booleans(),
     }
 )
 dims = st.sampled_from([dim for dim in DIMS if dim <= 128])
 leads = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+seeds = st.integers(0, 2**32 - 1)
 modest = settings(max_examples=60, deadline=None)
 
 
 def draw_vectors(seed: int, shape: tuple[int, ...], dtype: str) -> mx.array:
-    """Vectors of very different size and shape, whose norms fp16 holds well.
+    """Draw vectors of very different size and shape, whose norms fp16 holds well.
 
-    From another stream than a rotation of the same seed draws: a vector along a row of it is a case for test_edges.
+    Their stream is not that of a rotation of the same seed: a vector along a row of it is a case for test_distortion.
     """
     rng = np.random.default_rng((seed, 1))
     x = rng.standard_normal(shape) ** rng.choice([1, 3]) * 10.0 ** rng.uniform(-2, 1)
     return mx.array(x.astype(np.float32)).astype(DTYPES[dtype])
 
 
-@given(st.sampled_from(NAMES), dims, leads, st.sampled_from([*DTYPES]), options, st.integers(0, 2**32 - 1))
+@given(st.sampled_from([*FORMATS, "tq1"]), dims, leads, st.sampled_from([*DTYPES]), options, seeds)
 @modest
-def test_round_trip_is_near_and_of_the_right_shape(name, dim, lead, dtype, chosen, seed):
-    codec = make_codec(name, dim, **chosen)
+def test_decoded_vectors_are_near_and_of_the_right_shape(name, dim, lead, dtype, options, seed):
+    codec = make_codec(name, dim, **options)
     x = draw_vectors(seed, (*lead, dim), dtype)
     encoded = codec.encode(x)
     assert encoded.codes.shape == (*lead, codec.words)
@@ -50,11 +52,20 @@ def test_round_trip_is_near_and_of_the_right_shape(name, dim, lead, dtype, chose
     assert (error <= WORST[name] * np.linalg.norm(exact, axis=-1) + 1e-4).all()
 
 
-@given(st.sampled_from([*BITS]), dims, options, st.integers(0, 2**32 - 1))
+@given(st.sampled_from([*BITS]), dims, options, seeds)
 @modest
-def test_opposite_vectors_have_opposite_levels(name, dim, chosen, seed):
+def test_opposite_vectors_have_opposite_levels(name, dim, options, seed):
     """The codebook is odd. A coordinate exactly on a boundary goes down for both signs: rare, so one is granted."""
-    codec = make_codec(name, dim, **chosen)
+    codec = make_codec(name, dim, **options)
     x = draw_vectors(seed, (4, dim), "float32")
-    one, other = (mx.concatenate(codec.planes(codec.encode(sign * x).codes), axis=-1) for sign in (1, -1))
+    one, other = (mx.concatenate(codec.decode_planes(codec.encode(sign * x).codes), axis=-1) for sign in (1, -1))
     assert (one != -other).sum() <= 1
+
+
+@given(st.sampled_from([*BITS.values()]), st.integers(1, 40), leads, seeds)
+@settings(max_examples=150, deadline=None)
+def test_unpacking_inverts_packing(bits, units, lead, seed):
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (*lead, 16 * units)).astype(np.uint16)
+    words = pack(mx.array(codes), bits)
+    assert words.shape == (*lead, units * bits)
+    assert np.array_equal(np.array(mx.concatenate(unpack(split_words(words, bits), bits), axis=-1)), codes)
