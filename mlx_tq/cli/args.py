@@ -68,7 +68,7 @@ OPTIONS = (
         "with two formats of keys, such as --kv-key tq4~tq3: packed tokens that have the first, the latest ones "
         "(default: 512)",
     ),
-    Option("--kv-value", "value", str, "format of values: the same but for spectral (default: the profile's)"),
+    Option("--kv-value", "value", str, "format of values: as for keys (default: the profile's)"),
     MEAN_BITS,
     Option("--kv-sinks", "sinks", int, "first tokens kept in the model's type (default: 128)"),
     Option("--kv-window", "window", int, "last tokens kept in the model's type (default: 128)"),

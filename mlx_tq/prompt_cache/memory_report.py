@@ -53,7 +53,7 @@ def memory_report(
     for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
         if size < 1:
             raise ConfigError(f"{name} is {size}; it must be 1 or more.")
-    get_format("fp16").check(head_dim)
+    get_format("fp16").bytes_per_vector(head_dim)  # refuses a head_dim that cannot be stored
     slots = [
         SlotFacts(layer, None, num_kv_heads, head_dim, head_dim, "float16", 1.0, shared=False)
         for layer in range(num_layers)

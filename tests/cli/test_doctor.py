@@ -24,7 +24,7 @@ def test_json_has_versions_and_passing_checks(capsys):
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
-        (Q8Codec, "planes", lambda self, codes: [codes.view(mx.uint8).astype(mx.float32)]),
+        (Q8Codec, "decode_planes", lambda self, codes: [codes.view(mx.uint8).astype(mx.float32)]),
         (WalshHadamard, "inverse", lambda self, y: y),
     ],
 )
