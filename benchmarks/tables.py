@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_tq.codec.formats import CodecOptions, format_names, get_format
+from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 
@@ -140,22 +140,13 @@ def _top1(results: Record, name: str) -> str:
 
 
 def formats() -> str:
-    """Return the formats with their bytes per vector, most bits first."""
+    """Return the core formats with their bytes per vector, most bits first."""
     rows = []
-    for name in format_names():
+    for name in format_names(compared=False):
         found = get_format(name)
-        kernels = "kernels" if found.codec(128, CodecOptions()).has_kernels else "decodes"
-        sizes = [str(found.bytes_per_vector(dim)) if _takes(found, dim) else "-" for dim in (64, 80, 128, 256)]
-        rows.append([f"`{name}`", *sizes, "keys" if found.keys_only else "keys, values", kernels])
-    return lines(["format", *(f"D = {dim}" for dim in (64, 80, 128, 256)), "for", "attention"], rows)
-
-
-def _takes(found: Any, head_dim: int) -> bool:
-    try:
-        found.check(head_dim)
-    except ValueError:
-        return False
-    return True
+        sizes = [str(found.bytes_per_vector(dim)) for dim in (64, 80, 128, 256)]
+        rows.append([f"`{name}`", *sizes])
+    return lines(["format", *(f"D = {dim}" for dim in (64, 80, 128, 256))], rows)
 
 
 # Quality

@@ -48,7 +48,7 @@ TQ_FN ushort tq_pack_word(Codes codes, int word) {
   return ushort(packed);
 }
 
-// The sum of a vector in the order of `mlx_tq.codec.exact.pairwise_sum`, in every lane; leaves `x` in pieces.
+// The sum of a vector in the order of `mlx_tq.codec.rotation.pairwise_sum`, in every lane; leaves `x` in pieces.
 template <int D, int M>
 TQ_FN float tq_pairwise_sum(TQ_THREAD float* x) {
   constexpr int P = D / M, N = (D + 31) / 32;

@@ -22,7 +22,7 @@ TQ_FN float tq_element(TQ_THREAD const float* x, int row, uint column) {
   return simd_shuffle(x[row / ROWS], ushort(column + P * (row % ROWS)));
 }
 
-// The unnormalised transform, in the order of `mlx_tq.codec.exact.hadamard`: butterflies of stride 1, 2, 4, ..., then
+// The unnormalised transform, in the order of `mlx_tq.codec.rotation.hadamard`: butterflies of stride 1, 2, 4, ..., then
 // the M-point transform with the rows summed left to right. `matrix` holds the flips of the M-point matrix or of its
 // transpose.
 template <int D, int M, class Flips>

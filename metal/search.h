@@ -1,4 +1,4 @@
-// The search for the ring of codes of least squared error: `mlx_tq.codec.trellis.ring`, bit for bit, one vector a simdgroup.
+// The search for the ring of codes of least squared error: `mlx_tq.codec.formats.trellis.search_ring`, bit for bit, one vector a simdgroup.
 //
 // States that differ in their last BITS come from the same predecessors. Of each such group threadgroup memory has the least
 // cost, and for each value the number of the best predecessor. A lane finds both for OWN groups, or SHARES lanes for one, each

@@ -1,4 +1,4 @@
-// Vectors whose codes are a ring of bits, as in `mlx_tq.codec.trellis`: a value's level has the number that its own bits make
+// Vectors whose codes are a ring of bits, as in `mlx_tq.codec.formats.trellis`: a value's level has the number that its own bits make
 // with those before them.
 #include "units.h"
 

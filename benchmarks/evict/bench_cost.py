@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
-from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.build import build_caches

@@ -15,7 +15,14 @@ import numpy as np
 
 from mlx_tq.cli.environment import environment
 from mlx_tq.codec import CodecOptions, get_format
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, decode, normalize, pair_scale
+from mlx_tq.codec.normalization import (
+    MEAN_TOKENS,
+    KeyNormalization,
+    compute_block_means,
+    compute_key_scale,
+    decode_keys,
+    normalize,
+)
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.json"
 DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42
@@ -70,13 +77,13 @@ def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
     size = np.linalg.norm(queries) * np.linalg.norm(keys) / np.sqrt(queries[..., 0].size * keys[..., 0].size * DIM)
     codec = _codec(name)
     rms = (np.sqrt((x**2).mean(axis=2)) for x in (keys - keys.mean(axis=2, keepdims=True), queries))
-    scale = pair_scale(*(mx.array(x) for x in rms))
+    scale = compute_key_scale(*(mx.array(x) for x in rms))
     blocks = [mx.array(keys[:, :, None, i : i + MEAN_TOKENS]) for i in range(0, TOKENS, MEAN_TOKENS)]
-    means = [block_means(block, scale, codec.rotation).means for block in blocks]
+    means = [compute_block_means(block, scale, codec.rotation).means for block in blocks]
     found = []
     for normalization in (None, KeyNormalization(scale, mx.concatenate(means, axis=2))):
         x = mx.array(keys) if normalization is None else normalize(mx.array(keys), normalization, codec.rotation)
-        decoded = np.array(decode(codec, codec.encode(x), normalization), np.float64)
+        decoded = np.array(decode_keys(codec, codec.encode(x), normalization), np.float64)
         error = queries @ (decoded - keys).swapaxes(-1, -2)
         found.append(float(np.sqrt((error**2).mean()) / max(size, 1e-30)))
     return found[0], found[1]

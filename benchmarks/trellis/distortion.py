@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.trellis.train import trained
 from mlx_tq.cli.environment import environment
-from mlx_tq.codec import trellis
 from mlx_tq.codec.codebook import levels, mse, normal_density
+from mlx_tq.codec.formats import trellis
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "trellis_distortion.json"
 VECTORS, DIM = 2000, 128

@@ -19,7 +19,7 @@ from rich.table import Table
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.screen import human_bytes, table
-from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import KVConfig
 from mlx_tq.integration.attention import compressed_attention, scaled_dot_product_attention
 

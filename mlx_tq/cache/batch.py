@@ -16,7 +16,7 @@ from mlx_lm.models.cache import _BaseCache
 
 from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.dtypes import dtype_name, dtype_of
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend_batch

@@ -12,7 +12,7 @@ from mlx_tq.cache.blocks import LayerRows, LayerShape
 from mlx_tq.cache.buffers import body_capacity, buffer
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.tiered import TieredKVCache
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, turned
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, rerotate_means
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 
@@ -38,7 +38,7 @@ def normalization_of(layer: CompressedKVCache, means: np.ndarray, which: mx.arra
         return None
     subtracted = mx.array(means.swapaxes(0, 1))[None]
     if isinstance(layer, TieredKVCache):  # means are in the domain of the first format's codes
-        subtracted = turned(subtracted, layer.body_rotation, layout.key.rotation)
+        subtracted = rerotate_means(subtracted, layer.body_rotation, layout.key.rotation)
     return KeyNormalization(known.scale, subtracted, which)
 
 
@@ -49,7 +49,7 @@ def row_shape(layer: CompressedKVCache) -> LayerShape:
         CacheFormatError: nothing is packed.
     """
     rows, layout, _ = leaving(layer)
-    keys, values = layout.split_words
+    keys, values = layout.split_sizes
     return LayerShape(rows.shape[1], keys, values, layout.key.head_dim if layer.spec.normalize else 0)
 
 
@@ -67,7 +67,7 @@ def departing(layer: CompressedKVCache, index: np.ndarray) -> list[tuple[int, La
     starts = np.flatnonzero(np.diff(blocks, prepend=-1))
     means = [None] * len(starts)
     if known is not None:
-        which = np.array(known.which(leaving_tokens(layer)))[index[starts]]
+        which = np.array(known.mean_index(leaving_tokens(layer)))[index[starts]]
         means = list(np.array(known.means[0])[:, which].swapaxes(0, 1))
     return [
         (int(start), LayerRows(keys[:, start:stop], values[:, start:stop], mean))

@@ -13,9 +13,8 @@ import numpy as np
 
 from mlx_tq.cache.gaps import Gaps
 from mlx_tq.cache.spec import LEARNED, READY, CacheSpec
-from mlx_tq.codec.exact import pairwise_sum
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, normalize, pair_scale
-from mlx_tq.codec.rotation import Rotation
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, compute_key_scale, normalize
+from mlx_tq.codec.rotation import Rotation, pairwise_sum
 from mlx_tq.config import BLOCK
 
 SKIP = 4  # attention sinks are unlike all other tokens
@@ -66,7 +65,9 @@ class KeyNormalizer:
             return self.unweighted(keys)
         keys = keys[:, :, SKIP:].astype(mx.float32)
         keys = keys - _mean(keys)[:, :, None]
-        return replace(self, scale=pair_scale(mx.sqrt(_mean(mx.square(keys))), mx.sqrt(_mean(self.queries)), pairs))
+        return replace(
+            self, scale=compute_key_scale(mx.sqrt(_mean(mx.square(keys))), mx.sqrt(_mean(self.queries)), pairs)
+        )
 
     def settled(self, length: int) -> "KeyNormalizer":
         """Without the queries once no exact trim leads back to where weights are unknown."""
@@ -94,7 +95,7 @@ class KeyNormalizer:
         if len(after) > len(before):
             starts = spec.sinks + after[len(before) :] * MEAN_TOKENS - packed
             blocks = mx.take(keys, mx.array(starts[:, None] + np.arange(spec.mean_tokens)), axis=2)
-            new, clamped = block_means(blocks, self.scale, rotation)
+            new, clamped = compute_block_means(blocks, self.scale, rotation)
             means = new if means is None else mx.concatenate([means, new], axis=2)
         assert means is not None  # noqa: S101 - as above
         inside = packed - spec.sinks
@@ -130,7 +131,7 @@ class KeyNormalizer:
     def centred(self, keys: mx.array, block: mx.array) -> mx.array:
         """Keys [B, H, S, Dk] as a format that learns should see them: weighted, less the mean of `block`; fp32."""
         assert self.scale is not None  # noqa: S101 - as above
-        means, _ = block_means(block[:, :, None], self.scale, None)
+        means, _ = compute_block_means(block[:, :, None], self.scale, None)
         return normalize(keys, KeyNormalization(self.scale, means, mx.zeros(keys.shape[2], mx.int32)), None)
 
     def trimmed(self, length: int, means: int) -> "KeyNormalizer":

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.codec.formats import Codec, CodecOptions, get_format
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK, COLD, KVConfig

@@ -25,7 +25,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import SequencePart
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
-from mlx_tq.codec.normalization import KeyNormalization, decode, denormalize
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys, denormalize
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
@@ -122,7 +122,7 @@ class TieredKVCache(CompressedKVCache):
         parts.append(layout.join(exact.encode(view.cold_keys()), cold.values(view.cold)))
         if recent.body:
             rows, own = recent.packed(), recent.layout
-            keys = decode(own.key, own.keys(rows), recent.normalization)
+            keys = decode_keys(own.key, own.keys(rows), recent.normalization)
             parts.append(layout.join(exact.encode(keys), own.values(rows)))
         return mx.concatenate(parts, axis=2), layout, None
 

@@ -217,4 +217,4 @@ def _stored_codes(view: Regions, side: str) -> np.ndarray:
 
 def _codes(codec: Codec, encoded: Encoded) -> np.ndarray:
     """What each code stands for, without a scale that is stored apart: fp32 [B, H, S, D]."""
-    return np.array(mx.concatenate(codec.planes(encoded.codes), axis=-1))
+    return np.array(mx.concatenate(codec.decode_planes(encoded.codes), axis=-1))

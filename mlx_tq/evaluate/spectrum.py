@@ -5,8 +5,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.codec.formats.spectral import COUNTS, SpectralCodec
+from mlx_tq.codec.formats.base import dtype_of
+from mlx_tq.codec.formats.compared.spectral import COUNTS, SpectralCodec
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.evaluate.passes import check_positions_of
 from mlx_tq.evaluate.recording import record

@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from mlx_tq.codec.formats.spectral import COUNTS
+from mlx_tq.codec.formats.compared.spectral import COUNTS
 from mlx_tq.evaluate.arms import OFF
 from mlx_tq.evaluate.divergence import Divergence
 from mlx_tq.evaluate.drift import DriftRow

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.handles import Handle, handles
-from mlx_tq.codec.dtypes import dtype_name
+from mlx_tq.codec.formats.base import dtype_name
 from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration import rope_hooks

@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import KeyNormalization, asking, mean_scores
-from mlx_tq.codec.rotation import rotated, rotated_back
+from mlx_tq.codec.normalization import KeyNormalization, normalize_queries, score_means
+from mlx_tq.codec.rotation import rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.attend_together import attend_gpu
@@ -107,9 +107,9 @@ def attend_ref(
         result = merge(result, _sink(sinks, result, heads, length))
 
     if body:
-        turned = rotated(asking(q, regions.normalization), regions.layout.key.rotation)
+        turned = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
         packed = reduce(merge, [_attend_run(*run, turned, regions, mask, length) for run in runs(body)])
-        result = merge(result, packed._replace(o=rotated_back(packed.o, regions.layout.value.rotation)))
+        result = merge(result, packed._replace(o=rotate_back(packed.o, regions.layout.value.rotation)))
     out = result.o / result.l
     return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
 
@@ -157,12 +157,12 @@ def _attend_block(
 ) -> Partial:
     scores = layout.key.scores(q, layout.keys(block))
     if normalization is not None:
-        scores = scores + mean_scores(q, normalization, block.shape[2])
+        scores = scores + score_means(q, normalization, block.shape[2])
     if mask is not None:
         scores = apply_mask(scores, mask, length)
     codes, scale = layout.values(block)
     gain = None if scale is None else layout.value.gain(scale)
-    return partial(scores, layout.value.planes(codes), gain)
+    return partial(scores, layout.value.decode_planes(codes), gain)
 
 
 def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:

@@ -226,7 +226,7 @@ def _means(regions: Regions) -> _Means:
         nothing = mx.zeros((*shape[:2], 1, shape[3]), mx.float16)
         found = KeyNormalization(mx.ones((*shape[:2], shape[3])), nothing, mx.zeros(regions.body, mx.int32))
     if found.index is None and found.first % 32:  # the kernel takes 32 tokens at once
-        found = replace(found, index=found.which(regions.body))
+        found = replace(found, index=found.mean_index(regions.body))
     index = _NO_INDEX if found.index is None else filled(found.index)
     return _Means((found.scale, found.means, index), (found.means.shape[2], found.first, found.index is not None))
 

@@ -4,15 +4,13 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_tq.codec import trellis
-from mlx_tq.codec.exact import hadamard_matrix, split_order
-from mlx_tq.codec.formats import Codec
+from mlx_tq.codec.formats import Codec, trellis
 from mlx_tq.codec.formats.base import SCALE_RULES
-from mlx_tq.codec.formats.full import FullCodec
+from mlx_tq.codec.formats.scalar import FullCodec
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.formats.turbo import TurboCodec
 from mlx_tq.codec.normalization import KeyNormalization
-from mlx_tq.codec.rotation import Rotation, WalshHadamard
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, hadamard_matrix, split_order
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels.build import Constant, Constants, Kernel
@@ -120,7 +118,11 @@ def means_inputs(normalization: KeyNormalization | None, tokens: int) -> list[mx
     """Weights, means, and which one each of the first rows has, for a kernel; none where keys are plain."""
     if normalization is None:
         return []
-    return [mx.contiguous(normalization.scale), mx.contiguous(normalization.means), filled(normalization.which(tokens))]
+    return [
+        mx.contiguous(normalization.scale),
+        mx.contiguous(normalization.means),
+        filled(normalization.mean_index(tokens)),
+    ]
 
 
 def filled(numbers: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mlx_tq.codec.formats import Codec
-from mlx_tq.codec.normalization import KeyNormalization, decode_rotated, narrowed
+from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
@@ -62,7 +62,7 @@ def dequantize_ref(
     keys, values = [], []
     for start, stop in pairwise(edges):
         block, means = rows[:, :, start:stop], normalization and normalization.after(start)
-        keys.append(narrowed(decode_rotated(layout.key, layout.keys(block), means), dtype, means))
+        keys.append(cast_clamped(decode_rotated_keys(layout.key, layout.keys(block), means), dtype, means))
         values.append(layout.value.decode_rotated(layout.values(block)).astype(dtype))
     if following is not None:
         keys.append(_turned(following[0], layout.key, normalization))
@@ -72,7 +72,7 @@ def dequantize_ref(
 
 def _turned(x: mx.array, codec: Codec, normalization: KeyNormalization | None = None) -> mx.array:
     wide = x if normalization is None else x.astype(mx.float32) * normalization.scale[:, :, None]
-    return narrowed(wide if codec.rotation is None else wht_ref(wide, codec.rotation), x.dtype, normalization)
+    return cast_clamped(wide if codec.rotation is None else wht_ref(wide, codec.rotation), x.dtype, normalization)
 
 
 def _dequantize_gpu(

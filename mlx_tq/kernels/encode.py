@@ -46,7 +46,7 @@ def _encode_gpu(
     count = batch * heads * tokens
     inputs = [keys, values, flips(layout.key.rotation), flips(layout.value.rotation)]
     if normalization is not None:
-        scale, index = mx.contiguous(normalization.scale), filled(normalization.which(tokens))
+        scale, index = mx.contiguous(normalization.scale), filled(normalization.mean_index(tokens))
         inputs += [scale, _centres(normalization, layout), index]
     kernel, levels = with_levels(KERNEL if normalization is None else NORMALIZED, layout.key, layout.value)
     simdgroups = 1 if levels else SIMDGROUPS  # a search needs up to 20 KB of threadgroup memory

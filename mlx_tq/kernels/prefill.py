@@ -6,7 +6,7 @@ output is rotated back once.
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import asking, narrowed
+from mlx_tq.codec.normalization import cast_clamped, normalize_queries
 from mlx_tq.kernels.dequantize import dequantize
 from mlx_tq.kernels.masks import Mask, take_columns
 from mlx_tq.kernels.regions import Regions
@@ -25,7 +25,7 @@ def prefill(
         mask = take_columns(mask, (start, stop), (0, start), (stop, regions.tokens))
     means, rotation = regions.normalization, layout.key.rotation
     out = mx.fast.scaled_dot_product_attention(
-        narrowed(asking(queries, means), queries.dtype, means)
+        cast_clamped(normalize_queries(queries, means), queries.dtype, means)
         if rotation is None
         else wht(queries, rotation, normalization=means),
         *dequantize(regions.packed(), layout, keys.dtype, (keys, values), means),

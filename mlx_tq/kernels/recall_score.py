@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.codec.formats import Encoded
-from mlx_tq.codec.normalization import KeyNormalization, asking, decode_rotated, mean_scores
-from mlx_tq.codec.rotation import rotated
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys, normalize_queries, score_means
+from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table, with_levels
@@ -72,7 +72,7 @@ def recall_score_ref(
     sizes: Sequence[int],
 ) -> Found:
     """`recall_score` in mlx's own operations and, what follows the products, NumPy's."""
-    decoded = decode_rotated(layout.key, keys, normalization)[0]
+    decoded = decode_rotated_keys(layout.key, keys, normalization)[0]
     scores = np.array(decoded @ mx.contiguous(asked[0].swapaxes(-1, -2)), copy=False)  # [H, S, N]: a block is some rows
     maxima = _maxima(scores, sizes)
     total = _log_sum_exp(scores, maxima.max(axis=1, keepdims=True), axis=1)
@@ -139,7 +139,7 @@ def _recall_score_gpu(
 def grouped(queries: mx.array, heads: int, layout: RowLayout, normalization: KeyNormalization | None) -> mx.array:
     """Queries [1, Hq, L, Dk] as they meet packed keys: [1, H, G L, Dk]."""
     shape = (1, heads, -1, queries.shape[-1])
-    return rotated(asking(queries, normalization).reshape(shape), layout.key.rotation)
+    return rotate(normalize_queries(queries, normalization).reshape(shape), layout.key.rotation)
 
 
 def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
@@ -150,11 +150,11 @@ def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
         regions: of batch size 1.
     """
     heads, length, sink_tokens, body = regions.full_keys.shape[1], queries.shape[2], regions.sink_tokens, regions.body
-    asking = mx.arange(regions.tokens - length, regions.tokens)[:, None]
+    normalize_queries = mx.arange(regions.tokens - length, regions.tokens)[:, None]
 
     def seen(start: int, stop: int) -> mx.array:
         """Bool [L, n]: which of these columns each query sees."""
-        return mx.arange(start, stop)[None] <= asking
+        return mx.arange(start, stop)[None] <= normalize_queries
 
     plain = queries.reshape(1, heads, -1, queries.shape[-1])
     scores = plain @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
@@ -167,7 +167,7 @@ def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
         for start, stop in pairwise([*range(0, body, BLOCK_TOKENS), body]):
             found = layout.key.scores(asked, layout.keys(rows[:, :, start:stop]))
             if known is not None:
-                found = found + mean_scores(asked, known.after(start), stop - start)
+                found = found + score_means(asked, known.after(start), stop - start)
             if length > regions.beside - sink_tokens:  # the first of them are packed already
                 found = apply_mask(found, seen(sink_tokens + start, sink_tokens + stop), length)
             parts.append(_of_each(found))

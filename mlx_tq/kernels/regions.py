@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.normalization import KeyNormalization, decode
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
 
@@ -80,7 +80,7 @@ class Regions:
             return self.keys, self.values
         rows, layout = self.packed(), self.layout
         return (
-            splice(self.keys, self.sink_tokens, decode(layout.key, layout.keys(rows), self.normalization)),
+            splice(self.keys, self.sink_tokens, decode_keys(layout.key, layout.keys(rows), self.normalization)),
             splice(self.values, self.sink_tokens, layout.value.decode(layout.values(rows))),
         )
 

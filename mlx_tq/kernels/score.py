@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq.codec.formats import Codec, Encoded
-from mlx_tq.codec.normalization import KeyNormalization, decode_rotated
-from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotated, rotated_back
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
@@ -61,7 +61,7 @@ def score_ref(
     encoded = layout.keys(rows[:, :, :body])
     if _in_halves(layout.key.rotation, pairs):
         return _score_halves(layout.key, encoded, queries, weights, normalization)
-    keys = rotated_back(decode_rotated(layout.key, encoded, normalization), layout.key.rotation)
+    keys = rotate_back(decode_rotated_keys(layout.key, encoded, normalization), layout.key.rotation)
     if normalization is not None:
         keys = keys / normalization.scale[:, :, None]
     found = queries @ keys.swapaxes(-1, -2)
@@ -88,13 +88,13 @@ def _score_halves(
     and b; a pair's length is sqrt(a^2 + b^2), without that step and the signs, over the weight that its dims share. The
     last step of a and of b goes into the lengths, so that a product of half as many terms is left.
     """
-    keys, quarter = decode_rotated(codec, encoded, normalization), codec.head_dim // 4
+    keys, quarter = decode_rotated_keys(codec, encoded, normalization), codec.head_dim // 4
     if normalization is not None:
         scale = normalization.scale[:, :, None]
         queries, weights = queries / scale, weights / scale[..., : 2 * quarter]
     quarters = keys.reshape(*keys.shape[:-1], 4, quarter) @ _hadamard(quarter)
     lengths = _lengths(*(quarters[..., i, :] for i in range(4)))
-    asked, parts = rotated(queries, codec.rotation), mx.split(weights / 2**0.5, 2, axis=-1)
+    asked, parts = rotate(queries, codec.rotation), mx.split(weights / 2**0.5, 2, axis=-1)
     # Keys times queries take two thirds of the time of queries times keys.
     found = keys @ asked.swapaxes(-1, -2)
     for length, weight in zip(lengths, parts, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_tq.codec.formats import CodecOptions, get_format
-from mlx_tq.codec.normalization import KeyNormalization, block_means, pair_scale
+from mlx_tq.codec.normalization import KeyNormalization, compute_block_means, compute_key_scale
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
@@ -106,8 +106,8 @@ def _check_case(
 def _normalization(keys: mx.array, queries: mx.array, layout: RowLayout) -> KeyNormalization:
     """Weights of these keys and queries, and means of every ninth key: rows of an eviction."""
     stored, asked = (mx.sqrt(mx.square(x.astype(mx.float32)).mean(axis=2)) for x in (keys, queries))
-    scale = pair_scale(stored, asked)
-    means = block_means(keys[:, :, ::9, None], scale, layout.key.rotation).means
+    scale = compute_key_scale(stored, asked)
+    means = compute_block_means(keys[:, :, ::9, None], scale, layout.key.rotation).means
     return KeyNormalization(scale, means, mx.arange(_TOKENS, dtype=mx.int32) // 9)
 
 

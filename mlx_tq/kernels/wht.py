@@ -5,9 +5,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_tq.codec.exact import split_order
-from mlx_tq.codec.normalization import KeyNormalization, asking, narrowed
-from mlx_tq.codec.rotation import Rotation
+from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
+from mlx_tq.codec.rotation import Rotation, split_order
 from mlx_tq.kernels import backend, build
 from mlx_tq.kernels.constants import check_can_rotate, flips
 
@@ -31,9 +30,9 @@ def wht_ref(
     x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
     """`wht` in mlx's own operations."""
-    wide = asking(x, normalization).astype(mx.float32)
+    wide = normalize_queries(x, normalization).astype(mx.float32)
     y = rotation.inverse(wide) if inverse else rotation.forward(wide) / math.sqrt(rotation.dim)
-    return narrowed(y, x.dtype, normalization)
+    return cast_clamped(y, x.dtype, normalization)
 
 
 def _wht_gpu(

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.quantized import quantize
 
-from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.errors import ConfigError
 from mlx_tq.models.gguf_architectures import FREQUENCY_FACTORS, Config, architecture_of, make_config
 from mlx_tq.models.gguf_file import GROUP_SIZE, GgufFile, read_gguf

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError, unknown_name
 from mlx_tq.models.gguf import load_gguf

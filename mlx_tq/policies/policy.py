@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.normalization import KeyNormalization, decode
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import ConfigError, unknown_name
 from mlx_tq.policies.calibration import Calibrator, QueryStats
@@ -48,11 +48,11 @@ class PackedLayer:
 
     def keys(self) -> mx.array:
         """Decode the keys of all rows: fp32 [1, H, S, D]."""
-        return decode(self.layout.key, self.layout.keys(self.rows), self.normalization)
+        return decode_keys(self.layout.key, self.layout.keys(self.rows), self.normalization)
 
     def value_norms(self, tokens: int) -> mx.array:
         """Return the norms of the values of the first `tokens` rows, fp32 [H, S]."""
-        norms = [self.layout.value.norms(self.layout.values(part.rows))[0] for part in self.split(tokens)]
+        norms = [self.layout.value.estimate_norms(self.layout.values(part.rows))[0] for part in self.split(tokens)]
         return mx.concatenate(norms, axis=-1)
 
 

@@ -133,7 +133,7 @@ class _Layer:
 
     @property
     def shape(self) -> LayerShape:
-        keys, values = self.layout.split_words
+        keys, values = self.layout.split_sizes
         return LayerShape(self.rows.shape[1], keys, values, 0 if self.means is None else _MEANS * self.means.shape[3])
 
     def block(self, number: int) -> LayerRows:

@@ -6,7 +6,7 @@ from mlx_tq.cache.buffers import STEP, body_capacity
 from mlx_tq.cache.layer import HEALTH
 from mlx_tq.cache.normalizer import SKIP
 from mlx_tq.cache.spec import LEARNED, READY, CacheSpec
-from mlx_tq.codec.dtypes import dtype_of
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.integration.facts import SlotFacts

@@ -10,8 +10,8 @@ import numpy as np
 
 from mlx_tq.cache.sharing import whole_steps
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.dtypes import dtype_of
 from mlx_tq.codec.formats import get_format
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError

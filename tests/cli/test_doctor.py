@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_tq import __main__
-from mlx_tq.codec.formats.q8 import Q8Codec
+from mlx_tq.codec.formats.scalar import Q8Codec
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.config import PROFILES
 

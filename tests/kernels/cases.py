@@ -16,12 +16,11 @@ import numpy as np
 
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
-from mlx_tq.codec.dtypes import dtype_name, dtype_of
-from mlx_tq.codec.exact import hadamard_matrix, split_order
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.codec.formats.trellis import TrellisCodec
-from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, block_means, decode
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, decode_keys
 from mlx_tq.codec.packing import split_words, unpack
-from mlx_tq.codec.rotation import WalshHadamard
+from mlx_tq.codec.rotation import WalshHadamard, hadamard_matrix, split_order
 from mlx_tq.kernels.regions import Regions
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # half an ulp of 1
@@ -181,7 +180,7 @@ def make_problem(
     ):
         body_of = unrotated(codec, exact(codec, encoded, means), means)
         decoded.append(np.concatenate([double(x[:, :, :sink_tokens]), body_of, double(x[:, :, sink_tokens:])], axis=2))
-        parts = [x[:, :, :sink_tokens], decode(codec, encoded, means).astype(x.dtype), x[:, :, sink_tokens:]]
+        parts = [x[:, :, :sink_tokens], decode_keys(codec, encoded, means).astype(x.dtype), x[:, :, sink_tokens:]]
         plain.append(mx.concatenate(parts, axis=2))
     unused = mx.full((batch, HEADS, SPARE, layout.words), 0xFFFFFFFF, mx.uint32)
     queries = gaussian(HEADS * groups, length, dims[0])
@@ -212,7 +211,7 @@ def make_normalization(codec: Codec, keys: mx.array, scale: mx.array, kind: str,
     members = [np.flatnonzero(index == number) for number in range(max(index, default=0) + 1)]
     blocks = [mx.take(keys, mx.array(places, mx.int32), axis=2) for places in members]
     blocks = [block if block.shape[2] else mx.ones_like(scale)[:, :, None] for block in blocks]
-    means = [block_means(block[:, :, None], scale, codec.rotation).means for block in blocks]
+    means = [compute_block_means(block[:, :, None], scale, codec.rotation).means for block in blocks]
     spare = mx.full((*scale.shape[:2], 1, scale.shape[2]), mx.nan, mx.float16)
     which = mx.array(np.append(index, [1 << 30] * SPARE), mx.int32) if kind == "gaps" else None
     return KeyNormalization(scale, mx.concatenate([*means, spare], axis=2), which, first)
@@ -231,7 +230,7 @@ def random_mask(kind: str, shape: Sequence[int], dtype: str) -> mx.array:
 def exact(codec: Codec, encoded: Encoded, normalization: KeyNormalization | None = None) -> np.ndarray:
     """The decoded vectors in rotated space, with their means, in float64."""
     if normalization is not None:
-        places = np.array(normalization.which(encoded.codes.shape[2]))
+        places = np.array(normalization.mean_index(encoded.codes.shape[2]))
         return exact(codec, encoded) + double(normalization.means)[:, :, places]
     if encoded.scale is None:
         return double(codec.decode_rotated(encoded))

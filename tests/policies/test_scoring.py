@@ -9,7 +9,7 @@ from mlx_lm.models import rope_utils
 
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.formats.base import CodecOptions
-from mlx_tq.codec.normalization import KeyNormalization, decode, pair_scale
+from mlx_tq.codec.normalization import KeyNormalization, compute_key_scale, decode_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.kernels.score import score_ref
@@ -127,7 +127,7 @@ def test_scores_of_packed_keys(name, key, normalized):
     codecs = [get_format(f).codec(dim, CodecOptions(), mx.float32) for f in (key, "q8")]
     layout = RowLayout(*codecs)
     keys = mx.array(rng.standard_normal((2, 3, 50, dim)).astype(np.float32))
-    scale = pair_scale(mx.abs(keys).mean(axis=2), mx.abs(keys).max(axis=2), np.array(rope.pairs).T.tolist())
+    scale = compute_key_scale(mx.abs(keys).mean(axis=2), mx.abs(keys).max(axis=2), np.array(rope.pairs).T.tolist())
     means = mx.array(rng.standard_normal((2, 3, 1, dim)).astype(np.float16))
     normalization = KeyNormalization(scale, means) if normalized else None
     rows = layout.encode(keys, keys, normalization).rows
@@ -135,7 +135,7 @@ def test_scores_of_packed_keys(name, key, normalized):
     queries = rng.standard_normal((3, 2, dim)).astype(np.float32)
     weights = rng.random((3, 2, rope.pairs.shape[1])).astype(np.float32)
     scores = np.array(score_ref(rows, 50, layout, mx.array(queries), mx.array(weights), rope.pairs, normalization))
-    decoded = np.array(decode(layout.key, layout.keys(rows[:, :, :50]), normalization), np.float64)
+    decoded = np.array(decode_keys(layout.key, layout.keys(rows[:, :, :50]), normalization), np.float64)
     lengths = np.abs(as_complex(decoded, np.array(rope.pairs).T))
     expected = np.einsum("hgd,bhsd->bhgs", queries, decoded) + np.einsum("hgf,bhsf->bhgs", weights, lengths)
     assert scores.shape == (2, 3, 2, 50)

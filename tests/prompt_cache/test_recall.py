@@ -15,7 +15,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_tq.cache.departures import leaving, normalization_of
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
-from mlx_tq.codec.normalization import decode
+from mlx_tq.codec.normalization import decode_keys
 from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.archive import Extent
@@ -52,7 +52,7 @@ def assert_same_rows(caches, others):
         assert cache.body_tokens == count
         assert np.array_equal(np.array(rows[:, :, :count]), np.array(wanted[:, :, :count]))
         if expected is not None:
-            assert np.array_equal(np.array(known.of_rows(count)), np.array(expected.of_rows(count)))
+            assert np.array_equal(np.array(known.row_means(count)), np.array(expected.row_means(count)))
 
 
 def through_file(caches, damage=lambda data: data):
@@ -134,7 +134,7 @@ def test_of_two_formats_the_second_leaves_and_is_scored_as_what_it_was(cold, nor
     counts = [len(extent.positions) for extent in sequence.archived]
     known = normalization_of(caches[0], means, mx.array(np.repeat(np.arange(len(counts)), counts), mx.int32))
     key = leaving(caches[0])[1].key
-    found = decode(key, leaving(caches[0])[1].split_keys(mx.array(words)[None]), known)
+    found = decode_keys(key, leaving(caches[0])[1].split_keys(mx.array(words)[None]), known)
     wanted = kept[0].keys_and_values()[0].view.cold_keys()[:, :, mx.array(gone - 4)]
     rounding = 2.0**-11 * float(mx.abs(wanted).max()) if normalize else 0
     assert float(mx.abs(found - wanted).max()) <= 4 * rounding + 2.0**-20 * float(mx.abs(wanted).max())

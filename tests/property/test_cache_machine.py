@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.normalizer import SKIP, KeyNormalizer
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
-from mlx_tq.codec.normalization import KeyNormalization, block_means, decode, denormalize
+from mlx_tq.codec.normalization import KeyNormalization, compute_block_means, decode_keys, denormalize
 from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import make_cache
@@ -113,7 +113,7 @@ class Model:
             means = mx.concatenate([self.mean(block, layout.key.rotation) for block in sorted(set(which))], axis=2)
             normalization = KeyNormalization(self.weights, means, mx.array(which) - which[0])
         rows = layout.encode(keys, values, normalization).rows
-        found = [decode(layout.key, layout.keys(rows), normalization), layout.value.decode(layout.values(rows))]
+        found = [decode_keys(layout.key, layout.keys(rows), normalization), layout.value.decode(layout.values(rows))]
         found.append(found[0])
         if self.spec.cold:
             codec = self.spec.cold_layout(layout, mx.float16).key
@@ -127,7 +127,9 @@ class Model:
         if block not in self.means:
             first = self.spec.sinks + block * MEAN
             stop = min(first + MEAN, (first // BLOCK + 1) * BLOCK + self.spec.window)
-            self.means[block] = block_means(self.taken(KEYS, first, stop)[:, :, None], self.weights, rotation).means
+            self.means[block] = compute_block_means(
+                self.taken(KEYS, first, stop)[:, :, None], self.weights, rotation
+            ).means
         return self.means[block]
 
     def taken(self, array, start, stop):
