@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.evaluate.asking import read_text
+from mlx_tq.evaluate.asking import prefill
 from mlx_tq.policies import TriAttention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
 from mlx_tq.prompt_cache.passes import sequence_in
@@ -36,7 +36,7 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
     assert sequence is not None
     rounds: list[np.ndarray] = []
     for start in range(0, len(ids) + 1, STEP):
-        read_text(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
+        prefill(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
         if len(departed := sequence.take_departed()):
             rounds.append(departed)
     spans = [span for positions in rounds for span in make_spans(positions, ids, plain.decode)]

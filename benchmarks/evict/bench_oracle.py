@@ -33,10 +33,10 @@ from scores import (
     statistics,
 )
 
-from mlx_tq.cli.needles.haystack import load_text
+from benchmarks.studies.needle_kinds import plant
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.evaluate.asking import read_text
-from mlx_tq.evaluate.scenes import plant
+from mlx_tq.evaluate.asking import prefill
 from mlx_tq.models import load
 from mlx_tq.policies import ExpectedAttention, Published, TriAttention
 from mlx_tq.policies.calibration import SKIP
@@ -74,7 +74,7 @@ class Scene:
         self.asks = [(question + answer, len(answer)) for question, answer in pairs]
         self.caches = compressed_caches(make_prompt_cache(model, CONFIG))
         record(self.caches)
-        read_text(model, self.scene.ids, self.caches, STEP)
+        prefill(model, self.scene.ids, self.caches, STEP)
         self.text = recorded(self.caches)
         self.asked, self.known = self._ask_all()
 

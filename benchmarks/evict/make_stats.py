@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.cli.calibrating import Queries, listen, save_queries
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_chosen
 from mlx_tq.cli.model_args import add_model_arguments
-from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.compressed import plan_caches

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.prompt_cache.passes import compressed_caches

@@ -1,4 +1,4 @@
-"""Choose how keys are normalized: block means and a pair scale in float32 around each format's own codec.
+"""Compare ways to normalize keys: block means and a pair scale in float32 around the codec of each format.
 
 python -m benchmarks.quality.normalized_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
 which every key behind the sinks is replaced by what its codes say; values stay as they are. Without a folder the
@@ -16,14 +16,14 @@ import numpy as np
 
 from benchmarks.quality.whole_caches import WholeCache
 from mlx_tq.codec.formats import CodecOptions, get_format
-from mlx_tq.evaluate.passes import kl_divergence
-from mlx_tq.evaluate.perplexity import standard_error
-from mlx_tq.evaluate.report import Results
+from mlx_tq.evaluate.results import Results
+from mlx_tq.evaluate.teacher_forced import standard_error
 from mlx_tq.integration.attention import compressed_attention
 from mlx_tq.integration.known_models import model_facts
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.models import load
 from mlx_tq.policies.rope import learn_rope
+from mlx_tq.prompt_cache.predictions import kl_divergence
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "normalized_keys.json"
 PREFIX, FIRST, LEARNED, FLOOR = 32, 4, 128, 0.01
@@ -69,11 +69,11 @@ class Fake:
         """Keys [1, H, S, D] behind the sinks as their codes say."""
         if self.codec is None:
             return keys
-        weight, means = self.weight(keys, queries), self.centre(keys)
+        weight, means = self.weight(keys, queries), self.center(keys)
         found = self.codec.decode(self.codec.encode((keys - means) * weight)) / weight + means
         return mx.concatenate([keys[:, :, :PREFIX], found[:, :, PREFIX:]], axis=2)
 
-    def centre(self, keys: mx.array) -> mx.array:
+    def center(self, keys: mx.array) -> mx.array:
         """The mean that each key is stored relative to, rounded to fp16."""
         length, count = MEANS[self.means]
         if not length:
@@ -179,14 +179,14 @@ def main() -> None:
                 {"model": label, "format": name, "means": means, "scale": scale} | reader.measure(name, means, scale),
             )
             print(key, results.rows[key], flush=True)
-    results.show(
-        "Normalized keys",
-        ("", "KLD", "+-", "top-1 %"),
-        [
-            (key, f"{row['kld']:.5f}", f"{row['kld_error']:.5f}", f"{row['top1']:.1f}")
-            for key, row in results.rows.items()
-        ],
-    )
+    columns = {
+        "model": lambda row: row["model"],
+        "format, mean, scale": lambda row: f"{row['format']}, {row['means']}, {row['scale']}",
+        "KLD": lambda row: f"{row['kld']:.5f}",
+        "± KLD": lambda row: f"{row['kld_error']:.5f}",
+        "top-1 %": lambda row: f"{row['top1']:.1f}",
+    }
+    results.show("Normalized keys", columns, list(results.rows.values()))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache
 from benchmarks.kernels.cases import cases
 from benchmarks.quality.whole_caches import Attend, WholeCache
 from mlx_tq.cli.environment import environment
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.integration.attention import compressed_attention
 from mlx_tq.integration.known_models import model_facts
 from mlx_tq.integration.probe import native_caches

@@ -20,7 +20,7 @@ import numpy as np
 
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.cli.environment import environment
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies import Policy
 from mlx_tq.prompt_cache.passes import compressed_caches

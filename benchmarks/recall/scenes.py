@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.recall.bench_recall import BLOCK, Given, read
 from benchmarks.recall.needles import KINDS, Hidden
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 
 PREFIX, WINDOW = 32, 64

@@ -31,7 +31,7 @@ from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
 from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
 from mlx_tq.cli.environment import environment
-from mlx_tq.cli.needles.haystack import QUESTION, build_case, load_text
+from mlx_tq.cli.haystack import QUESTION, build_case, load_text
 from mlx_tq.config import RescueConfig
 from mlx_tq.rescue import RescueClient
 from mlx_tq.session import Rehydration

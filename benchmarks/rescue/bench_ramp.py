@@ -30,8 +30,8 @@ from benchmarks.rescue.process import Service, service
 from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key, lines
 from mlx_tq import EvictConfig, KVConfig, Session, load
 from mlx_tq.cli.environment import environment
-from mlx_tq.cli.needles.haystack import QUESTION, build_case, load_text, verdict
-from mlx_tq.evaluate.asking import whereabouts
+from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer, load_text
+from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.policies import parse_policy
 from mlx_tq.prompt_cache.passes import sequence_in
 
@@ -89,7 +89,7 @@ def measure(
             assert session.client is not None
             session.client.flush(30)
         needle = find(session.ids, case.ids[case.needle[0] : case.needle[1]])
-        live, _ = whereabouts(session.cache, needle)
+        live, _ = count_needle_tokens(session.cache, needle)
         before = twin.stats
         sequence = sequence_in(session.cache)
         shared = {
@@ -121,7 +121,7 @@ def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, A
     turn, stats = session.turns[-1], session.stats
     quoted = turn.rehydration.ranges
     return {
-        "verdict": verdict(answer, expected).value,
+        "verdict": judge_answer(answer, expected).value,
         "answer": answer,
         "quoted": quoted,
         "injected": len(turn.rehydration.ids),

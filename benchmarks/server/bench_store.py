@@ -19,7 +19,7 @@ import openai
 
 from benchmarks.server.bench_streams import serving
 from mlx_tq.cli.environment import environment
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.models import load
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_store.json"

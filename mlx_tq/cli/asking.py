@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tq.cli.calibrating import queries_of_questions, save_queries
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.losing import measure_losses
-from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.cli.progress import prefill_progress
 from mlx_tq.cli.screen import console, warn
 from mlx_tq.config import KVConfig

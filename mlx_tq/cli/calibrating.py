@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.cli.needles.questions import scenes
+from mlx_tq.cli.calibration_questions import build_question_scenes
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
@@ -129,7 +129,7 @@ def listen(
     count = max(1, tokens // length)
     make = _caches(model, covariance)
     asked, heard, ropes = _Mean(), _Mean(), []
-    for number, scene in enumerate(scenes(tokenizer, text, count, length), 1):
+    for number, scene in enumerate(build_question_scenes(tokenizer, text, count, length), 1):
         caches = make()
         with compressed(model):
             read(model, caches, scene.text, STEP)

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_tq.cli.needles import questions
-from mlx_tq.cli.needles.haystack import load_text
-from mlx_tq.cli.needles.questions import scenes
+from benchmarks.studies.needle_kinds import KINDS as NEEDLES
+from mlx_tq.cli import calibration_questions
+from mlx_tq.cli.calibration_questions import build_question_scenes
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.evaluate.scenes import KINDS as NEEDLES
 from mlx_tq.models import fingerprint, load
 from mlx_tq.policies.calibration import load_calibration
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -59,7 +59,7 @@ def test_calibrate_on_questions_and_text(cli, tmp_path):
     """The centre of the first layer is the mean query of the tokens that count, which depends on nothing else."""
     folder, path = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512), tmp_path / "stats.safetensors"
     model, tokenizer = load(str(folder))
-    layer, (scene,) = model.layers[0], scenes(tokenizer, load_text(), 1, 448)
+    layer, (scene,) = model.layers[0], build_question_scenes(tokenizer, load_text(), 1, 448)
 
     def mean(ids):
         return layer.self_attn.q_proj(layer.input_layernorm(model.model.embed_tokens(mx.array(ids)))).mean(axis=0)
@@ -127,7 +127,7 @@ def test_calibration_shares_no_wording_with_any_needle():
         return pairs | ({(word,) for words in texts for word in words if word not in common})
 
     rng = random.Random(0)
-    asked = wording(make(rng) for make in questions.KINDS for _ in range(300))
+    asked = wording(make(rng) for make in calibration_questions.KINDS for _ in range(300))
     planted = wording(fact for make in NEEDLES.values() for _ in range(300) for fact in make(rng, 0.5)[0])
     assert len(asked) > 60
     assert len(planted) > 60

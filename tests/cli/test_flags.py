@@ -6,12 +6,12 @@ from importlib import import_module
 
 import pytest
 
+from benchmarks.studies.needle_kinds import KINDS
 from mlx_tq import config
 from mlx_tq.__main__ import COMMANDS
 from mlx_tq.cli import args, names
 from mlx_tq.cli.parser import command_parser
 from mlx_tq.codec.formats import format_names
-from mlx_tq.evaluate.scenes import KINDS
 from mlx_tq.kernels.backend import BACKENDS
 from mlx_tq.models import DTYPES
 from mlx_tq.policies.policy import policy_names

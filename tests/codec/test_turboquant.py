@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from codec_reference import gaussian, levels, rotation_matrix
 
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.codec import TurboQuant
 from mlx_tq.codec.codebook import theoretical_mse
 from mlx_tq.codec.packing import unpack
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.recording import record
+from mlx_tq.evaluate.recording import record_attention
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 1, 3, 2), (0,), (2, 0)])
@@ -31,7 +31,7 @@ def test_codes_of_a_model_are_those_of_float64(embedded, side):
     """The model's own keys and values get the codes of float64 mathematics without a fixed order of sums."""
     model, tokenizer = embedded
     shares = []
-    for layer in record(model, tokenizer.encode(load_text()[:1000], add_special_tokens=False)[:96], 1):
+    for layer in record_attention(model, tokenizer.encode(load_text()[:1000], add_special_tokens=False)[:96], 1):
         x = getattr(layer, side).astype(mx.float32)
         codes = np.array(mx.concatenate(unpack([TurboQuant(128, 4).encode(x).codes], 4), axis=-1))
         exact = np.array(x, np.float64)

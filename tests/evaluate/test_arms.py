@@ -7,7 +7,7 @@ from mlx_tq.cli.args import add_cache_arguments
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import arms_from_args, parse_arm
-from mlx_tq.evaluate.flags import add_arm_arguments
+from mlx_tq.evaluate.command import add_arm_arguments
 
 
 def arms(*words):
@@ -17,7 +17,7 @@ def arms(*words):
     return arms_from_args(parser.parse_args(words))
 
 
-def test_a_profile_a_pair_and_a_pair_with_scale_rules():
+def test_an_arm_is_a_profile_or_a_pair_with_scale_rules():
     assert parse_arm("small").config == PROFILES["small"]
     long = PROFILES["long"]
     assert parse_arm("long", evict=None).config == replace(long, evict=replace(long.evict, recall="off"))
@@ -28,7 +28,7 @@ def test_a_profile_a_pair_and_a_pair_with_scale_rules():
     assert (ruled.key, ruled.key_scale, ruled.value, ruled.value_scale) == ("tq3", "matched", "tq4", "raw")
 
 
-def test_some_arms_evict_and_the_others_keep_all():
+def test_some_arms_evict_and_the_others_do_not():
     words = ("--profiles", "off,off@90%,small@300", "--kv-evict", "triattention:trigger=32", "--kv-sinks", "32")
     off, alone, both = (arm.config for arm in arms(*words))
     assert off.is_off
@@ -48,10 +48,7 @@ def test_the_default_the_list_and_the_flags():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--profiles", "bold"],
-            "profile 'bold' is unknown; valid are .*, tiny, long, or a pair",
-        ),
+        (["--profiles", "bold"], "profile 'bold' is unknown; valid are .*, tiny, long, or a pair"),
         (["--profiles", "q8/tq9"], "format 'tq9' is unknown"),
         (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
         (["--profiles", ","], "--profiles is empty"),
@@ -59,7 +56,7 @@ def test_the_default_the_list_and_the_flags():
         (["--profiles", "small", "--kv-key", "q8"], "--profiles and --kv-key both"),
     ],
 )
-def test_what_cannot_be_met(words, message):
+def test_invalid_arms_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         arms(*words)
 

@@ -1,25 +1,13 @@
 import json
+import shlex
 
 import pytest
 
 from mlx_tq.__main__ import main
 from mlx_tq.cli.environment import environment
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 
-READ = [
-    "--dtype",
-    "float32",
-    "--chunks",
-    "1",
-    "--length",
-    "256",
-    "--step",
-    "144",
-    "--kv-sinks",
-    "16",
-    "--kv-window",
-    "16",
-]
+READ = shlex.split("--dtype float32 --chunks 1 --length 256 --step 144 --kv-sinks 16 --kv-window 16")
 
 
 def test_json_on_stdout_and_nothing_else(capsys):
@@ -57,7 +45,7 @@ def test_formats_resume_and_refuse_other_settings(tmp_path, monkeypatch, capsys)
     assert [line.split()[0] for line in lines[-2:]] == ["tq2/tq2", "tq2/q8"]  # sorted by bytes
 
     del first["results"]["tq2/tq2"]
-    first["results"]["tq2/q8"]["ppl"] = 123.25  # kept, not measured again
+    first["results"]["tq2/q8"]["ppl"] = 123.25  # not measured again
     target.write_text(json.dumps(first))
     assert main(words) == 0
     assert json.loads(target.read_text())["results"]["tq2/q8"]["ppl"] == 123.25
@@ -90,7 +78,43 @@ def test_formats_ask_for_needles_once(tmp_path, capsys):
     assert main(words) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["3/3", "-"]
     found = json.loads(target.read_text())
-    found["results"]["q8/q8"]["found"] = 1  # kept, not asked again
+    found["results"]["q8/q8"]["found"] = 1  # not asked again
     target.write_text(json.dumps(found))
     assert main(words) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1/3", "-"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "strict", "code"),
+    [
+        (("PASS", "PASS"), True, 0),
+        (("PASS", "PARTIAL_WORD"), True, 1),
+        (("PASS", "TITLE_CASE"), True, 1),
+        (("PASS", "FAIL"), False, 0),
+        (("FAIL", "VOID"), True, 0),
+    ],
+)
+def test_strict_fails_if_a_compressed_cache_misses_a_needle(tmp_path, capsys, verdicts, strict, code):
+    """The records are read from the file of an earlier run."""
+    target = tmp_path / "needles.json"
+    words = ["evaluate", "needle", "--dtype", "float32", "--lengths", "300", "--depths", "0.5", "--seeds", "1"]
+    words += [
+        "--max-tokens",
+        "1",
+        "--profiles",
+        "small",
+        "--kv-sinks",
+        "16",
+        "--kv-window",
+        "16",
+        "--json",
+        str(target),
+    ]
+    assert main(words) == 0
+    saved = json.loads(target.read_text())
+    assert list(saved["results"]) == ["off 300 0.5 0", "small 300 0.5 0"]
+    for record, verdict in zip(saved["results"].values(), verdicts, strict=True):
+        record["verdict"] = verdict
+    target.write_text(json.dumps(saved))
+    assert main([*words, *(["--strict"] if strict else [])]) == code
+    assert "Needles found" in capsys.readouterr().out

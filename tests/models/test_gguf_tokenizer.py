@@ -11,7 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import mlx_tq
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 
 from .gguf_files import vocabulary, write_gguf
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 from http_harness import wait_for
 
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 
 from .conftest import ENDLESS
 from .harness import running, together

@@ -7,9 +7,9 @@ import pytest
 from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session
-from mlx_tq.cli.needles.haystack import QUESTION, Verdict, build_case, load_text, verdict
+from mlx_tq.cli.haystack import QUESTION, Verdict, build_case, judge_answer, load_text
 from mlx_tq.config import RescueConfig
-from mlx_tq.evaluate.asking import whereabouts
+from mlx_tq.evaluate.inspection import count_needle_tokens
 
 PREFIX, KEPT, WINDOW = 16, 176, 32
 TOKENS = 640
@@ -37,7 +37,7 @@ def service(tmp_path_factory):
 
 def found(session, answer):
     """The answer to the question holds the code word, to the letter."""
-    return verdict("".join(session.respond(QUESTION, max_tokens=24)), answer) is Verdict.PASS
+    return judge_answer("".join(session.respond(QUESTION, max_tokens=24)), answer) is Verdict.PASS
 
 
 @pytest.mark.parametrize(("where", "seed"), CASES)
@@ -55,7 +55,7 @@ def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
     ):
         "".join(rescued.respond(text, max_tokens=2))
         start = next(i for i in range(TOKENS) if rescued.ids[i : i + len(fact)] == fact)
-        live, _ = whereabouts(rescued.cache, (start, start + len(fact)))
+        live, _ = count_needle_tokens(rescued.cache, (start, start + len(fact)))
         assert live == 0
         rescued.save(tmp_path / "turn.safetensors")
         alone.load(tmp_path / "turn.safetensors")

@@ -11,7 +11,7 @@ import pytest
 from rescue.harness import Server
 
 from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.passes import sequence_in

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.rescue.wire import MAX_TEXT
 from mlx_tq.session.plain_text import PlainText
 from mlx_tq.session.spans import LONGEST, SHORTEST, make_spans, runs, widen

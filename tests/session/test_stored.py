@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_tq import EvictConfig, KVConfig, Session
-from mlx_tq.cli.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.prefix_cache.folder import Folder
 
 SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)

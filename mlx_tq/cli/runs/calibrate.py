@@ -7,9 +7,9 @@ from pathlib import Path
 from mlx_tq.cli.args import check_writable
 from mlx_tq.cli.asking import measure
 from mlx_tq.cli.calibrating import TEXT_SHARE, TOKENS, queries_of_questions, queries_of_text, save_queries
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_chosen
 from mlx_tq.cli.losing import TOKENS as LOSS_TOKENS
-from mlx_tq.cli.needles.haystack import load_text
 from mlx_tq.cli.progress import prefill_progress
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import fingerprint

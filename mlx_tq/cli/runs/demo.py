@@ -8,9 +8,9 @@ from textwrap import shorten
 from typing import Any
 
 from mlx_tq.cli.foreign_text import readable
+from mlx_tq.cli.haystack import QUESTION, Case, Verdict, build_case, judge_answer, load_text
 from mlx_tq.cli.loading import load_chosen
 from mlx_tq.cli.memory_bar import memory_bar
-from mlx_tq.cli.needles.haystack import QUESTION, Case, Verdict, build_case, load_text, verdict
 from mlx_tq.cli.screen import console, human_bytes, results, table
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, EvictConfig, KVConfig, RescueConfig, profile
 from mlx_tq.policies import TriAttention
@@ -77,7 +77,7 @@ def converse(model: Any, tokenizer: Any, case: Case, name: str, config: KVConfig
     return Outcome(
         name=name,
         answer=answer,
-        found=verdict(answer, case.answer) is Verdict.PASS,
+        found=judge_answer(answer, case.answer) is Verdict.PASS,
         live=stats.live,
         evicted=stats.evicted,
         brought_back=len(rehydration.ids),

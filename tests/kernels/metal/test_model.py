@@ -13,11 +13,11 @@ from cases import random
 from mlx_lm.generate import generate_step
 from simulated import simulated
 
+from benchmarks.studies.layers import Side, measure_layers
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import parse_arm
-from mlx_tq.evaluate.layers import Side, measure_layers
 from mlx_tq.kernels import backend, build, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load

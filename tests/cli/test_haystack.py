@@ -8,7 +8,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cli.needles.haystack import NEEDLE, QUESTION, Verdict, build_case, load_text, verdict
+from mlx_tq.cli.haystack import NEEDLE, QUESTION, Verdict, build_case, judge_answer, load_text
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import embedded_path
@@ -35,7 +35,7 @@ TOKENIZER = load_tokenizer(embedded_path())
     ],
 )
 def test_verdicts(answer, expected):
-    assert verdict(answer, "PURPLE ELEPHANT 7742") is expected
+    assert judge_answer(answer, "PURPLE ELEPHANT 7742") is expected
 
 
 def decoded(case):
@@ -90,7 +90,7 @@ def test_depth_moves_the_needle_and_seeds_differ_and_repeat():
         ({"text": ""}, "Give a longer text"),
     ],
 )
-def test_what_cannot_be_built(changes, words):
+def test_impossible_cases_are_refused(changes, words):
     options = {"text": TEXT, "tokens": 500, "depth": 0.5, "seed": 0, **changes}
     with pytest.raises(ConfigError, match=words) as error:
         build_case(TOKENIZER, options.pop("text"), **options)

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
-from mlx_tq.cli.needles.haystack import NEEDLE, QUESTION, Fact, build_scene, load_text
+from benchmarks.studies.needle_kinds import DECOY, KINDS, plant
+from mlx_tq.cli.haystack import NEEDLE, QUESTION, Fact, build_scene, load_text
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.scenes import DECOY, KINDS, plant
 from mlx_tq.models import embedded_path
 
 TEXT = load_text()

@@ -1,8 +1,8 @@
-"""What a measurement leaves: a table on stdout, a JSON file that can be resumed, a progress bar on stderr."""
+"""Output of a measurement: a table on stdout, a JSON file that can be resumed, a progress bar on stderr."""
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,32 +15,26 @@ from mlx_tq import __version__
 from mlx_tq.cli import screen
 from mlx_tq.cli.environment import blas
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.passes import Advance
 from mlx_tq.files import atomic_write
 
+Record = dict[str, Any]  # one row of results, as JSON
+Columns = Mapping[str, Callable[[Record], str]]  # how a table shows a record, by title
+Advance = Callable[[int], None]  # receives the number of units of work done
 STDOUT = "-"
 
 
 class Results:
-    """Rows of results by key, written to a JSON file after each.
+    """Records by key, written to a JSON file after each addition.
 
-    Attributes:
-        rows: what has been measured, by key.
+    Args:
+        target: a file, `-` for stdout at the end, or None.
+        command: the measurement.
+        settings: its settings, as plain data; an existing file with others is refused.
+        resume: continue with the records of an existing file.
     """
 
     def __init__(self, target: str | None, command: str, settings: Mapping[str, Any], *, resume: bool = False) -> None:
-        """Open the results.
-
-        Args:
-            target: a file, `-` for stdout at the end, or None.
-            command: what is measured.
-            settings: under which; plain data.
-            resume: take up the rows of an existing file.
-
-        Raises:
-            ConfigError: the file cannot be written, or holds something else that must not be mixed in.
-        """
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, Record] = {}
         self._lines: dict[str, str] = {}  # the rows as they are written
         self._target = target
         self._head = {
@@ -56,62 +50,56 @@ class Results:
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
         if resume and path.exists():
             for key, row in self._load(path).items():
-                self._keep(key, row)
+                self._store(key, row)
 
-    def _load(self, path: Path) -> dict[str, dict[str, Any]]:
+    def _load(self, path: Path) -> dict[str, Record]:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            same = all(found[name] == self._head[name] for name in ("command", "settings"))
-            rows: dict[str, dict[str, Any]] = found["results"]
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            same = all(saved[name] == self._head[name] for name in ("command", "settings"))
+            rows: dict[str, Record] = saved["results"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} holds no results to resume ({error!r}). Remove it or name another.") from error
         if not same:
             raise ConfigError(f"{path} holds results of other settings. Remove it or name another file.")
         return rows
 
-    def add(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a row, on disk too."""
-        self._keep(key, row)
-        if self._target not in (None, STDOUT):
-            self._write(Path(str(self._target)))
+    def add(self, key: str, row: Record) -> None:
+        self._store(key, row)
+        if self._target in (None, STDOUT):
+            return
+        try:
+            with atomic_write(Path(str(self._target))) as temporary:
+                temporary.write_text(self.dumps(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{self._target} cannot be written: {error}. Name another file.") from error
 
-    def _keep(self, key: str, row: dict[str, Any]) -> None:
+    def _store(self, key: str, row: Record) -> None:
         self.rows[key] = row
         self._lines[key] = f"  {json.dumps(key)}: {json.dumps(row)}"
 
-    def _write(self, path: Path) -> None:
-        try:
-            with atomic_write(path) as temporary:
-                temporary.write_text(self.dumps(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error}. Name another file.") from error
-
     def dumps(self) -> str:
-        """The JSON text, a row a line."""
+        """Return the JSON text, with a line for each row."""
         head = json.dumps(self._head, indent=1).removesuffix("\n}")
         return head + ',\n "results": {\n' + ",\n".join(self._lines.values()) + "\n }\n}\n"
 
-    def show(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], note: str = "") -> None:
-        """Print a table, or the JSON where that goes to stdout."""
+    def show(self, title: str, columns: Columns, rows: Sequence[Record], note: str = "") -> None:
+        """Print the rows as a table, or the JSON where that goes to stdout."""
         if self._target == STDOUT:
             sys.stdout.write(self.dumps())
             return
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        shown = screen.table(title, *columns)
-        for line in lines:
-            shown.add_row(*line)
-        console.print(shown)
+        table = screen.table(title, *columns)
+        for row in rows:
+            table.add_row(*(show(row) for show in columns.values()))
+        console.print(table)
         if note:
             console.print(note, style="dim", soft_wrap=True)
 
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
-    """A progress bar; yields a function that is told how much was done."""
-    if not screen.console.is_terminal:
-        yield lambda done: None
-        return
+    """Show a progress bar; yields the function that advances it."""
     columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen.console, transient=True) as shown:
-        task = shown.add_task(label, total=total)
-        yield lambda done: shown.advance(task, done)
+    with Progress(*columns, console=screen.console, transient=True, disable=not screen.console.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.advance(task, done)
