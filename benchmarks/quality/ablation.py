@@ -6,10 +6,10 @@ other side stays fp16. It resumes ../results/quality_ablation.json. docs/measure
 
 from pathlib import Path
 
-from variants import BITS, CHANGES, Variant
+from variants import BITS, CHANGES, FORMATS
 
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.codec import formats
+from mlx_tq.codec import register_format
 from mlx_tq.evaluate.arms import parse_arm
 from mlx_tq.evaluate.formats import measure_formats
 from mlx_tq.evaluate.results import Results
@@ -39,8 +39,8 @@ def pairs() -> list[str]:
 
 def main() -> None:
     """Measure the pairs without results, and print the table."""
-    formats._registry.cache_clear()  # the configuration was imported before Variant
-    assert Variant.variants()[0].name in formats.format_names()
+    for variant in FORMATS:
+        register_format(variant)
     results = Results(str(TARGET), "ablation", SETTINGS, resume=True)
     model, tokenizer = load()
     chunks = cut_chunks(tokenizer, load_text(), SETTINGS["chunks"], SETTINGS["length"])

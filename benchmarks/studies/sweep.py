@@ -36,8 +36,8 @@ from mlx_tq.prompt_cache.passes import before_pass, sequence_in
 
 TOGETHER = 9  # settings that share one pass of the fp16 cache: few, so that a stopped sweep loses little
 POLICIES = (
-    "triattention,triattention:evict=highest,triattention:score_unrotated_dims=on,"
-    "triattention:evict=highest:score_unrotated_dims=on,triattention:mode=v2,triattention:mode=v1,random,recency,"
+    "triattention,published:evict=highest,published:score_unrotated_dims=on,"
+    "published:evict=highest:score_unrotated_dims=on,published:mode=v2,published:mode=v1,random,recency,"
     "streaming,knorm"
 )
 
@@ -76,7 +76,7 @@ def grid(
     """Return all combinations; modes v1 and v2 take 0 sinks."""
     settings = []
     for variant, budget, granularity, trigger, count in product(variants, budgets, granularities, triggers, sinks):
-        count = 0 if parse_policy(variant, warmup=1).mode in ("v1", "v2") else count
+        count = 0 if parse_policy(variant, warmup=1).can_evict_sinks else count
         settings.append(Setting(variant, budget, granularity, trigger, count, once))
     return list(dict.fromkeys(settings))
 
@@ -190,8 +190,10 @@ class OncePrefilled:
     def __init__(self, model: Any, plan: Callable[[KVConfig], Any], arms: Sequence[Arm], step: int) -> None:
         policies = [arm.config.evict.policy for arm in arms]
         calibrated = [policy for policy in policies if isinstance(policy, CalibratedPolicy)]
-        if any(policy.ema or policy.recalibrate for policy in calibrated):
-            raise ConfigError("ema and recalibrate change the scores while a text is read. Measure without --once.")
+        if any(policy.recalibrates for policy in calibrated):
+            raise ConfigError(
+                "a policy that calibrates again changes its scores while a text is read. Measure without --once."
+            )
         reader: Any = Recency()
         if calibrated:  # the text calibrates all of them
             covariance = any(policy.needs_covariance and policy.file is None for policy in calibrated)

@@ -16,7 +16,7 @@ BASE = KVConfig(sinks=0, window=32)
 
 
 def test_variants_are_policies_with_options_that_win():
-    setting = Setting("triattention:evict=highest:trigger=8", 90, granularity=16, trigger=64)
+    setting = Setting("published:evict=highest:trigger=8", 90, granularity=16, trigger=64)
     assert setting.arm(BASE, 32).config.evict == EvictConfig(
         TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
@@ -26,7 +26,7 @@ def test_variants_are_policies_with_options_that_win():
 
 
 def test_the_grid_gives_v1_and_v2_no_sinks_and_names_each_setting_once():
-    settings = grid(["knorm:mode=v1", "triattention:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
+    settings = grid(["knorm:mode=v1", "published:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
     assert {setting.sinks for setting in settings if setting.variant == "knorm:mode=v1"} == {0}
     assert len(settings) == len({setting.name for setting in settings}) == 4 + 8
 
@@ -114,7 +114,7 @@ def test_cells_with_results_are_not_measured_again(tiny, embedded, monkeypatch):
         ask(tiny, embedded[1], [Setting("random", 99, trigger=16, sinks=0)])
 
 
-@pytest.mark.parametrize("variant", ["triattention", "triattention:mode=v1"])
+@pytest.mark.parametrize("variant", ["triattention", "published:mode=v1"])
 def test_once_equals_a_single_prefill_step(tiny, embedded, variant, monkeypatch):
     """With a single prefill step nothing is evicted before the question either way; settings share no cache."""
     live, rounds = [], []
@@ -141,7 +141,7 @@ def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_duri
         lives.append([record["live"] for record in records.values() if record["name"] != "off"])
     assert lives[0] != lives[1]
     with pytest.raises(ConfigError, match="ema and recalibrate change the scores while a text is read"):
-        ask(tiny, embedded[1], grid(["triattention:ema=0.1"], [50], [1], [16], [16], once=True))
+        ask(tiny, embedded[1], grid(["published:ema=0.1"], [50], [1], [16], [16], once=True))
 
 
 def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(exact):
