@@ -10,7 +10,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks
-from mlx_tq.policies import Random, TriAttention
+from mlx_tq.policies import Published, Random, TriAttention
 
 BASE = KVConfig(sinks=0, window=32)
 
@@ -18,7 +18,7 @@ BASE = KVConfig(sinks=0, window=32)
 def test_variants_are_policies_with_options_that_win():
     setting = Setting("published:evict=highest:trigger=8", 90, granularity=16, trigger=64)
     assert setting.arm(BASE, 32).config.evict == EvictConfig(
-        TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
+        Published(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
     assert Setting("knorm", 50).arm(BASE, 32).config.evict == EvictConfig("knorm:granularity=1", "50%", "off")
     for variant in sweep.POLICIES.split(","):
@@ -26,8 +26,8 @@ def test_variants_are_policies_with_options_that_win():
 
 
 def test_the_grid_gives_v1_and_v2_no_sinks_and_names_each_setting_once():
-    settings = grid(["knorm:mode=v1", "published:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
-    assert {setting.sinks for setting in settings if setting.variant == "knorm:mode=v1"} == {0}
+    settings = grid(["published:mode=v1", "published:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
+    assert {setting.sinks for setting in settings if setting.variant == "published:mode=v1"} == {0}
     assert len(settings) == len({setting.name for setting in settings}) == 4 + 8
 
 
@@ -140,7 +140,7 @@ def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_duri
         records = ask(tiny, embedded[1], settings, kinds=["multi"], sinks=16)
         lives.append([record["live"] for record in records.values() if record["name"] != "off"])
     assert lives[0] != lives[1]
-    with pytest.raises(ConfigError, match="ema and recalibrate change the scores while a text is read"):
+    with pytest.raises(ConfigError, match="calibrates again changes its scores"):
         ask(tiny, embedded[1], grid(["published:ema=0.1"], [50], [1], [16], [16], once=True))
 
 

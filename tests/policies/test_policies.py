@@ -126,7 +126,7 @@ def test_values_of_each_type():
     [
         ("triatention", "policy 'triatention' is unknown; valid are .*knorm.* Did you mean triattention"),
         ("", "policy '' is unknown; valid are "),
-        ("published:mode=v1", "option of triattention 'mode' is unknown; valid are calibration, granularity"),
+        ("triattention:mode=v1", "option of triattention 'mode' is unknown; valid are calibration, granularity"),
         ("published:agregation=v3", "option of published 'agregation' is unknown; .* Did you mean aggregation"),
         ("knorm:warmup=64", "option of knorm 'warmup' is unknown; valid are granularity, segments, trigger"),
         (
