@@ -1,8 +1,8 @@
-"""What tells a span that answers from one that does not: the scores of both, by embedder and by how spans are cut.
+"""Scores of relevant and of unrelated spans, by embedder and by how spans are cut.
 
     python -m benchmarks.rescue.bench_floor --data DIR     (DIR holds cranfield/ and qmsum/)
 
-Of every question the best score of a span that answers, and the best of text that has nothing to do with it. Planted
+For every query: the best score of a relevant span, and the best of unrelated text. Planted
 facts: 60 texts of 2,000 tokens, six kinds of facts and questions, cut to sentences as sessions do and to 64 tokens; the
 other text is the one around the fact. QMSum: every seventh meeting; Cranfield: 60 questions, three good abstracts each,
 every span a sentence or two; the other text is 60 spans of WikiText-2. Writes benchmarks/results/rescue_floor.json; the

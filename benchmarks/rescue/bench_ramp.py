@@ -1,18 +1,18 @@
-"""The rescue ramp: a fact in a text that outgrows the budget, asked for a turn later, in four arms.
+"""The rescue ramp: a fact in a text longer than the budget, and a question about it one turn later, in four arms.
 
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
-                                           [--policy published:aggregation=paper] [--embedder hashing] [--json FILE]
+                                           [--policy triattention:aggregation=paper] [--embedder hashing] [--json FILE]
 
-Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and goes on where it stopped. Real processes: the
+Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and resumes where it stopped. Real processes: the
 service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
 
     none        the cache keeps every token
     evict       tokens are evicted
     rescue      the same, with rescue
-    retrieval   every token stays, and the service is asked all the same: what the quotation does by itself
+    retrieval   no eviction, but a quotation from the service: the effect of the quotation alone
 
 The text is read once for an arm and its twin without rescue: the session is saved after its first turn, and the twin
-goes on from the file. Both answer over the very same cache.
+continues from the file. Both answer over the same cache.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from mlx_tq.prompt_cache.passes import sequence_in
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
-POLICY = "published:aggregation=paper"
+POLICY = "triattention:aggregation=paper"
 
 
 class Everything(Session):

@@ -1,4 +1,4 @@
-"""Plot the rescue ramp: what became of the fact, by arm, for each budget and rung. Writes an SVG beside the JSON.
+"""Plot the rescue ramp: the answers, by arm, for each budget and rung. Writes an SVG next to the JSON.
 
 python -m benchmarks.rescue.plot_ramp
 """

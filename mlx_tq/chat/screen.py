@@ -62,7 +62,7 @@ def show_stats(session: Session) -> None:
         rescue = stats.rescue
         lost = rescue.dropped + rescue.refused
         rows["spans at the service"] = f"{rescue.written:,} written, {rescue.queued:,} waiting, {lost:,} lost"
-        rows["questions to it"] = f"{rescue.asked:,} asked, {rescue.unanswered:,} unanswered"
+        rows["questions to it"] = f"{rescue.queries:,} asked, {rescue.unanswered:,} unanswered"
     for name, value in rows.items():
         shown.add_row(name, value)
     results.print(shown)

@@ -6,13 +6,13 @@ import os
 import socket
 import sys
 
+from http_limits.log_limit import LogLimit
 from mlx_tq.cli.args import KEY_VARIABLE, config_from_args
 from mlx_tq.cli.frame import DONE
 from mlx_tq.cli.joining import join_ranks
 from mlx_tq.cli.preflight import check_arguments
 from mlx_tq.cli.stores import chosen_store
 from mlx_tq.errors import ConfigError
-from mlx_tq.server.log_limit import LogLimit
 
 _AT_LEAST = {
     "decode_concurrency": 1,

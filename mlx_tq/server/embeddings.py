@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
+from starlette.concurrency import run_in_threadpool
 
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue import MAX_TEXT, RescueClient
@@ -53,7 +54,7 @@ async def embed(request: EmbeddingRequest, client: RescueClient | None, default:
     vectors: list[list[float]] = []
     try:
         for start in range(0, len(texts), _BATCH):
-            model, found = await client.embed(texts[start : start + _BATCH])
+            model, found = await run_in_threadpool(client.embed, texts[start : start + _BATCH])
             _check(request, model, len(found[0]), default)
             vectors += found
     except RescueError as error:

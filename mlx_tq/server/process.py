@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from jinja2 import TemplateError
 
+from http_limits.connections import BACKLOG, limited_connection, open_listener
 from mlx_tq.cli.args import config_from_args, rescue_from_args, with_blocks
 from mlx_tq.cli.grammar import Grammars
 from mlx_tq.cli.loading import load_chosen
@@ -28,7 +29,6 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import OFF, RescueClient, open_service
 from mlx_tq.server.app import Web, create_app
-from mlx_tq.server.connections import BACKLOG, connections, listening_socket
 from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
 from mlx_tq.server.formats import ResponseFormats
@@ -54,7 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
         ConfigError: the address is unknown or taken.
     """
     try:
-        return listening_socket(host, port)
+        return open_listener(host, port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
 
@@ -105,7 +105,7 @@ def serve(
     guard = Guard(key, args.allowed_origins, args.max_body or default_max_body(service.positions), requests)
     config = uvicorn.Config(
         create_app(Web(service, guard), args.allowed_origins),
-        http=connections(max(_CONNECTIONS, 4 * requests)),
+        http=limited_connection(max(_CONNECTIONS, 4 * requests)),
         ws="none",
         backlog=BACKLOG,
         log_config=None,

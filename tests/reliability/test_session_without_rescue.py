@@ -42,8 +42,8 @@ def test_the_same_tokens(name, exact, without):
     assert ids == without
     assert max(waited) < BOUND
     assert len(warnings) == 1
-    assert "Generation goes on without" in warnings[0]
-    assert stats.rescue.unanswered == stats.rescue.asked == 2
+    assert "Generation continues without" in warnings[0]
+    assert stats.rescue.unanswered == stats.rescue.queries == 2
     assert stats.rescued == 0
 
 
@@ -55,7 +55,7 @@ def test_ranges_that_this_conversation_does_not_have(where, exact, without):
     with BadServer(always({"chunks": [lie], "accepted": 1})) as server:
         ids, _, _, stats = converse(exact, server.url)
     assert ids == without
-    assert stats.rescue.found == 2
+    assert stats.rescue.retrieved == 2
 
 
 def test_a_service_cannot_put_words_into_a_conversation(exact):

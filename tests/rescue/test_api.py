@@ -131,8 +131,8 @@ def test_metrics_count_what_happened(here):
         'rescue_retrievals_total{mode="bm25",outcome="miss"} 1.0',
         'rescue_requests_total{method="POST",route="/evict/write",status="201"} 1.0',
         "rescue_spans 1.0",
-        'rescue_recent_search_seconds{share="0.5"}',
-        'rescue_recent_search_seconds{share="0.95"}',
+        'rescue_recent_search_seconds{quantile="0.5"}',
+        'rescue_recent_search_seconds{quantile="0.95"}',
     ):
         assert line in text
 

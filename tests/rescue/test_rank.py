@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescue_svc.schemas import RetrieveRequest
-from rescue_svc.service.rank import fuse, join_neighbours, merge_ranges
+from rescue_svc.service.rank import fuse, join_adjacent, merge_ranges
 from rescue_svc.store import Span
 
 THOUSANDTHS = st.integers(-1000, 1000).map(lambda n: n / 1000)
@@ -46,10 +46,7 @@ def test_a_span_without_a_vector_is_not_hidden():
 
 def joined(*spans):
     made = [Span(start, stop, layer, 0.0, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
-    return [
-        (f.span.text, f.span.start, f.span.stop)
-        for f in join_neighbours(made, fuse({s.id: 1 - s.id / 99 for s in made}, {}, 1))
-    ]
+    return [(f.text, *f.token_range) for f in join_adjacent(made, fuse({s.id: 1 - s.id / 99 for s in made}, {}, 1))]
 
 
 def test_neighbours_join_in_order_and_keep_the_best_rank():
@@ -64,8 +61,8 @@ def test_neighbours_join_in_order_and_keep_the_best_rank():
 def test_what_is_joined_has_the_best_scores_of_its_parts():
     made = [Span(0, 10, 0, 0.3, "a", 0), Span(10, 20, 0, 0.7, "b", 1)]
     scores = fuse({0: 0.2, 1: 0.9}, {0: 4.0}, 0.5)
-    (found,) = join_neighbours([made[s.id] for s in scores], scores)
-    assert (found.similarity, found.dense, found.bm25, found.span.score) == (0.9, 0.9, 1.0, 0.7)
+    (found,) = join_adjacent([made[s.id] for s in scores], scores)
+    assert (found.similarity, found.dense, found.bm25, found.score) == (0.9, 0.9, 1.0, 0.7)
 
 
 def test_the_default_of_alpha_is_the_one_of_the_measurements():

@@ -11,8 +11,7 @@ import pytest
 from http_harness import wait_for
 
 from rescue_svc.embed import choose_embedder, load_embedder
-from rescue_svc.embed.minilm import find_model
-from rescue_svc.embed.sentence_models import name_vectors
+from rescue_svc.embed.sentence_models import digest_model, find_minilm
 from rescue_svc.errors import EmbedderUnavailableError, SettingsError
 
 from .harness import EACH_STORE
@@ -22,7 +21,7 @@ REAL = pytest.mark.skipif(
     reason="MiniLM's wheel is not installed; `make minilm` installs it and the library",
 )
 INSTALLED = pytest.mark.skipif(
-    importlib.util.find_spec("sentence_transformers") is None, reason="the extra embed-any is not installed"
+    importlib.util.find_spec("sentence_transformers") is None, reason="the extra embed is not installed"
 )
 
 
@@ -58,7 +57,7 @@ def test_a_folder_comes_before_the_hubs_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model_in(tmp_path / "small")
     assert choose_embedder("sentence-transformers:small", None)[0].folder == tmp_path / "small"
-    with pytest.raises(SettingsError, match="model_path elsewhere is MiniLM's"):
+    with pytest.raises(SettingsError, match="model_path elsewhere is for MiniLM"):
         choose_embedder("sentence-transformers:small", Path("elsewhere"))
     (tmp_path / "small" / "1_Pooling" / "pytorch_model.bin").write_text("a program")
     with pytest.raises(SettingsError, match=r"pytorch_model\.bin is pickled"):
@@ -66,23 +65,23 @@ def test_a_folder_comes_before_the_hubs_cache(tmp_path, monkeypatch):
 
 
 def test_vectors_are_named_by_what_they_depend_on(tmp_path):
-    name = name_vectors(model_in(tmp_path / "a"))
+    name = digest_model(model_in(tmp_path / "a"))
     assert name.startswith("st-")
     twin = model_in(tmp_path / "b", **{"README.md": "of no matter", ".lock": ""})
     (twin / "onnx").mkdir()
     (twin / "onnx" / "model.onnx").write_text("the same for another library")
-    assert name_vectors(twin) == name
+    assert digest_model(twin) == name
     others = [
         model_in(tmp_path / "c", **{"model.safetensors": "trained on"}),
         model_in(tmp_path / "d", **{"1_Pooling/config.json": "{}"}),
     ]
-    assert len({name, *map(name_vectors, others)}) == 3
+    assert len({name, *map(digest_model, others)}) == 3
 
 
 @pytest.fixture
 def wide(tmp_path) -> Path:
     """MiniLM's weights pooled twice, by mean and by maximum: 768 dimensions. It wants a word before a question."""
-    folder = Path(shutil.copytree(find_model(None), tmp_path / "wide"))
+    folder = Path(shutil.copytree(find_minilm(None), tmp_path / "wide"))
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": 384, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True})
     )
@@ -101,7 +100,7 @@ def test_a_change_of_embedder_embeds_again_in_its_own_dimensions(here, wide, kep
     service.wait_until_embedded()
     service.stop()
     asked = {"hybrid_alpha": 1, "top_k": 1}
-    for embedder in (f"sentence-transformers:{wide}", "sentence-transformers:" + str(find_model(None)), "minilm"):
+    for embedder in (f"sentence-transformers:{wide}", "sentence-transformers:" + str(find_minilm(None)), "minilm"):
         service = here(embedder=embedder)
         service.wait_until_embedded()
         answer = service.retrieve("s", "where did the cat take a nap?", **asked)
@@ -134,13 +133,13 @@ def test_a_model_that_changed_under_the_service_is_not_mixed_in(here, wide):
 @REAL
 @pytest.mark.full
 def test_vectors_are_the_librarys(wide):
-    ours = load_embedder("sentence-transformers:" + str(find_model(None)))
+    ours = load_embedder("sentence-transformers:" + str(find_minilm(None)))
     texts = ["Where did the CAT sleep?", "", "été 7742"]
     assert np.abs(ours.embed(texts) - load_embedder("minilm").embed(texts)).max() < 1e-6
     asking = load_embedder(f"sentence-transformers:{wide}")
     assert np.linalg.norm(asking.embed(texts), axis=1) == pytest.approx(1)
-    assert np.abs(asking.embed_questions(texts[:1]) - asking.embed(["query: " + texts[0]])).max() < 1e-6
-    assert np.abs(asking.embed_questions(texts[:1]) - asking.embed(texts[:1])).max() > 0.01
+    assert np.abs(asking.embed_queries(texts[:1]) - asking.embed(["query: " + texts[0]])).max() < 1e-6
+    assert np.abs(asking.embed_queries(texts[:1]) - asking.embed(texts[:1])).max() > 0.01
     chosen = choose_embedder(f"sentence-transformers:{wide}", None)[0]
     (wide / "vocab.txt").write_text("")
     with pytest.raises(EmbedderUnavailableError, match="changed"):

@@ -6,7 +6,7 @@ import pytest
 
 from rescue_svc.opening import open_all
 from rescue_svc.settings import load_settings
-from rescue_svc.store import NewSpan, budget
+from rescue_svc.store import NewSpan, fts
 
 from .harness import EACH_STORE
 
@@ -21,7 +21,7 @@ def opened(kept_in, folder):
 @pytest.fixture
 def store(tmp_path, monkeypatch, kept_in):
     """With a budget of four."""
-    monkeypatch.setattr(budget, "MIN_POSTINGS", 4)
+    monkeypatch.setattr(fts, "MIN_POSTINGS", 4)
     made = opened(kept_in, tmp_path / "data")
     yield made
     made.close()

@@ -74,7 +74,8 @@ def test_without_an_embedder_and_of_a_service_that_has_ended(tmp_path):
             for _ in range(4):
                 with pytest.raises(UnavailableError, match="no embedder"):
                     asyncio.run(embed(asked, client, "default_model"))
-            assert client._transport.breaker.allows
+            assert client.retrieve("s", "what?") == []
+            assert client.stats.unanswered == 0
             plain.stop()
             with pytest.raises(UnavailableError, match="cannot be reached"):
                 asyncio.run(embed(asked, client, "default_model"))

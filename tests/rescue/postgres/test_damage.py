@@ -115,8 +115,8 @@ def test_rights_that_go_and_come_back(postgres, here):
     )
     only_read = f"ALTER DATABASE {name} SET default_transaction_read_only ="
     right = "INSERT ON mlx_tq_rescue.queue"
-    standby = f"{only_read} on", f"{only_read} off", None, "takes no writes now; name its primary in RESCUE_STORE"
-    revoked = f"REVOKE {right} FROM clerk", f"GRANT {right} TO clerk", url, "lacks a right (permission denied for table"
+    standby = f"{only_read} on", f"{only_read} off", None, "is read-only; name its primary in RESCUE_STORE"
+    revoked = f"REVOKE {right} FROM clerk", f"GRANT {right} TO clerk", url, "a privilege (permission denied for table"
     for number, (goes, comes, where, says) in enumerate((standby, revoked), start=2):
         postgres.sql(goes, where)
         postgres.sql(anew)

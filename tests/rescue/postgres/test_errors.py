@@ -97,13 +97,13 @@ WRONG = {
     nowhere: r"no connection to postgresql://127.0.0.1:\d+/rescue: .*[Cc]onnection refused.*; check RESCUE_STORE",
     no_database: 'no connection to .*: .*database "nowhere" does not exist',
     no_role: 'no connection to .*: .*role "stranger" does not exist',
-    no_right_to_make_tables: r"the role of RESCUE_STORE lacks a right \(permission denied for database .*\); grant it",
+    no_right_to_make_tables: r"RESCUE_STORE lacks a privilege \(permission denied for database .*\); grant it",
     no_right_to_add_pgvector: "may not add pgvector to .*; have an administrator run `CREATE EXTENSION vector`",
     no_pgvector: "the server of .* has no pgvector; install 0.8 or later",
-    old_pgvector: "has pgvector 0.7.4; 0.8 or later is needed: .* `ALTER EXTENSION vector UPDATE`",
+    old_pgvector: "has pgvector 0.7.4; 0.8 or later is required: .* `ALTER EXTENSION vector UPDATE`",
     another_encoding: "has the encoding SQL_ASCII; make a database in UTF8",
-    a_standby: "takes no writes now; name its primary in RESCUE_STORE",
-    old_server: "is PostgreSQL 13.5; 15 or later is needed",
+    a_standby: "is read-only; name its primary in RESCUE_STORE",
+    old_server: "is PostgreSQL 13.5; 15 or later is required",
 }
 
 
@@ -117,8 +117,8 @@ def test_what_is_wrong_is_said(postgres, opening, wrong):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"store": f"mysql://u:{PASSWORD}@localhost/x"}, "store is no PostgreSQL URL"),
-        ({"store": f"postgresql://u:{PASSWORD}@localhost:a port/x"}, "store is no PostgreSQL URL"),
+        ({"store": f"mysql://u:{PASSWORD}@localhost/x"}, "store is not a PostgreSQL URL"),
+        ({"store": f"postgresql://u:{PASSWORD}@localhost:a port/x"}, "store is not a PostgreSQL URL"),
         ({"store": "postgresql://localhost/x", "ephemeral": "true"}, "give one of the two"),
         ({"store": "postgresql://localhost/x", "index": "faiss"}, "hnsw"),
         ({"index": "hnsw"}, "faiss"),
@@ -135,7 +135,7 @@ def test_the_store_of_a_newer_version_is_left_alone(postgres, opening):
     url = postgres.database()
     opening(url)[0].write("s", [])
     postgres.sql("UPDATE mlx_tq_rescue.version SET steps = 99", url)
-    with pytest.raises(StoreDamagedError, match="version 99, this program knows 1; upgrade"):
+    with pytest.raises(StoreDamagedError, match="version 99, this program supports 1; upgrade"):
         opening(url)
 
 
@@ -146,13 +146,13 @@ def test_a_role_of_few_rights_is_enough_and_forgets_less_at_once(postgres, openi
     postgres.sql(f"GRANT CREATE ON DATABASE {url.partition('@/')[2].partition('?')[0]} TO modest")
     for rights, says in (
         ((), "with the server's checkpoints$"),
-        (("GRANT pg_checkpoint TO modest",), "at once, its log when that is used again$"),
+        (("GRANT pg_checkpoint TO modest",), "at once, its log when that is reused$"),
         (("GRANT EXECUTE ON FUNCTION pg_switch_wal() TO modest",), "at once$"),
     ):
         for right in rights:
             postgres.sql(right, url)
         store = opening(modest)[0]
-        assert re.search(f"forgotten text leaves the disk {says}", store.about())
+        assert re.search(f"forgotten text is deleted from disk {says}", store.describe())
         store.write("s", [NewSpan(0, 1, -1, 0.0, "a text")])
         assert store.forget("s").spans == 1
 
@@ -163,7 +163,7 @@ def test_doctor_says_what_the_server_is_and_what_it_lacks(postgres, monkeypatch)
     assert well.code == 0, well.out
     assert "pgvector's HNSW" in well.out
     assert "PostgreSQL 18" in well.out
-    assert "page checksums on, forgotten text leaves the disk at once: 0 sessions, 0 spans" in well.out
+    assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in well.out
     monkeypatch.setenv("RESCUE_STORE", nowhere(postgres))
     ill = command("doctor", "--embedder", "none")
     assert (ill.code, "BAD store" in ill.out) == (1, True)

@@ -99,7 +99,7 @@ def test_a_server_that_is_away_is_said_and_comes_back(own, survivor):
         assert "no connection to postgresql://" in answer.json()["detail"]
     assert survivor.http.get("/healthz").status_code == 200
     assert client.retrieve("away", "access code", timeout=30) == []
-    assert "Generation goes on without" in client.take_warning()
+    assert "Generation continues without" in client.take_warning()
     own.start()
     wait_for(lambda: survivor.http.get("/readyz").status_code == 200)
     assert survivor.write("away", ("written when it was back", 5, 9)).status_code == 201

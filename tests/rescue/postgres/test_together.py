@@ -169,7 +169,7 @@ def test_a_dump_is_the_store_again(postgres, tmp_path, monkeypatch):
     expected = service.retrieve("s", "backup")
     monkeypatch.setenv("RESCUE_STORE", url)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "there is no pg_dump" in command("backup", tmp_path / "monday").err
+    assert "pg_dump is missing" in command("backup", tmp_path / "monday").err
     monkeypatch.setenv("PATH", str(postgres.bin))
     said = command("backup", tmp_path / "monday")
     assert said.code == 0, said.err

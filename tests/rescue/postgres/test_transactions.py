@@ -5,7 +5,7 @@ from contextlib import suppress
 import psycopg
 import pytest
 
-from rescue_svc.postgres.transactions import transaction
+from rescue_svc.postgres.connections import transaction
 
 
 def lose(connection, server):

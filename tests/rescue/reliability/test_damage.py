@@ -140,9 +140,9 @@ CHANGES = [
         (f"spans SET {change} WHERE id", "span 3 of session s0")
         for change in ("layer = 1", "score = 9.0", "start = 0", "stop = 99", "text = 'a lie'", "seal = 0")
     ),
-    ("spans SET session = 99 WHERE id", "rows point to a session or span that is gone"),
-    ("sessions SET spans = 23 WHERE id", "session s2 should hold 23 spans and holds 24"),
-    ("sessions SET text_bytes = 1 WHERE id", "session s2 should hold"),
+    ("spans SET session = 99 WHERE id", "rows refer to a session or span that does not exist"),
+    ("sessions SET spans = 23 WHERE id", "session s2 should have 23 spans and has 24"),
+    ("sessions SET text_bytes = 1 WHERE id", "session s2 should have"),
 ]
 
 
@@ -176,8 +176,8 @@ def test_a_rebuild_keeps_what_is_whole(pristine, copy, times):
         spans = {name: set(answer[0]) for name, answer in answers(work).items()}
         assert all(some <= all_spans[name] for name, some in spans.items())
         assert sum(map(len, spans.values())) == found.spans
-        assert found.complete == (found.set_aside is None)
-        assert found.spans == there or found.set_aside.exists()
+        assert found.complete == (found.damaged_file is None)
+        assert found.spans == there or found.damaged_file.exists()
         kept += found.spans
     assert kept > times(100) * there
 
@@ -189,15 +189,15 @@ def test_a_rebuild_says_what_it_kept(pristine, copy, changed):
     work = changed("spans SET layer = 1 WHERE id")
     before = (work / files.DATABASE).read_bytes()
     found = copies.rebuild(work)
-    assert found == copies.Rebuilt(there - 1, there - 1, lost=1, complete=False, set_aside=found.set_aside)
-    assert found.set_aside.read_bytes() == before
+    assert found == copies.Rebuilt(there - 1, there - 1, lost=1, complete=False, damaged_file=found.damaged_file)
+    assert found.damaged_file.read_bytes() == before
 
 
 def test_a_rebuild_that_finds_nothing_does_not_send_to_itself(tmp_path):
     SqliteStore(tmp_path, CAPS).close()
     with (tmp_path / files.DATABASE).open("r+b") as file:
         file.truncate(5000)
-    with pytest.raises(StoreDamagedError, match="to begin with an empty store") as found:
+    with pytest.raises(StoreDamagedError, match="to start with an empty store") as found:
         copies.rebuild(tmp_path)
     assert "mlx-tq-rescue rebuild" not in str(found.value)
     assert not list(tmp_path.glob("*.rebuilding*"))

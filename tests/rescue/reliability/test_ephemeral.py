@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from rescue_svc.ephemeral import keep, own_folder
+from rescue_svc.ephemeral import ephemeral_folder, make_permanent
 from rescue_svc.errors import DirectoryInUseError, SettingsError, StoreUnavailableError
 from rescue_svc.settings import load_settings
 
@@ -25,7 +25,7 @@ SECRET = "the harbour master counts gulls"
 def ephemeral(folder=None):
     """One in this process, that holds a text; its folder is cleared at the end."""
     chosen = {} if folder is None else {"data_dir": folder}
-    with own_folder(load_settings(ephemeral=True, **chosen)) as settings:
+    with ephemeral_folder(load_settings(ephemeral=True, **chosen)) as settings:
         service = Here(settings.data_dir)
         try:
             service.write("s", (SECRET, 0, 5))
@@ -43,7 +43,7 @@ def left_by_a_kill(folder, tmp_path):
 
 
 def refuse(folder, says):
-    with pytest.raises(SettingsError, match=says), own_folder(load_settings(ephemeral=True, data_dir=folder)):
+    with pytest.raises(SettingsError, match=says), ephemeral_folder(load_settings(ephemeral=True, data_dir=folder)):
         pass
 
 
@@ -53,15 +53,15 @@ def test_a_folder_of_others_is_refused_and_stays(tmp_path, here):
     for thesis in (file, folder / "thesis.txt"):
         thesis.write_text("thesis")
     refuse(folder, "thesis.txt.*name a folder that is empty")
-    refuse(file, "cannot be taken")
-    refuse(tmp_path / "no" / "such", "cannot be taken")
+    refuse(file, "cannot be used")
+    refuse(tmp_path / "no" / "such", "cannot be used")
     assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("thesis.txt", "thesis")]
     assert file.read_text() == "thesis"
     assert not (tmp_path / "no").exists()
     lasting = here()
     lasting.write("s", (SECRET, 0, 5))
     lasting.stop()
-    refuse(lasting.data_dir, "holds what it did not write")
+    refuse(lasting.data_dir, "contains other files")
     assert here().dump("s")["token_ranges"] == [[0, 5]]
 
 
@@ -79,7 +79,7 @@ def test_what_others_put_in_meanwhile_stays(tmp_path, caplog):
         (service.data_dir / "rescue.db.txt").write_text("thesis")
     left = {str(p.relative_to(service.data_dir)) for p in service.data_dir.rglob("*") if p.is_file()}
     assert left == {"index/2024.txt", "rescue.db.txt"}
-    assert "stays" in caplog.text
+    assert "not deleted" in caplog.text
 
 
 @pytest.mark.full
@@ -109,9 +109,9 @@ def test_a_killed_one_leaves_a_folder_that_is_its_own(tmp_path):
 def test_a_lasting_service_makes_a_folder_its_own(tmp_path, here):
     """What a killed one left is no longer deleted once a lasting one keeps texts there."""
     folder = left_by_a_kill(tmp_path / "data", tmp_path)
-    keep(folder)
+    make_permanent(folder)
     assert here(folder).dump("s")["token_ranges"] == [[0, 5]]
-    refuse(folder, "holds what it did not write")
+    refuse(folder, "contains other files")
 
 
 # As processes, which end by signals and by their standard input.

@@ -7,7 +7,7 @@ import shutil
 from contextlib import closing
 
 from rescue_svc.embed.hashing import HashingEmbedder
-from rescue_svc.store import words
+from rescue_svc.store import fts
 from rescue_svc.store.files import connect
 
 from ..harness import EACH_STORE, IN_FULL_EACH_STORE
@@ -79,7 +79,7 @@ def test_a_crash_in_the_middle_of_forgetting_is_made_good(here, kept_in, tmp_pat
     with closing(connect(folder / "rescue.db")) as connection, closing(connect(folder / "rescue.db")):
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         connection.execute("BEGIN")
-        words.drop(connection, 1)
+        fts.drop(connection, 1)
         connection.execute("DELETE FROM sessions")
         connection.execute("COMMIT")
         copy = shutil.copytree(folder, tmp_path / "copy")  # the second connection keeps the log from being emptied

@@ -28,7 +28,7 @@ def filled(server):
     return server
 
 
-# The colour of a point of the axis; 14 of its 28 tokens on, the owl's span has its middle.
+# The color of a point of the axis; 14 of its 28 tokens on, the owl's span has its middle.
 PIXEL = """place => {
     const canvas = document.getElementById("axis");
     return [...canvas.getContext("2d").getImageData(place * canvas.width, 45, 1, 1).data];
@@ -43,22 +43,22 @@ def test_a_search_shows_both_scores_and_draws_the_hit(filled, open_page):
     expect(page.locator("#axis")).to_have_attribute("aria-label", "3 spans from token 0 to 28")
     before, gap = page.evaluate(PIXEL, OWL), page.evaluate(PIXEL, GAP)
     assert before != gap
-    page.get_by_label("Question", exact=True).fill("what does the owl say?")
-    page.get_by_label("At most").fill("1")
+    page.get_by_label("Query", exact=True).fill("what does the owl say?")
+    page.get_by_label("Results", exact=True).fill("1")
     page.get_by_role("button", name="Search").click()
     result = page.locator("#results li")
     expect(result).to_have_count(1)
     expect(result.locator("p")).to_have_text("the owl says number 1")
-    expect(result).to_contain_text("words 1.00")
+    expect(result).to_contain_text("keyword 1.00")
     expect(result).to_contain_text("tokens 10 to 18")
-    meaning = filled.retrieve("first-chat", "what does the owl say?", top_k=1)["chunks"][0]["dense"]
-    expect(result).to_contain_text(f"meaning {meaning:.2f}")
-    expect(page.locator("#hits-figures")).to_contain_text("found something")
+    dense = filled.retrieve("first-chat", "what does the owl say?", top_k=1)["chunks"][0]["dense"]
+    expect(result).to_contain_text(f"semantic {dense:.2f}")
+    expect(page.locator("#hits-figures")).to_contain_text("had results")
     (searches,) = re.findall(r'retrieve_seconds_count\{stage="search"\} (\d+)', filled.http.get("/metrics").text)
     expect(page.locator("#latency-figures")).to_contain_text(f"{searches} searches")
-    expect(page.locator("#latency-figures")).to_have_text(re.compile(r"half within \d+\.\d\d ms"))  # no bucket's edge
+    expect(page.locator("#latency-figures")).to_have_text(re.compile(r"p50 [\d.]+ ms, p95 [\d.]+ ms$"))
     assert page.evaluate(PIXEL, OWL) not in (before, gap)
-    page.get_by_label("Search by").select_option("words")
+    page.get_by_label("Mode").select_option("Keyword")
     page.get_by_role("button", name="Search").click()
     expect(page.locator("#results li")).to_have_count(1)
     page.locator("#axis").hover(position={"x": 10, "y": 40})
@@ -87,10 +87,10 @@ def test_all_spans_can_be_browsed(server, open_page):
     server.forget("long-chat")
 
 
-def test_recovered_text_is_never_code(filled, open_page):
+def test_retrieved_text_is_never_code(filled, open_page):
     page = open_page(filled)
     page.get_by_role("button", name="second-chat").click()
-    page.get_by_label("Question", exact=True).fill("img script document title")
+    page.get_by_label("Query", exact=True).fill("img script document title")
     page.get_by_role("button", name="Search").click()
     expect(page.locator("#results li").first.locator("p")).to_have_text(SCRIPT)
     expect(page.locator("#spans li").first).to_contain_text(SCRIPT)
@@ -100,7 +100,7 @@ def test_recovered_text_is_never_code(filled, open_page):
 
 
 def test_an_injected_script_would_not_run(filled, browser):
-    """The second line of defence: even markup that got in is refused by the page's policy."""
+    """Defense in depth: the page's policy refuses injected markup, too."""
     page = browser.new_page()
     page.goto(filled.url)
     assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq rescue")
@@ -114,7 +114,7 @@ def test_keyboard_only(filled, open_page):
     expect(page.get_by_role("button", name="first-chat")).to_be_focused()
     expect(page.locator("#session-title")).to_have_text("first-chat")
     page.keyboard.press("/")
-    expect(page.get_by_label("Question", exact=True)).to_be_focused()
+    expect(page.get_by_label("Query", exact=True)).to_be_focused()
     page.keyboard.type("elk")
     page.keyboard.press("Enter")
     expect(page.locator("#results li").first.locator("p")).to_have_text("the elk says number 2")
@@ -124,10 +124,10 @@ def test_keyboard_only(filled, open_page):
     page.keyboard.press("ArrowRight")
     expect(page.locator("#under")).to_have_text("span 2 of 3: tokens 10 to 18")
     page.keyboard.press("Shift+Tab")
-    expect(page.get_by_role("button", name="Forget", exact=True)).to_be_focused()
+    expect(page.get_by_role("button", name="Delete", exact=True)).to_be_focused()
     page.keyboard.press("Enter")
-    expect(page.locator("#sure-text")).to_contain_text("Forget first-chat?")
-    expect(page.get_by_role("button", name="Keep")).to_be_focused()
+    expect(page.locator("#sure-text")).to_contain_text("Delete first-chat?")
+    expect(page.get_by_role("button", name="Cancel")).to_be_focused()
     page.keyboard.press("Escape")
     assert filled.dump("first-chat")["session_total"] == 3
     page.keyboard.press("Enter")
@@ -142,28 +142,28 @@ def test_keyboard_only(filled, open_page):
 def test_it_fits_and_can_be_read(filled, open_page, scheme, width):
     page = open_page(filled, color_scheme=scheme, viewport={"width": width, "height": 800})
     page.get_by_role("button", name="first-chat").click()
-    page.get_by_label("Question", exact=True).fill("owl")
+    page.get_by_label("Query", exact=True).fill("owl")
     page.get_by_role("button", name="Search").click()
     expect(page.locator("#results li").first).to_be_visible()
     assert_fits_and_can_be_read(page)
 
 
-def test_what_is_missing_is_said(serve, open_page, browser):
+def test_missing_parts_are_shown(serve, open_page, browser):
     """Sessions, an embedder, and in the end the service; the token is the password."""
     server = serve(embedder="none", token=TOKEN)
     person = {"http_credentials": {"username": "anyone", "password": TOKEN}}
     page = open_page(server, **person)
-    expect(page.get_by_label("Search by")).to_have_value("0")
+    expect(page.get_by_label("Mode")).to_have_value("0")
     expect(page.locator("#no-sessions")).to_be_visible()
-    expect(page.locator("#status")).to_contain_text("words only: switched off (embedder=none)")
-    assert page.locator("#alpha option:disabled").all_text_contents() == ["both", "meaning"], "they cannot work"
+    expect(page.locator("#status")).to_contain_text("Keyword search only: switched off (embedder=none)")
+    assert page.locator("#alpha option:disabled").all_text_contents() == ["Hybrid", "Semantic"]
     server.write("s", ("a text", 0, 5))
     expect(page.get_by_role("button", name="s", exact=False).first).to_be_visible()
     page.context.close()
     context = browser.new_context(**person)  # its console may show errors: the service goes away
     page = context.new_page()
     page.goto(server.url)
-    expect(page.locator("#status")).to_contain_text("words only")
+    expect(page.locator("#status")).to_contain_text("Keyword search only")
     server.kill()
     expect(page.locator("#status")).to_contain_text("does not answer", timeout=10_000)
     context.close()

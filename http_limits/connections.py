@@ -1,7 +1,4 @@
-"""Limits of client connections: how many, how long a client may take, and how much of a request is buffered.
-
-`mlx_tq/server` and `rescue_svc` share no code and have identical copies of this file.
-"""
+"""Limits of client connections: how many, how long a client may take, and how much of a request is buffered."""
 
 import asyncio
 import math
@@ -17,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 BACKLOG = 128  # connections accepted in one iteration of the event loop
 HEAD_S = 10.0
 WRITE_S = 30.0
-MIN_WRITE_BYTES = 2**14  # that a client has to accept in WRITE_S
+MIN_WRITE_BYTES = 2**14  # a client has to accept this many within WRITE_S
 MAX_HEAD = 2**16  # bytes
 MAX_HEADERS = 100
 MAX_PIPELINED = 8
@@ -41,7 +38,7 @@ class Connection(HttpToolsProtocol):
     Attributes:
         max_connections: in all; one address may have half as many.
         head_s: seconds from the connection, or from the previous response, to the end of the request head.
-        write_s: seconds in which a client has to accept `MIN_WRITE_BYTES` bytes, or all that is left.
+        write_s: seconds in which a client has to accept `MIN_WRITE_BYTES` bytes, or the rest.
     """
 
     max_connections = 512
@@ -57,7 +54,6 @@ class Connection(HttpToolsProtocol):
     _error_message = ""
 
     def connection_made(self, transport: Any) -> None:
-        """Start the deadlines, and close another connection if there are too many."""
         super().connection_made(transport)
         self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_IN_KERNEL)
         self._start_head_timer()
@@ -125,7 +121,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data` in pieces, so that little is buffered before a limit is checked."""
+        # In pieces, so that little is buffered before a limit is checked.
         for start in range(0, len(data), _PARSE_CHUNK_BYTES):
             piece = data[start : start + _PARSE_CHUNK_BYTES]
             self._pending_bytes += len(piece)
@@ -152,20 +148,17 @@ class Connection(HttpToolsProtocol):
             self._abort()
 
     def on_message_begin(self) -> None:
-        """Mark the beginning of a request head."""
         super().on_message_begin()
         self._in_head = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header, but no trailer: nothing reads them."""
         if not self._in_head:
-            self._refuse("Trailers are not supported.")
+            self._refuse("Trailers are not supported.")  # nothing reads them
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(f"The request has more than {MAX_HEADERS} headers.")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request, or queue it behind the one that runs."""
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(f"More than {MAX_PIPELINED} requests are pipelined.")
         self._in_head = False
@@ -176,67 +169,56 @@ class Connection(HttpToolsProtocol):
             self._running_cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """Reset the count of framing bytes."""
         self._pending_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Reset the count of framing bytes."""
         self._pending_bytes = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request; the rest of a refused body has to arrive in the same time."""
         if self.pipeline:
             self._running_cycle = self.pipeline[-1][0]  # uvicorn starts the next pipelined request below
         super().on_response_complete()
         self._blocked_since = self.loop.time()
         if self.cycle.response_complete:
-            self._start_head_timer()
+            self._start_head_timer()  # the rest of a refused body has to arrive in the same time
 
     def pause_writing(self) -> None:
-        """Note since when the client accepts nothing."""
         super().pause_writing()
         self._blocked_since = self.loop.time()
 
     def resume_writing(self) -> None:
-        """Forget how much was unsent at the last write check."""
         super().resume_writing()
         self._unsent_bytes = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers and mark the running request as disconnected.
-
-        uvicorn does this only for the last pipelined request.
-        """
         self._stop_head_timer()
         if self._write_timer is not None:
             self._write_timer.cancel()
+        # uvicorn marks only the last pipelined request as disconnected.
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
             self._running_cycle.message_event.set()
         super().connection_lost(exc)
 
 
-def connections(wanted: int) -> type[Connection]:
-    """Return the protocol for so many connections, or fewer where the system's limit of open files cannot be raised."""
+def limited_connection(max_connections: int) -> type[Connection]:
+    """Return the protocol class for `max_connections`, or fewer if the limit of open files cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _RESERVED
+    needed = max_connections + _RESERVED
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    room = wanted if soft == resource.RLIM_INFINITY else max(2, min(wanted, soft - _RESERVED))
-    return type("Connection", (Connection,), {"max_connections": room})
+    if soft != resource.RLIM_INFINITY:
+        max_connections = max(2, min(max_connections, soft - _RESERVED))
+    return type("Connection", (Connection,), {"max_connections": max_connections})
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket on which clients are already waited for.
-
-    Raises:
-        OSError: the address is unknown or taken.
-    """
+def open_listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket; raises OSError if the address is unknown or taken."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    # asyncio turns Nagle's algorithm off only where the protocol is named; with it each answer waits 40 ms.
+    # asyncio turns Nagle's algorithm off only if the protocol is given; with it each response is delayed by 40 ms.
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The store: SQLite is the truth; a call that returned is on the disk."""
+"""The store in SQLite. What a call wrote is on disk when it returns."""
 
 import logging
 import queue
@@ -9,11 +9,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError, StoreUnavailableError
 from rescue_svc.settings import Caps
-from rescue_svc.store import check, files, vectors, words
+from rescue_svc.store import check, files, fts
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, NewSpan, Pending, Session, Span, Vectors, span_of_row
+from rescue_svc.store.records import (
+    COLUMNS,
+    NewSpan,
+    Pending,
+    Session,
+    Span,
+    StoredVectors,
+    Vectors,
+    delete_vectors,
+    insert_vector,
+    span_of_row,
+    vector_of_row,
+    vector_seal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +36,7 @@ READERS = 4
 
 
 class SqliteStore:
-    """Spans of all sessions, in one SQLite database of one process. Safe to call from many threads.
-
-    Raises DirectoryInUseError, StoreUnavailableError or StoreDamagedError when it cannot be opened.
-    """
+    """Spans of all sessions in one database, which one process opens."""
 
     def __init__(self, directory: Path, caps: Caps) -> None:
         self.directory = directory
@@ -33,7 +45,7 @@ class SqliteStore:
         self._writing = threading.Lock()
         self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
         self._common_words: dict[int, dict[str, int]] = {}
-        self._embedded: dict[str, int] = {}  # by model: every span up to here has its vector, or was given up
+        self._embedded: dict[str, int] = {}  # by model: the last span with a vector, or that was given up
         try:
             with files.sqlite_errors():
                 self._open(directory / files.DATABASE)
@@ -60,17 +72,15 @@ class SqliteStore:
                 "the database was not closed cleanly, or was changed; checking every row", extra={"trust": trust}
             )
             check.verify(self._writer, rebuild_words=trust == "altered")
-        # A crash may have come after a DELETE was committed and before the log was emptied of the old text.
+        # A crash after a committed DELETE may keep old text in the log.
         self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         files.seal_open(self.directory)
         (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
 
-    def about(self) -> str:
-        """Say where the spans are."""
+    def describe(self) -> str:
         return str(self.directory)
 
     def close(self) -> None:
-        """Empty the log into the database, seal it and free the directory."""
         with self._writing:
             try:
                 with files.sqlite_errors():
@@ -108,13 +118,7 @@ class SqliteStore:
         finally:
             self._readers.put(reader)
 
-    # Sessions and spans
-
     def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
-        """Store spans in one transaction; return how many are new and how many the session then holds.
-
-        Raises SessionFullError or StoreFullError, and then nothing of the call is stored.
-        """
         now = time.time()
         with self._write() as connection:
             session = self._session_for_writing(connection, name, now)
@@ -134,14 +138,14 @@ class SqliteStore:
             return int(row[0])
         if connection.execute("SELECT count(*) FROM sessions").fetchone()[0] >= self._caps.sessions:
             raise StoreFullError(
-                f"there are {self._caps.sessions} sessions, the cap; forget some or raise RESCUE_MAX_SESSIONS"
+                f"there are {self._caps.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
             )
         cursor = connection.execute(
             "INSERT INTO sessions (name, spans, text_bytes, created, updated) VALUES (?, 0, 0, ?, ?)", (name, now, now)
         )
         session = cursor.lastrowid
         assert session is not None  # noqa: S101 - an INSERT always sets it; this tells the type checker
-        words.create(connection, session)
+        fts.create(connection, session)
         return session
 
     def _insert(self, connection: sqlite3.Connection, session: int, name: str, span: NewSpan) -> bool:
@@ -152,24 +156,23 @@ class SqliteStore:
             (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
         ).fetchone()
         if row:
-            words.add(connection, session, row[0], span.text)
+            fts.add(connection, session, row[0], span.text)
         return row is not None
 
     def _check_caps(self, connection: sqlite3.Connection, name: str, total: int) -> None:
         if total > self._caps.session_spans:
             raise SessionFullError(
-                f"session {name} would hold {total} spans, the cap is {self._caps.session_spans}; "
+                f"session {name} would have {total} spans, the limit is {self._caps.session_spans}; "
                 "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
             )
-        everywhere = connection.execute("SELECT sum(spans) FROM sessions").fetchone()[0]
-        if everywhere > self._caps.spans:
+        stored = connection.execute("SELECT sum(spans) FROM sessions").fetchone()[0]
+        if stored > self._caps.spans:
             raise StoreFullError(
-                f"the store would hold {everywhere} spans, the cap is {self._caps.spans}; "
+                f"the store would have {stored} spans, the limit is {self._caps.spans}; "
                 "forget sessions or raise RESCUE_MAX_SPANS"
             )
 
     def session(self, name: str) -> Session | None:
-        """Return a session, or None if it was never written or is forgotten."""
         with self._read() as connection:
             row = connection.execute(
                 "SELECT id, name, spans, text_bytes, created, updated FROM sessions WHERE name = ?", (name,)
@@ -177,7 +180,6 @@ class SqliteStore:
         return Session(*row) if row else None
 
     def sessions(self) -> list[Session]:
-        """Return all sessions, the last written first."""
         with self._read() as connection:
             rows = connection.execute(
                 "SELECT id, name, spans, text_bytes, created, updated FROM sessions ORDER BY updated DESC, id DESC"
@@ -185,7 +187,6 @@ class SqliteStore:
         return [Session(*row) for row in rows]
 
     def page(self, session: Session, first: int, count: int) -> list[Span]:
-        """Return `count` spans in the order of writing, behind the `first` ones; raises StoreDamagedError."""
         with self._read() as connection:
             rows = connection.execute(
                 f"SELECT {COLUMNS} FROM spans WHERE session = ? ORDER BY id LIMIT ? OFFSET ?",  # noqa: S608
@@ -194,7 +195,6 @@ class SqliteStore:
         return [span_of_row(row, session.name) for row in rows]
 
     def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
-        """Return the session's spans with these ids, or all, in the order of writing; raises StoreDamagedError."""
         chosen = "" if ids is None else f" AND id IN ({','.join('?' * len(ids))})"
         with self._read() as connection:
             rows = connection.execute(
@@ -204,7 +204,6 @@ class SqliteStore:
         return [span_of_row(row, session.name) for row in rows]
 
     def covered(self, session: Session, ranges: Sequence[tuple[int, int]]) -> set[int]:
-        """Return the ids of spans that lie wholly in one of `ranges`."""
         with self._read() as connection:
             return {
                 row[0]
@@ -216,20 +215,18 @@ class SqliteStore:
             }
 
     def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
-        """Return the best span ids by BM25 with their scores; nothing for a session that was forgotten meanwhile."""
         with self._read() as connection:
             if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
                 return {}
             common = self._common_words.setdefault(session.id, {})
-            return words.search(connection, session.id, session.spans, query, limit, excluded, common)
+            return fts.search(connection, session.id, session.spans, query, limit, excluded, common)
 
     def forget(self, name: str) -> Session:
-        """Remove a session so that no byte of its text is left; return what it was. Raises SessionNotFoundError."""
         session = self.session(name)
         if session is None:
             raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
         with self._write() as connection:
-            words.drop(connection, session.id)
+            fts.drop(connection, session.id)
             connection.execute("DELETE FROM embeddings WHERE session = ?", (session.id,))
             connection.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
         with self._writing, files.sqlite_errors():
@@ -241,14 +238,11 @@ class SqliteStore:
         busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if busy:
             raise StoreUnavailableError(
-                "another program is reading the database, so its log still holds old text; it is purged at the next "
-                "DELETE or when the service stops; end the other program, a backup for instance"
+                "another program, such as a backup, reads the database, so that its log still has old text; it is "
+                "purged at the next DELETE or when the service stops"
             )
 
-    # Vectors
-
     def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
-        """Give the next spans, in the order of writing, the vectors that `embed` makes; tell whether there were any."""
         spans = self.pending(model, self._embedded.get(model, 0), limit)
         if spans:
             self.store_vectors(model, spans, embed(spans))
@@ -256,37 +250,55 @@ class SqliteStore:
         return bool(spans)
 
     def give_up(self, model: str, span: int) -> None:
-        """Leave a span without a vector until the next start: it cannot be embedded."""
         self._embedded[model] = span
 
     def pending(self, model: str, after: int, limit: int) -> list[Pending]:
-        """Return the next spans past id `after` that have no vector of `model`."""
+        """Return the next spans after id `after` without a vector of `model`."""
         with self._read() as connection:
-            return vectors.pending(connection, model, after, limit)
+            rows = connection.execute(
+                """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
+                   WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
+                (model, after, limit),
+            )
+            return [Pending(*row) for row in rows]
 
     def count_pending(self, model: str) -> int:
-        """Count the spans that have no vector of `model`."""
         with self._read() as connection:
-            return vectors.count_pending(connection, model)
+            spans = connection.execute("SELECT coalesce(sum(spans), 0) FROM sessions").fetchone()[0]
+            vectors = connection.execute("SELECT count(*) FROM embeddings WHERE model = ?", (model,)).fetchone()[0]
+        return int(spans - vectors)
 
     def store_vectors(self, model: str, spans: Sequence[Pending], matrix: Vectors) -> None:
-        """Store one vector a span, [N, D], in one transaction."""
+        """Store a vector [N, D] for each span, except for spans that were forgotten meanwhile."""
         with self._write() as connection:
-            vectors.store(connection, model, spans, matrix)
+            for item, vector in zip(spans, matrix, strict=True):
+                blob = vector.astype("<f4").tobytes()
+                insert_vector(connection, item.span, model, blob, vector_seal(item.span, model, blob))
 
-    def vectors(self, session: int, model: str, after: int, dim: int) -> vectors.Stored:
-        """Return a session's vectors past number `after`; damaged ones are removed, to be made again."""
+    def vectors(self, session: int, model: str, after: int, dim: int) -> StoredVectors:
+        """Return the vectors stored after sequence number `after`; damaged ones are removed."""
         with self._read() as connection:
-            stored, damaged = vectors.load(connection, session, model, after, dim)
+            rows = connection.execute(
+                "SELECT seq, span, vector, seal FROM embeddings WHERE session = ? AND model = ? AND seq > ? "
+                "ORDER BY seq",
+                (session, model, after),
+            ).fetchall()
+        read = [(span, vector_of_row(span, model, blob, seal)) for _, span, blob, seal in rows]
+        intact = [(span, vector) for span, vector in read if vector is not None and vector.shape == (dim,)]
+        spans = [span for span, _ in intact]
+        damaged = {span for span, _ in read}.difference(spans)
         if damaged:
             log.warning(
-                "damaged vectors are left out and made again at the next start", extra={"vectors": len(damaged)}
+                "damaged vectors are removed, and recomputed at the next start", extra={"vectors": len(damaged)}
             )
             with self._write() as connection:
-                vectors.remove(connection, damaged)
-        return stored
+                delete_vectors(connection, list(damaged))
+        matrix = np.stack([vector for _, vector in intact]) if intact else np.zeros((0, dim), np.float32)
+        return StoredVectors(np.array(spans, np.int64), matrix, rows[-1][0] if rows else after)
 
     def count_vectors(self, session: int, model: str, upto: int = 2**62) -> int:
-        """Count a session's vectors up to sequence number `upto`."""
         with self._read() as connection:
-            return vectors.count(connection, session, model, upto)
+            row = connection.execute(
+                "SELECT count(*) FROM embeddings WHERE session = ? AND model = ? AND seq <= ?", (session, model, upto)
+            ).fetchone()
+        return int(row[0])

@@ -1,42 +1,46 @@
-"""BM25 over a session's words: one contentless FTS5 table a session.
+"""BM25 over the words of a session, in one contentless FTS5 table per session.
 
-A table of its own keeps word statistics from leaking between sessions, and forgetting a session is one DROP TABLE.
-`secure_delete` turns that into zeroed pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
+So sessions share no word statistics, and forgetting a session is one DROP TABLE. `secure_delete` turns that into zeroed
+pages on every SQLite, also those before FTS5's own secure-delete option (3.42).
 """
 
 import re
 import sqlite3
 
-from rescue_svc.store import budget
+MAX_TERMS = 64
+# FTS5 scores about a million postings per second. A query may score this many, or a sixteenth of the session if that is
+# more; beyond that its most frequent words, which say least, are left out.
+MIN_POSTINGS = 2048
+POSTINGS_SHARE = 16
 
 # unicode61 splits words in any script; porter lets "evicted" find "evicts". Measured in benchmarks/rescue.
 TOKENIZER = "porter unicode61 remove_diacritics 2"
 
 
+def max_postings(spans: int, share: int = POSTINGS_SHARE) -> int:
+    """Return how many postings a query may score in a session of this size."""
+    return max(MIN_POSTINGS, spans // share)
+
+
 def table_name(session: int) -> str:
-    """Name of a session's word table."""
     return f"words_{session:d}"
 
 
 def create(connection: sqlite3.Connection, session: int) -> None:
-    """Make the word table of a new session."""
     connection.execute(
         f"CREATE VIRTUAL TABLE {table_name(session)} USING fts5(text, content='', tokenize='{TOKENIZER}')"
     )
 
 
 def add(connection: sqlite3.Connection, session: int, span: int, text: str) -> None:
-    """Add a span's words."""
     connection.execute(f"INSERT INTO {table_name(session)} (rowid, text) VALUES (?, ?)", (span, text))  # noqa: S608
 
 
 def drop(connection: sqlite3.Connection, session: int) -> None:
-    """Remove a session's words."""
     connection.execute(f"DROP TABLE IF EXISTS {table_name(session)}")
 
 
 def rebuild(connection: sqlite3.Connection, session: int) -> None:
-    """Make the word table anew from the spans."""
     drop(connection, session)
     create(connection, session)
     for span, text in connection.execute("SELECT id, text FROM spans WHERE session = ?", (session,)).fetchall():
@@ -44,7 +48,6 @@ def rebuild(connection: sqlite3.Connection, session: int) -> None:
 
 
 def is_whole(connection: sqlite3.Connection, session: int) -> bool:
-    """Tell whether FTS5 finds its own table in order."""
     name = table_name(session)
     try:
         connection.execute(f"INSERT INTO {name} ({name}) VALUES ('integrity-check')")  # noqa: S608
@@ -62,16 +65,16 @@ def search(
     excluded: set[int],
     common: dict[str, int],
 ) -> dict[int, float]:
-    """Return up to `limit` span ids with their BM25 score (higher is better), best first.
+    """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`.
 
-    `spans` is the size of the session; `excluded` ids are passed over. `common` remembers, from call to call, words
-    that stand in at least so many spans: a session only grows. FTS5 fixes k1 = 1.2 and b = 0.75.
+    `spans` is the size of the session. `common` caches lower bounds of the postings of frequent words across calls.
+    FTS5 fixes k1 = 1.2 and b = 0.75.
     """
-    terms = _rarest_terms(connection, session, query, budget.postings(spans), common)
+    terms = _rarest_terms(connection, session, query, max_postings(spans), common)
     if not terms:
         return {}
     name = table_name(session)
-    # SQLite keeps the best of a LIMIT in a heap; FTS5's own ORDER BY rank sorts every hit.
+    # With a LIMIT SQLite keeps the best in a heap; FTS5's ORDER BY rank sorts every hit.
     rows = connection.execute(
         f"SELECT rowid, bm25({name}) AS score FROM {name} WHERE {name} MATCH ? ORDER BY score, rowid LIMIT ?",  # noqa: S608
         (" OR ".join(terms), limit + len(excluded)),
@@ -82,10 +85,10 @@ def search(
 def _rarest_terms(
     connection: sqlite3.Connection, session: int, query: str, most: int, common: dict[str, int]
 ) -> list[str]:
-    """Return the query's words as quoted FTS5 strings, the commonest left out once `most` postings are spent."""
+    """Return the words of a query as quoted FTS5 strings, the rarest first, until `most` postings are spent."""
     name = table_name(session)
-    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[: budget.MAX_TERMS]
-    # The count stops at the budget, so a word that stands everywhere costs no more than one that just fits.
+    words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:MAX_TERMS]
+    # The count stops at the limit, so that a word in every span costs no more than one that just fits.
     count = f"SELECT count(*) FROM (SELECT 1 FROM {name} WHERE {name} MATCH ? LIMIT {most:d})"  # noqa: S608
     counted = []
     for word in words:
