@@ -18,9 +18,8 @@ from benchmarks.quality.whole_caches import WholeCache
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import standard_error
-from mlx_tq.integration.attention import compressed_attention
-from mlx_tq.integration.known_models import model_facts
-from mlx_tq.integration.probe import native_caches
+from mlx_tq.integration.patches import patch_attention
+from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import load
 from mlx_tq.policies.rope import learn_rope
 from mlx_tq.prompt_cache.predictions import kl_divergence
@@ -142,7 +141,7 @@ class Reader:
             options = CodecOptions(seed=42 + 1000 * slot.index)
             codec = None if name is None else get_format(name).codec(slot.key_dim, options, mx.float32)
             caches[slot.index] = WholeCache(Fake(codec, means, scale, pairs).attend)
-        with compressed_attention():
+        with patch_attention():
             logits = self.model(self.ids[None], cache=caches)[0, LEARNED:]
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             mx.eval(logits)

@@ -23,9 +23,8 @@ from benchmarks.kernels.cases import cases
 from benchmarks.quality.whole_caches import Attend, WholeCache
 from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.integration.attention import compressed_attention
-from mlx_tq.integration.known_models import model_facts
-from mlx_tq.integration.probe import native_caches
+from mlx_tq.integration.patches import patch_attention
+from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
@@ -103,7 +102,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
         found: dict[str, list[float]] = {}
         for index in whole:
             caches[index] = WholeCache(watched(found))
-        with compressed_attention():
+        with patch_attention():
             for start in range(0, length - QUERIES, STEP):
                 stop = min(start + STEP, length - QUERIES)
                 mx.eval(model(ids[None, start:stop], cache=caches))

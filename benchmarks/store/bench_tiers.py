@@ -25,7 +25,8 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.environment import environment
 from mlx_tq.config import Budget, EvictConfig, profile
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
-from mlx_tq.prefix_cache.points import Point, block_name, from_record
+from mlx_tq.prefix_cache.prefix_cache import derive_key
+from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.layer_group import LayerGroup
 
@@ -101,16 +102,16 @@ def through_store(caches, folder):
     names = []
 
     def spill():
-        point = Point(caches)
+        point = Checkpoint(caches)
         with folder.writing():
-            for data in point.new_blocks(0):
-                names.append(block_name(data))
+            for data in point.encode_blocks(0):
+                names.append(derive_key("", data))
                 folder.write(BLOCKS, names[-1], data)
-            folder.settle(BLOCKS, names[-1])
-        return point.to_bytes_without(names)
+            folder.sync(BLOCKS, names[-1])
+        return point.encode(names)
 
     def warm():
-        found = from_record(record, lambda name: folder.read(BLOCKS, name))
+        found, _ = decode_checkpoint(record, lambda name: folder.read(BLOCKS, name))
         mx.eval([cache.state for cache in found])
         return found
 

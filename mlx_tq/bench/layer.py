@@ -19,7 +19,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.screen import human_bytes, table
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import KVConfig
-from mlx_tq.integration.attention import compressed_attention, scaled_dot_product_attention
+from mlx_tq.integration.patches import patch_attention, scaled_dot_product_attention
 
 _CHUNK = 2048  # tokens appended at a time while a cache is filled
 _TARGET = 0.1  # seconds of chained calls in one measurement
@@ -47,7 +47,7 @@ def _fill(cache: Cache, shape: LayerShape, tokens: int, dtype: mx.Dtype) -> None
     for start in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - start)
         keys, values = (mx.random.normal((1, shape.kv_heads, count, shape.head_dim)).astype(dtype) for _ in range(2))
-        with compressed_attention():
+        with patch_attention():
             cache.update_and_fetch(keys, values)
         if isinstance(cache, CompressedKVCache):
             cache.settle()

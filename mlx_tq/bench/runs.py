@@ -24,8 +24,7 @@ from mlx_tq.cli.screen import console, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
-from mlx_tq.integration.known_models import model_facts
-from mlx_tq.integration.probe import native_caches
+from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.kernels.tuning import tune

@@ -9,7 +9,7 @@ from mlx_tq.cli.screen import console, human_bytes, table, warn
 from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import ConfigError
-from mlx_tq.prefix_cache.store import OFF
+from mlx_tq.prefix_cache.prefix_cache import OFF
 
 # What several ranks cannot do: mlx-lm divides no such model, or a file would hold the part of one rank.
 _FLAGS = ("--adapter-path", "--draft-model", "--image", "--prompt-cache-file", "--load")

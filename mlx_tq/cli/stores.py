@@ -7,7 +7,7 @@ from mlx_tq.cli.args import STORE, STORE_LIMIT, option_value
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.folder import LIMIT, Folder
-from mlx_tq.prefix_cache.store import OFF, open_folder
+from mlx_tq.prefix_cache.prefix_cache import OFF, open_folder
 
 
 def chosen_store(args: argparse.Namespace, others: Sequence[str] = (), ranks: Ranks = ALONE) -> Folder | None:

@@ -1,1 +1,1 @@
-"""The door to mlx-lm: its attention, its RoPE modules, its forward pass, and what is known of its models."""
+"""Patches into mlx-lm (attention, RoPE, forward pass, cache factory), and the probe of its models."""

@@ -1,1 +1,1 @@
-"""The store of prefixes on disk: what was read once, by any conversation, need not be read again."""
+"""KV caches of prompts on disk, content-addressed, so that prompts that share a prefix skip its prefill."""

@@ -17,7 +17,7 @@ from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.facts import ModelFacts, SlotFacts
+from mlx_tq.integration.probe import ModelFacts, SlotFacts
 from mlx_tq.prompt_cache.footprint import MEAN, layer_layout
 from mlx_tq.prompt_cache.losses import MEASURED_AT, Losses
 

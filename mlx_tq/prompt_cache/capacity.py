@@ -9,8 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_tq.config import KVConfig
-from mlx_tq.integration.known_models import model_facts
-from mlx_tq.integration.probe import native_caches
+from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.footprint import native_bytes
 

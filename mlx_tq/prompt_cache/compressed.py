@@ -8,12 +8,8 @@ from typing import Any
 
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.attention import compressed_attention
-from mlx_tq.integration.forward import door
-from mlx_tq.integration.known_models import model_facts
-from mlx_tq.integration.make_cache import making
-from mlx_tq.integration.probe import native_caches
-from mlx_tq.integration.rope_hooks import hooked
+from mlx_tq.integration.patches import patch_attention, patch_forward, patch_make_cache, patch_rope
+from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies.calibration import Calibration, load_calibration
 from mlx_tq.policies.policy import CalibratedPolicy, Policy
@@ -47,11 +43,11 @@ def compressed(model: Any, config: KVConfig | None = None, **settings: Any) -> I
     with ExitStack() as stack:
         if config is not None:
             _check_arguments(model, config)
-        stack.enter_context(compressed_attention())
-        stack.enter_context(hooked(model))
-        stack.enter_context(door(model, Fitting(model).before_pass))
+        stack.enter_context(patch_attention())
+        stack.enter_context(patch_rope(model))
+        stack.enter_context(patch_forward(model, Fitting(model).before_pass))
         if config is not None and not config.is_off:
-            stack.enter_context(making(model, partial(build_caches, plan_caches(model, config))))
+            stack.enter_context(patch_make_cache(model, partial(build_caches, plan_caches(model, config))))
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from mlx_tq.cache.attachments import attached
 from mlx_tq.cache.files import LoadedCache, read_caches, write_caches
 from mlx_tq.config import SCHEDULE, KVConfig
-from mlx_tq.integration.known_models import model_facts
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in, sequence_layers
 from mlx_tq.prompt_cache.plan import learn_ropes

@@ -8,8 +8,7 @@ from mlx_lm.models.cache import CacheList
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.integration.facts import SlotFacts
-from mlx_tq.integration.known_models import model_facts
+from mlx_tq.integration.probe import SlotFacts, model_facts
 from mlx_tq.prompt_cache.passes import before_pass, compressed_caches
 
 

@@ -9,7 +9,7 @@ from mlx_tq.cache.spec import LEARNED, READY, CacheSpec
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
-from mlx_tq.integration.facts import SlotFacts
+from mlx_tq.integration.probe import SlotFacts
 
 # Bytes of a value of a mean, of a weight or a statistic, and of the number of a row's mean.
 MEAN, WEIGHT, INDEX = 2, 4, 4

@@ -6,7 +6,7 @@ from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.facts import SlotFacts
+from mlx_tq.integration.probe import SlotFacts
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.footprint import layer_footprint, native_bytes
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens

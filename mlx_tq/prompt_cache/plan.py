@@ -15,7 +15,7 @@ from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budget
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.integration.facts import ModelFacts, SlotFacts
+from mlx_tq.integration.probe import ModelFacts, SlotFacts
 from mlx_tq.kernels.constants import can_run
 from mlx_tq.policies.calibration import Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
@@ -212,10 +212,10 @@ def unasked(plan: Plan) -> Plan:
 
 def _known_pairs(slot: SlotFacts) -> tuple[tuple[tuple[int, int], ...] | None, str]:
     """The pairs of a layer by which its keys are weighted; or None, and why they are not."""
-    if slot.turns is None:
+    if slot.nearby_rope is None:
         return None, f"keys not weighted: {slot.no_rope}"
     try:
-        first, second = np.array(find_pairs(slot.turns, slot.key_dim).pairs).tolist()
+        first, second = np.array(find_pairs(slot.nearby_rope, slot.key_dim).pairs).tolist()
     except UnsupportedModelError as error:
         return None, f"keys not weighted: {error}"
     return tuple(zip(first, second, strict=True)), ""

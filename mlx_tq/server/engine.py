@@ -17,7 +17,7 @@ from mlx_lm.generate import BatchGenerator, make_stop_sequences
 from mlx_tq.cli.frame import end_rank
 from mlx_tq.config import KVConfig
 from mlx_tq.models import ranks_of
-from mlx_tq.prefix_cache.store import PrefixCache, StoredPrompt
+from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.asking import Asking
@@ -267,7 +267,7 @@ class Engine:
         leader = self._beginnings.leader(job, cached, running)
         if leader is not None:
             return self._beginnings.saved(job, leader[1])
-        return self._beginnings.held(job, caches if stored is None else stored.live, running)
+        return self._beginnings.held(job, caches if stored is None else stored.live_caches, running)
 
     def _admit(self, job: Job) -> None:
         """Let a job join the batch, or wait for one there that reads what both begin with."""
@@ -328,7 +328,7 @@ class Engine:
             self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
 
     def _begin(
-        self, job: Job, question: list[int], caches: list[Any] | None, cached: int, stored: StoredPrompt | None
+        self, job: Job, question: list[int], caches: list[Any] | None, cached: int, stored: CachedPrompt | None
     ) -> None:
         """Let a job go on from caches of its first `cached` tokens, or from the store, which has these."""
         leader = self._beginnings.leader(job, cached, self._running.values())
@@ -354,7 +354,7 @@ class Engine:
         self._metrics.cached_tokens.inc(cached)
         self._metrics.restored_tokens.inc(0 if stored is None else stored.restored)
 
-    def _new_running(self, job: Job, cached: int, kinds: list[str], stored: StoredPrompt | None = None) -> Running:
+    def _new_running(self, job: Job, cached: int, kinds: list[str], stored: CachedPrompt | None = None) -> Running:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
             sampler = self._samplers[id(job.sampler)] = GuardedSampler(job.sampler)
@@ -426,7 +426,7 @@ class Engine:
             return caches, cached, None
         step = self._limits.prefill_step_size
         stored = stored_prompt(self._store, job.prompt, unread, step, cached, alone=alone)
-        return (caches, cached, None) if stored is None else (None, stored.found, stored)
+        return (caches, cached, None) if stored is None else (None, stored.cached_tokens, stored)
 
     def _keep_answered(self, running: Running, tokens: list[int], caches: list[Any]) -> None:
         """Keep what an answer leaves: a session's for the session, others for whoever begins the same way."""

@@ -24,7 +24,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import EMBEDDED
 from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import OFF, RescueClient, open_service

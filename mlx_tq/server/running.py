@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.generate import TextStateMachine
 
 from mlx_tq.cache.sharing import Shared
-from mlx_tq.prefix_cache.store import StoredPrompt
+from mlx_tq.prefix_cache.prefix_cache import CachedPrompt
 from mlx_tq.server.errors import ApiError, ModelFailedError
 from mlx_tq.server.guarded_sampling import GuardedProcessors, GuardedSampler
 from mlx_tq.server.jobs import Choice, Failed, Job, Piece
@@ -49,10 +49,10 @@ class Running:
         kinds: list[str],
         detokenizer: Any,
         sampler: GuardedSampler,
-        stored: StoredPrompt | None = None,
+        stored: CachedPrompt | None = None,
     ) -> None:
         self.job, self.stored = job, stored
-        self.point = None if stored is None else stored.point
+        self.point = None if stored is None else stored.checkpoint
         self.kinds = kinds[::-1]
         self.question: list[int] = []
         self.divided = False

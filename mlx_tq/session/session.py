@@ -21,7 +21,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.store import PrefixCache, Reading, open_folder, reading
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, open_folder, reuse_prefix
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.passes import cache_parts, compressed_caches
@@ -258,7 +258,7 @@ class Session:
         """Positions that the cache still holds; where no layer is compressed, all."""
         return live_positions(self.cache, len(self._transcript.ids))
 
-    def _told(self, stored: Reading, known: int, whole: int, progress: Progress | None) -> Progress:
+    def _told(self, stored: ReusedPrefix, known: int, whole: int, progress: Progress | None) -> Progress:
         """Is told of the tokens that were read behind those `known`, of a prompt of so many."""
 
         def told(done: int, _: int) -> None:
@@ -289,14 +289,14 @@ class Session:
                 self.shadow.token(reply.token, reply.text, reply.logprobs)
             yield reply
 
-    def _reading(self, ids: list[int]) -> AbstractContextManager[Reading]:
+    def _reading(self, ids: list[int]) -> AbstractContextManager[ReusedPrefix]:
         """With the store of prefixes, if there is one and the conversation begins."""
         store = None
         if self._store_folder is not None and self.plan is not None and not self._transcript.ids:
             store = self._store
             if store is None or store.plan is not self.plan:
                 store = self._store = PrefixCache(self.model, self.plan, self._store_folder, self._warn_once)
-        return reading(store, self.cache, ids, self.prefill_step_size)
+        return reuse_prefix(store, self.cache, ids, self.prefill_step_size)
 
     def _room(self, tokens: int) -> int:
         """Positions that are left after `tokens` more."""

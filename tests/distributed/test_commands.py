@@ -7,8 +7,8 @@ from cli.tools import facts, refused, zoo_model
 from smollm2 import PATH, WHY, needs_smollm2
 
 from mlx_tq.config import BLOCK
-from mlx_tq.prefix_cache.folder import POINTS, Folder
-from mlx_tq.prefix_cache.points import summary
+from mlx_tq.prefix_cache.folder import CHECKPOINTS, Folder
+from mlx_tq.prefix_cache.records import describe_checkpoint
 
 from .together import command
 
@@ -120,7 +120,7 @@ def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
     damage(folders[1], stops[1][last])
     reports.append(generate(tmp_path / "damaged", 2, None, *words)[1])
     reports.append(generate(tmp_path / "mended", 2, None, *words)[1])
-    folders[0].remove(POINTS, stops[0][last])
+    folders[0].remove(CHECKPOINTS, stops[0][last])
     reports.append(generate(tmp_path / "removed", 2, None, *words)[1])
     assert [each["stats"]["cached_tokens"] for each in reports] == [0, last, before, last, before]
     for name in ("text", "recalled"):  # ranks that choose alone, each by its own heads, recall other blocks
@@ -131,12 +131,15 @@ def test_a_cached_prefix_is_restored_as_far_as_all_ranks_have_it(tmp_path):
 
 def points(folder):
     """Return the entries of a folder of the prefix cache, the shortest first."""
-    found = [record.path.name for record in folder.records() if record.path.parent.name == POINTS]
-    return sorted(({"key": key, **summary(folder.read(POINTS, key))} for key in found), key=lambda each: each["tokens"])
+    found = [record.path.name for record in folder.records() if record.path.parent.name == CHECKPOINTS]
+    return sorted(
+        ({"key": key, **describe_checkpoint(folder.read(CHECKPOINTS, key))} for key in found),
+        key=lambda each: each["tokens"],
+    )
 
 
 def damage(folder, key):
-    path = folder.path / POINTS / key
+    path = folder.path / CHECKPOINTS / key
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

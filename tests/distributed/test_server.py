@@ -85,5 +85,5 @@ def test_a_server_of_ranks_continues_from_a_prefix_cache(tmp_path, popen):
         assert other.wait(60) == 0, (tmp_path / name / "second.log").read_text()
     assert found[0] == found[1]
     assert restored[0] < restored[1]
-    points = [tmp_path / "store" / f"rank-{rank}-of-2" / "points" for rank in range(2)]
+    points = [tmp_path / "store" / f"rank-{rank}-of-2" / "checkpoints" for rank in range(2)]
     assert len(list(points[0].iterdir())) == len(list(points[1].iterdir())) > 0

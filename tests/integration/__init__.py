@@ -1,1 +1,1 @@
-"""Tests of the door to mlx-lm."""
+"""Tests of the patches into mlx-lm and of the model probe."""

@@ -11,7 +11,7 @@ from zoo import build
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.facts import SlotFacts
+from mlx_tq.integration.probe import SlotFacts
 from mlx_tq.prompt_cache.build import build_caches, make_cache
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
 from mlx_tq.prompt_cache.footprint import layer_footprint

@@ -5,7 +5,7 @@ import asyncio
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.config import profile
-from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.engine import Engine

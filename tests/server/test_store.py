@@ -11,7 +11,7 @@ from mlx_tq.cache import body
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.conversation import Prompt
 from mlx_tq.server.jobs import Job, Piece, Progress, Started
@@ -190,7 +190,7 @@ def test_keys_of_the_api_find_their_own(loaded, store):
     plan = plan_caches(loaded[0], CONFIG)
 
     def key(*salt):
-        return PrefixCache(loaded[0], plan, store, print, *salt).prompt([[1, 2, 3]], STEP)._ends[3]
+        return PrefixCache(loaded[0], plan, store, print, *salt).prompt([[1, 2, 3]], STEP).keys[3]
 
     own = [key(), *(key(salt_of(name, shared=False)) for name in (None, "one", "two"))]
     assert len(set(own)) == 4, "and what is read alone is not of a batch"

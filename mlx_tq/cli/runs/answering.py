@@ -24,7 +24,7 @@ from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import load_with_config
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO
-from mlx_tq.prefix_cache.store import PrefixCache, reading
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache, reuse_prefix
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.passes import compressed_caches
 from mlx_tq.prompt_cache.statistics import GenerationStats, cache_stats
@@ -148,7 +148,7 @@ class Answering:
             asks = rescue if self._ranks.is_first else RescueConfig()  # the first one asks for all
             self._asking = stack.enter_context(OnePrompt(self._model, self._tokenizer, caches, asks, self._limit, step))
             document, rest = question_of(self._tokenizer, ids)
-        stored = stack.enter_context(reading(self._store, caches, document, step))
+        stored = stack.enter_context(reuse_prefix(self._store, caches, document, step))
 
         def progress(done: int, total: int) -> None:
             stored.note(stored.restored + done)

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_tq.cli.screen import human_bytes, results, table
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
-from mlx_tq.integration.known_models import model_facts
+from mlx_tq.integration.probe import model_facts
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.capacity import capacities, context_limit, weights_nbytes
 

@@ -47,7 +47,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import load_with_config
 from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.store import PrefixCache
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 from mlx_tq.rescue import OFF, open_service

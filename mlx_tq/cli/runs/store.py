@@ -10,9 +10,9 @@ from typing import Any
 from mlx_tq.cli.args import STORE, option_value
 from mlx_tq.cli.screen import human_bytes, results, table
 from mlx_tq.errors import ConfigError
-from mlx_tq.prefix_cache.folder import BLOCKS, POINTS, Folder
-from mlx_tq.prefix_cache.points import summary
-from mlx_tq.prefix_cache.store import AUTO, OFF, open_folder
+from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
+from mlx_tq.prefix_cache.prefix_cache import AUTO, OFF, open_folder
+from mlx_tq.prefix_cache.records import describe_checkpoint
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,12 +41,12 @@ def _list(folder: Folder) -> dict[str, Any]:
     records = folder.records()
     points = []
     for record in reversed(records):
-        if record.path.parent.name == POINTS:
-            data = folder.read(POINTS, record.path.name, use=False)
+        if record.path.parent.name == CHECKPOINTS:
+            data = folder.read(CHECKPOINTS, record.path.name, touch=False)
             if data is not None:
-                used = datetime.fromtimestamp(record.used / 1e9, UTC).isoformat(timespec="seconds")
-                about = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.protected}
-                points.append({**about, **summary(data)})
+                used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
+                about = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
+                points.append({**about, **describe_checkpoint(data)})
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
     return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "points": points}

@@ -1,4 +1,4 @@
-"""The seam: what `compressed` binds in mlx-lm is given back exactly, whatever happens inside."""
+"""Patches of attention and of the cache factory: nested, across threads, and restored exactly afterwards."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ from zoo import build
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.integration.attention import scaled_dot_product_attention
+from mlx_tq.integration.patches import Patched, scaled_dot_product_attention
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
 
 NAME = "scaled_dot_product_attention"
@@ -25,13 +25,13 @@ OTHER = KVConfig(key="q8", value="q8", sinks=4, window=24)
 
 
 def bindings():
-    """Every module that has a function of this name, and which."""
+    """Return the function of this name in every module that has one."""
     return {name: module.__dict__[NAME] for name, module in list(sys.modules.items()) if NAME in vars(module)}
 
 
 @pytest.fixture(autouse=True)
-def restored():
-    """Every test ends with what it began with."""
+def check_restored():
+    """Check that the test leaves all bindings as they were."""
     build("llama")
     before = bindings()
     assert before["mlx_lm.models.base"] is before["mlx_lm.models.llama"] is ORIGINAL
@@ -41,23 +41,23 @@ def restored():
     assert all(after[name] is ORIGINAL for name in after if name.startswith("mlx_lm"))
 
 
-def is_open():
-    ours = [name for name, bound in bindings().items() if bound is scaled_dot_product_attention]
-    return "mlx_lm.models.base" in ours and "mlx_lm.models.llama" in ours
+def is_patched():
+    patched = [name for name, function in bindings().items() if function is scaled_dot_product_attention]
+    return "mlx_lm.models.base" in patched and "mlx_lm.models.llama" in patched
 
 
-def served(model):
-    """The configuration of the caches that mlx-lm makes now, as key formats, or the class of its own."""
+def cache_kinds(model):
+    """Return the key formats of the compressed caches that mlx-lm makes now, and the classes of its own."""
     return {cache.spec.key if isinstance(cache, CompressedKVCache) else type(cache) for cache in mlx_lm_cache(model)}
 
 
-def test_restored_after_an_exception_and_after_a_refusal():
+def test_bindings_are_restored_after_an_exception_and_after_a_refusal():
     model = build("llama")
-    assert not is_open()
+    assert not is_patched()
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(ValueError, match="indices with invalid dtype"))
         stack.enter_context(compressed(model, SMALL))
-        assert is_open()
+        assert is_patched()
         assert all(bound is not ORIGINAL for name, bound in bindings().items() if name.startswith("mlx_lm.models."))
         model(mx.array([[0.5]]), cache=mlx_lm_cache(model))
     refused = build("gemma2")
@@ -65,23 +65,23 @@ def test_restored_after_an_exception_and_after_a_refusal():
         raise AssertionError
     with pytest.raises(ConfigError), compressed(refused, KVConfig(key="q9")):
         raise AssertionError
-    assert not is_open()
+    assert not is_patched()
     assert "make_cache" not in {**vars(model), **vars(refused)}
 
 
-def test_a_make_cache_of_the_instance_or_of_the_class_comes_back():
+def test_make_cache_of_an_instance_or_a_class_is_restored():
     model, other = build("llama"), build("gemma3_text")
-    model.make_cache = own = lambda: [KVCache(), KVCache()]
+    model.make_cache = make_cache = lambda: [KVCache(), KVCache()]
     before = [type(cache) for cache in mlx_lm_cache(other)]
     with compressed(model, SMALL), compressed(other, SMALL):
-        assert served(model) == {"tq4"}
+        assert cache_kinds(model) == {"tq4"}
         assert CompressedKVCache in [type(cache) for cache in mlx_lm_cache(other)]
-    assert model.make_cache is own
+    assert model.make_cache is make_cache
     assert "make_cache" not in vars(other)
     assert [type(cache) for cache in mlx_lm_cache(other)] == before
 
 
-def test_a_module_imported_meanwhile_is_restored():
+def test_a_module_that_is_imported_inside_the_context_is_patched_and_restored():
     name = "mlx_lm.models.gemma"
     sys.modules.pop(name, None)
     with compressed(build("llama")):
@@ -94,19 +94,18 @@ def test_contexts_nest():
     model, other = build("llama"), build("qwen3")
     with compressed(model, SMALL):
         with compressed(other):
-            assert is_open()
-            assert served(other) == {KVCache}
+            assert is_patched()
+            assert cache_kinds(other) == {KVCache}
         with compressed(model, OTHER):
-            assert served(model) == {"q8"}
-        assert is_open()
-        assert served(model) == {"tq4"}
-    assert not is_open()
-    assert served(model) == {KVCache}
+            assert cache_kinds(model) == {"q8"}
+        assert is_patched()
+        assert cache_kinds(model) == {"tq4"}
+    assert not is_patched()
+    assert cache_kinds(model) == {KVCache}
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
-def test_threads_may_leave_in_any_order(first_out):
-    """Two threads have contexts on one model; the bindings last as long as either, and the newest config serves."""
+def test_contexts_of_two_threads_end_in_any_order(first_out):
     model, seen = build("llama"), []
     entered, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
 
@@ -120,23 +119,38 @@ def test_threads_may_leave_in_any_order(first_out):
         thread.start()
         assert event.wait(timeout=60)
     for turn in (first_out, 1 - first_out):
-        assert is_open()
-        seen.append(served(model))
+        assert is_patched()
+        seen.append(cache_kinds(model))
         leave[turn].set()
         threads[turn].join(timeout=60)
     assert seen == [{"q8"}, {"tq4"} if first_out == 1 else {"q8"}]
-    assert not is_open()
+    assert not is_patched()
     assert "make_cache" not in vars(model)
 
 
-def test_arrays_pass_through_to_mlx_lm():
+def test_equal_values_are_distinct_contexts():
+    """The newest open context counts, also if an older one has an equal value."""
+    undone = []
+    patched, target = Patched(lambda target: lambda: undone.append(target)), object()
+    outer, middle, inner = (patched.open(target, value) for value in (1, 2, 1))
+    with outer:
+        with middle:
+            with inner:
+                assert patched.newest(target) == 1
+            assert patched.newest(target) == 2
+        assert not undone
+    assert undone == [target]
+    assert patched.newest(target) is None
+
+
+def test_arrays_are_passed_to_mlx_lm():
     queries, keys, values = (mx.random.normal((1, 2, 5, 64)) for _ in range(3))
     arguments = {"cache": None, "scale": 0.125, "mask": "causal", "sinks": mx.array([0.5, 1.0])}
-    ours = scaled_dot_product_attention(queries, keys, values, **arguments)
-    assert mx.array_equal(ours, ORIGINAL(queries, keys, values, **arguments))
+    result = scaled_dot_product_attention(queries, keys, values, **arguments)
+    assert mx.array_equal(result, ORIGINAL(queries, keys, values, **arguments))
 
 
-def test_a_compressed_cache_outside_the_context_says_what_to_do():
+def test_a_compressed_cache_outside_the_context_is_refused():
     model = build("llama")
     caches = make_prompt_cache(model, SMALL)
     with pytest.raises(ConfigError, match=r"outside of its attention. Run the model inside `with mlx_tq\.compressed"):
