@@ -1,16 +1,16 @@
-// Rotates vectors, or back where INVERSE. One simdgroup takes one vector, in fp32.
+// Rotates vectors, or rotates them back if INVERSE; one simdgroup per vector, in fp32.
 //
 //   vectors [A, B, C, DIM]: T, any strides
 //   rotation_flips: see rotation.h
 //   rotated [A B C, DIM]: T
 //
-// Where NORMALIZED also key_scale [A, H, DIM]: float, by which vectors, B / H heads for each, are divided first. CLAMPED
-// ones are clamped to fp16's range.
+// Only if NORMALIZED: key_scale [A, H, DIM]: float, divides vectors before the rotation, one for B / H heads. Results
+// are clamped to the range of fp16 if CLAMPED.
 //
 // Grid (32 SIMDGROUPS, ceil(A B C / SIMDGROUPS), 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "vectors.h"
 #if TQ_NORMALIZED
-#include "weights.h"
+#include "key_scale.h"
 #endif
 
 //// body

@@ -46,7 +46,7 @@ ONLY = {
     "errors": set(),
     "files": set(),
     "codec": {"mlx", "numpy"},
-    "kernels": {"mlx", "numpy"},  # whose exp is vectorised on CPUs
+    "kernels": {"mlx", "numpy"},  # NumPy's exp is vectorized on CPUs
     "distributed": {"mlx", "mlx_lm", "numpy"},
     "policies": {"mlx", "numpy"},
     "config": set(),

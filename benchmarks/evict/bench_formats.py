@@ -56,7 +56,7 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
     """The same keys in another format, less the mean of their block where the format takes that."""
     pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
-    twin.append(*source.keys_and_values()[0].view.undivided().decoded())
+    twin.append(*source.keys_and_values()[0].view.undivided().decode())
     twin.settle()
     rows, layout, normalization = twin.body()
     return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, normalization=normalization)

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from benchmarks.kernels.cases import cases
+from benchmarks.kernels.cases import make_cases
 from benchmarks.quality.whole_caches import Attend, WholeCache
 from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import load_text
@@ -116,16 +116,16 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
 
 def counted() -> dict[str, Any]:
     """Lane operations and bytes a token and KV head of `attend`, with and without the loop over values."""
-    sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
-    from simulated import simulated
+    sys.path.insert(0, str(ROOT / "tests"))
+    from kernels.metal.simulated import simulated
 
     rows = []
     for name, edit in (("attend", str), ("attend, no values", lambda text: text.replace(*LOOP))):
         costs = []
         for tokens in COUNTED:
             with backend.using("reference"):
-                (case,) = (case for case in cases(tokens, 1) if case.kernel == "attend")
-            with simulated(edit=edit) as counters, thresholds.using(KernelThresholds(least_block=4096, short=0)):
+                (case,) = (case for case in make_cases(tokens, 1) if case.kernel == "attend")
+            with simulated(edit=edit) as counters, thresholds.using(KernelThresholds(min_block=4096, short_tokens=0)):
                 mx.eval(case.call())
             costs.append((sum(counters[0].operations.values()), counters[0].loaded["packed_rows_0"]))
         more = COUNTED[1] - COUNTED[0]

@@ -143,25 +143,25 @@ def _regions(cache: CompressedKVCache) -> Regions:
 
 def _packed_start(view: Regions, cache: CompressedKVCache) -> int:
     # behind the rows in the second format of a mixed cache
-    return cache.spec.sinks + cache.body_tokens - view.body
+    return cache.spec.sinks + cache.body_tokens - view.packed_tokens
 
 
 def _expected_codes(view: Regions, reference: Any, cache: CompressedKVCache, side: str) -> np.ndarray | None:
     """Return the reference's codes of the same tokens, or None if it stores another format."""
     if isinstance(reference, CompressedKVCache):
         other = _regions(reference)
-        alike = getattr(cache.spec, side) == getattr(reference.spec, side) and other.body == view.body
+        alike = getattr(cache.spec, side) == getattr(reference.spec, side) and other.packed_tokens == view.packed_tokens
         return _stored_codes(other, side) if alike else None
     codec: Codec = getattr(view.layout, side)
     start = _packed_start(view, cache)
-    vectors = getattr(reference, f"{side}s")[:, :, start : start + view.body]
+    vectors = getattr(reference, f"{side}s")[:, :, start : start + view.packed_tokens]
     if side == "key" and view.normalization is not None:
         vectors = normalize(vectors, view.normalization, codec.rotation)
     return _decoded(codec, codec.encode(vectors))
 
 
 def _stored_codes(view: Regions, side: str) -> np.ndarray:
-    return _decoded(getattr(view.layout, side), getattr(view.layout, f"{side}s")(view.packed()))
+    return _decoded(getattr(view.layout, side), getattr(view.layout, f"{side}s")(view.rows()))
 
 
 def _decoded(codec: Codec, encoded: Encoded) -> np.ndarray:

@@ -21,8 +21,8 @@ from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.build import gpu_backend
 from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.regions import Regions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +55,8 @@ class Layer:
 
 def counted() -> dict[str, Any]:
     """Lane operations of a token and KV head."""
-    sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
-    from simulated import simulated  # the tests' own: no GPU is needed to count
+    sys.path.insert(0, str(ROOT / "tests"))
+    from kernels.metal.simulated import simulated  # the tests' own: no GPU is needed to count
 
     found = []
     for dim in DIMS:

@@ -45,8 +45,8 @@ def test_a_cast_that_is_not_aligned_is_reported():
     source = "auto words = reinterpret_cast<const device float*>(values + %d); result[0] = words[0];"
     values = mx.array([0, 0x3F80, 0, 0x4000], mx.uint16)
     call = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    found = [simulate(**small(source % at, [mx.tile(values, 4)], [((1,), mx.float32)], **call)) for at in (0, 2)]
-    assert [result.outputs[0].item() for result in found] == [1.0, 2.0]
+    results = [simulate(**small(source % at, [mx.tile(values, 4)], [((1,), mx.float32)], **call)) for at in (0, 2)]
+    assert [result.outputs[0].item() for result in results] == [1.0, 2.0]
     with pytest.raises(SimulationError, match="misaligned: a cast at byte 2 of buffer 0"):
         simulate(**small(source % 1, [mx.tile(values, 4)], [((1,), mx.float32)], **call))
 

@@ -70,7 +70,7 @@ def run_tuning(args: argparse.Namespace) -> int:
 
 def _tune(args: argparse.Namespace) -> KernelThresholds:
     """Measure, save and show the thresholds of this machine."""
-    columns = ("threshold", "value", "seconds; for packed_queries and short the speedup over the other way")
+    columns = ("threshold", "value", "seconds; for packed_queries and short_tokens the speedup over the other way")
     shown = table(f"thresholds, {thresholds.machine()}", *columns)
     measured = list(tune(args.tokens or LAYER_TOKENS, args.rounds))
     for name, value, figure, _ in measured:

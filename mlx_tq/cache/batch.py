@@ -20,7 +20,7 @@ from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend_batch
-from mlx_tq.kernels.masks import Mask
+from mlx_tq.kernels.regions import Mask
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class BatchView:
             length <= thresholds.current().packed_queries
             and all(row is not None and row.earlier is None for row in self.rows)
             and all(count == length for count in self.counts)
-            and any(row.regions.body for row in self.rows if row is not None)
+            and any(row.regions.packed_tokens for row in self.rows if row is not None)
             and len({id(row.regions.layout) for row in self.rows if row is not None}) == 1
         )
 

@@ -66,7 +66,7 @@ class TieredView(StepView):
             full_keys=splice(recent.keys, recent.sink_tokens, self.cold_keys()),
             full_values=splice(recent.values, recent.sink_tokens, layout.value.decode(layout.values(rows))),
             sink_tokens=recent.sink_tokens + rows.shape[2],
-            beside=recent.beside + rows.shape[2],
+            full_tokens=recent.full_tokens + rows.shape[2],
         )
 
 
@@ -120,8 +120,8 @@ class TieredKVCache(CompressedKVCache):
         exact = get_format("fp16").codec(recent.layout.key.head_dim, self.spec.key_options, recent.full_keys.dtype)
         layout, parts = RowLayout(exact, recent.layout.value), []
         parts.append(layout.join(exact.encode(view.cold_keys()), cold.values(view.cold)))
-        if recent.body:
-            rows, own = recent.packed(), recent.layout
+        if recent.packed_tokens:
+            rows, own = recent.rows(), recent.layout
             keys = decode_keys(own.key, own.keys(rows), recent.normalization)
             parts.append(layout.join(exact.encode(keys), own.values(rows)))
         return mx.concatenate(parts, axis=2), layout, None
@@ -166,7 +166,7 @@ class TieredKVCache(CompressedKVCache):
         view = self._whole_view()
         if not isinstance(view, TieredView):
             return super().compact(kept, positions)
-        cold, rows = view.cold.shape[2], view.regions.packed()
+        cold, rows = view.cold.shape[2], view.regions.rows()
         stay, later = kept[kept < cold], kept[kept >= cold] - cold
         self._cooled = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
         colder = compact(view.cold, mx.array(stay, mx.int32), body_capacity(max(1, len(stay))))
@@ -237,9 +237,9 @@ class TieredKVCache(CompressedKVCache):
         return TieredView(
             replace(
                 regions,
-                rows=regions.between(twice, regions.body),
+                packed_rows=regions.rows(twice),
                 shared=(),
-                body=regions.body - twice,
+                packed_tokens=regions.packed_tokens - twice,
                 normalization=None if normalization is None else normalization.after(twice),
             ),
             cold=cold,

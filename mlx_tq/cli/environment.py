@@ -6,7 +6,7 @@ from importlib.metadata import version
 import mlx.core as mx
 
 from mlx_tq import __version__
-from mlx_tq.kernels import backend, cpu_blas, thresholds
+from mlx_tq.kernels import backend, cpu_streams, thresholds
 
 # Debian's name of a library that is about six times faster for float32 prompts.
 FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0"
@@ -29,7 +29,7 @@ def blas() -> str:
     """What multiplies float32 matrices on a CPU; mlx's Linux wheel brings the slow reference BLAS."""
     if platform.system() == "Darwin":
         return "Accelerate"
-    path = cpu_blas.library()
+    path = cpu_streams.blas_library()
     if path is None:
         return "unknown"
     if path.name.startswith("libopenblas"):

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.handles import Handle, handles
 from mlx_tq.integration.probe import native_caches
-from mlx_tq.kernels.masks import Mask
+from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.passes import cache_parts
 

@@ -21,7 +21,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from mlx_tq.cache.handles import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.kernels.masks import Mask
+from mlx_tq.kernels.regions import Mask
 
 Undo = Callable[[], None]
 

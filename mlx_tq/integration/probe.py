@@ -18,7 +18,7 @@ from mlx_tq.codec.formats.base import dtype_name
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
-from mlx_tq.kernels.masks import Mask
+from mlx_tq.kernels.regions import Mask
 from mlx_tq.models import ranks_of
 
 _TOKENS = 64

@@ -16,7 +16,7 @@ from mlx_tq.config import BLOCK, COLD, Budget, EvictConfig, KVConfig, parse_budg
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.probe import ModelFacts, SlotFacts
-from mlx_tq.kernels.constants import can_run
+from mlx_tq.kernels.arguments import can_run
 from mlx_tq.policies.calibration import Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope

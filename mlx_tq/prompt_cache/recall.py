@@ -19,7 +19,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import Hear
 from mlx_tq.config import BLOCK
 from mlx_tq.distributed.group import Ranks
-from mlx_tq.kernels.recall_score import grouped, log_sum_exp, recall_score
+from mlx_tq.kernels.recall_score import group_queries, log_sum_exp, recall_score
 from mlx_tq.prompt_cache.archive import ArchiveFile, Extent
 
 # The last tokens of a question, whose queries look into the archive.
@@ -297,7 +297,7 @@ def _log_weights(question: Question, some: Sequence[Extent] = (), *, tokens: boo
     tiles += [(tile, math.log(STANDS_FOR)) for tile in _tiles(some)]
     for number, (layer, queries, live) in question.asked.items():
         _, layout, known = leaving(layer)
-        asking = grouped(queries, len(live), layout, known)
+        asking = group_queries(queries, len(live), layout, known)
         maxima, totals = [], [live]
         for tile, times in tiles:
             keys, means = question.archive.keys(tile, number)
@@ -306,7 +306,7 @@ def _log_weights(question: Question, some: Sequence[Extent] = (), *, tokens: boo
             normalization = normalization_of(layer, means, which)
             encoded = layout.split_keys(mx.array(keys)[None])
             found = recall_score(asking, encoded, layout, normalization, [1] * sum(sizes) if tokens else sizes)
-            maxima.append(np.array(found.each))
+            maxima.append(np.array(found.maxima))
             totals.append(np.array(found.total) + times)
         with np.errstate(invalid="ignore"):  # a damaged block may hold what is no number: see `look`
             total = np.logaddexp.reduce(np.stack(totals).astype(np.float64))

@@ -60,7 +60,7 @@ def test_array_masks_while_a_block_leaves(make):
     cache = filled(make_spec(window=LENGTH - 3 - 96), keys[:, :, :-8], values[:, :, :-8])
     view = cache.append(keys[:, :, -8:], values[:, :, -8:])
     count, earlier = view.earlier
-    assert (count, earlier.regions.body, view.regions.body) == (4, 60, 92)
+    assert (count, earlier.regions.packed_tokens, view.regions.packed_tokens) == (4, 60, 92)
     queries, mask = random(8, heads=4, seed=5), make(8)
     out = view.attend(queries, SCALE, mask, None)
     mask = mx.broadcast_to(mask, (1, 1, 8, LENGTH))
@@ -95,6 +95,8 @@ def test_shared_layers_see_what_the_step_saw():
         key, _ = cache.keys_and_values()
         assert key.shape == (1, 2, 180, DIM)
         assert (key.view is view) == (cache is shared)
-    assert shared.keys_and_values()[0].view.regions.body < private.keys_and_values()[0].view.regions.body
+    assert (
+        shared.keys_and_values()[0].view.regions.packed_tokens < private.keys_and_values()[0].view.regions.packed_tokens
+    )
     shared.trim(1)
     assert shared.keys_and_values()[0].shape[2] == 179

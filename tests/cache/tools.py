@@ -115,8 +115,8 @@ def decoded(view):
     pair, layout = [], regions.layout
     for full, codec, part in ((regions.keys, layout.key, layout.keys), (regions.values, layout.value, layout.values)):
         full = np.array(full.astype(mx.float32), np.float64)
-        if regions.body:
-            body = np.array(codec.decode(part(regions.packed())), np.float64)
+        if regions.packed_tokens:
+            body = np.array(codec.decode(part(regions.rows())), np.float64)
             full = np.concatenate([full[:, :, : regions.sink_tokens], body, full[:, :, regions.sink_tokens :]], axis=2)
         pair.append(full)
     return pair

@@ -99,7 +99,7 @@ def test_attention_and_prefill(name):
     for run, length in ((attend, 2), (prefill, 13)):
         queries = mx.array(gaussian((2, 4, length, DIM), 11))
         options = {"scale": 0.02, "mask": "causal"}
-        expected = mx.fast.scaled_dot_product_attention(queries, *regions.decoded(), **options)
+        expected = mx.fast.scaled_dot_product_attention(queries, *regions.decode(), **options)
         assert mx.allclose(run(queries, regions, **options), expected, rtol=1e-3, atol=1e-3)
 
 

@@ -12,7 +12,7 @@ from mlx_tq.codec.formats.base import CodecOptions
 from mlx_tq.codec.normalization import KeyNormalization, compute_key_scale, decode_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import UnsupportedModelError
-from mlx_tq.kernels.score import score_ref
+from mlx_tq.kernels.score import score
 from mlx_tq.policies import (
     ExpectedAttention,
     KeyNorm,
@@ -134,7 +134,7 @@ def test_scores_of_packed_keys(name, key, normalized):
     rows = mx.concatenate([rows, mx.full((2, 3, 6, rows.shape[-1]), 0xFFFFFFFF, mx.uint32)], axis=2)
     queries = rng.standard_normal((3, 2, dim)).astype(np.float32)
     weights = rng.random((3, 2, rope.pairs.shape[1])).astype(np.float32)
-    scores = np.array(score_ref(rows, 50, layout, mx.array(queries), mx.array(weights), rope.pairs, normalization))
+    scores = np.array(score(rows, 50, layout, mx.array(queries), mx.array(weights), rope.pairs, normalization))
     decoded = np.array(decode_keys(layout.key, layout.keys(rows[:, :, :50]), normalization), np.float64)
     lengths = np.abs(as_complex(decoded, np.array(rope.pairs).T))
     expected = np.einsum("hgd,bhsd->bhgs", queries, decoded) + np.einsum("hgf,bhsf->bhgs", weights, lengths)

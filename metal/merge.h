@@ -1,11 +1,13 @@
-// Merging what blocks of tokens found for one query row. Blocks of packed tokens come first; their outputs are rotated.
+// Merging the partial attention of blocks for one query row. Blocks of packed tokens come first; their outputs are in
+// rotated space.
 #include "rotation.h"
 #include "softmax.h"
 
-// Weighs all blocks, and a sink where SINKS, and adds up the outputs of blocks first, first + step, ... In `part` lane l
-// has dims l, l + 32, ... of what came from packed tokens, then of the rest; returned is the sum of all weights.
-template <int D, bool SINKS, class Outputs, class Numbers>
-TQ_FN float tq_merge(int lane, int first, int step, int packed_blocks, int blocks, float sink, Outputs outputs, Numbers maxima, Numbers sums, TQ_THREAD float* part) {
+// Returns the sum of the weights of all blocks, and of the sink if SINKS, and adds up the outputs of blocks first,
+// first + step, ... In `part`, lane l has dims l, l + 32, ... of the output of packed tokens, then of full-precision
+// tokens.
+template <int D, bool SINKS, class Outputs, class Floats>
+TQ_FN float tq_merge(int lane, int first, int step, int packed_blocks, int blocks, float sink, Outputs outputs, Floats maxima, Floats sums, TQ_THREAD float* part) {
   constexpr int N = (D + 31) / 32;
   float maximum = sink;
   for (int block = lane; block < blocks; block += 32) maximum = tq_larger(maximum, maxima[block]);
@@ -28,7 +30,7 @@ TQ_FN float tq_merge(int lane, int first, int step, int packed_blocks, int block
   return total;
 }
 
-// Rotates back what came from packed tokens, and stores the row.
+// Rotates the output of packed tokens back, and stores the row.
 template <class T, int D, int M, bool ROTATED, class Flips, class Row>
 TQ_FN void tq_finish(int lane, TQ_THREAD float* part, float total, Flips flips, Row attended) {
   constexpr int N = (D + 31) / 32;
@@ -38,7 +40,7 @@ TQ_FN void tq_finish(int lane, TQ_THREAD float* part, float total, Flips flips, 
     tq_flip_signs<D>(part, flips, lane);
     TQ_UNROLL for (int j = 0; j < N; j++) part[j] = tq_mul(part[j], factor);
   }
-  // A query that sees nothing has weights of nothing.
+  // A query that sees no token has a total of 0.
   float factor = total > 0.0f ? tq_div(1.0f, total) : 0.0f;
   TQ_UNROLL for (int j = 0; j < N; j++) {
     int dim = 32 * j + lane;

@@ -1,4 +1,4 @@
-// What only encoding needs: boundaries, levels rounded as the codec rounds them, packing, and sums in the codec's order.
+// Encoding: boundaries, levels rounded as the codec rounds them, packing, and sums in the codec's order.
 #include "codebook.h"
 #include "packing.h"
 #include "rotation.h"
@@ -28,7 +28,7 @@ TQ_FN float tq_level(uint code) {
   return tq_mul(u, tq_add(tq_mul(slope, square), tq_first<BITS>()));
 }
 
-// Word number `word` of the codes of D values, one code a byte.
+// Word number `word` of the packed codes of D values, from one byte per code.
 template <int D, int BITS, class Codes>
 TQ_FN ushort tq_pack_word(Codes codes, int word) {
   uint packed = 0;
@@ -48,7 +48,7 @@ TQ_FN ushort tq_pack_word(Codes codes, int word) {
   return ushort(packed);
 }
 
-// The sum of a vector in the order of `mlx_tq.codec.rotation.pairwise_sum`, in every lane; leaves `x` in pieces.
+// The sum of a vector in the order of `mlx_tq.codec.rotation.pairwise_sum`, in every lane. Overwrites x.
 template <int D, int M>
 TQ_FN float tq_pairwise_sum(TQ_THREAD float* x) {
   constexpr int P = D / M, N = (D + 31) / 32;
@@ -70,8 +70,8 @@ TQ_FN uint tq_largest(uint value) {
   return value;
 }
 
-// The scale of a vector y of some norm that is stored as `level`, which is left in pieces. RULE 0: the norm; 1: keeps the
-// decoded norm; 2: least squares; 3: unbiased, at most 1.3 times that.
+// The scale of a vector y that is stored as `level`, by RULE: 0 the norm; 1 preserves the norm of the decoded vector;
+// 2 least squares; 3 unbiased, at most 1.3 times that. Overwrites level.
 template <int D, int M, int RULE>
 TQ_FN float tq_scale(TQ_THREAD const float* y, float norm, TQ_THREAD float* level) {
   constexpr int N = (D + 31) / 32;
@@ -91,9 +91,9 @@ TQ_FN float tq_scale(TQ_THREAD const float* y, float norm, TQ_THREAD float* leve
   return norm > 0.0f ? (unbiased < largest ? unbiased : largest) : 0.0f;
 }
 
-// Each value's nearest level, by itself.
-struct tq_nearest {
-  // Leaves a vector's codes in `codes`, returns its scale.
+// Rounds each value to its nearest level.
+struct tq_nearest_levels {
+  // Writes a vector's codes to `codes` and returns its scale.
   template <int D, int M, int BITS, int RULE, class Codes>
   TQ_FN float encode(TQ_THREAD const float* y, float norm, Codes codes, uint lane) const {
     constexpr int N = (D + 31) / 32;

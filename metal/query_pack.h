@@ -1,14 +1,14 @@
-// A number of each query row, loaded and stored at once.
+// One value of each query row, loaded and stored together.
 #include "tq_compat.h"
 
 template <int QUERIES>
-struct tq_numbers {
+struct tq_pack {
   using type = float;
   static TQ_FN type pack(TQ_THREAD const float* x) { return x[0]; }
   static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed; }
 };
 template <>
-struct tq_numbers<2> {
+struct tq_pack<2> {
   using type = float2;
   static TQ_FN type pack(TQ_THREAD const float* x) {
     float2 packed;
@@ -18,7 +18,7 @@ struct tq_numbers<2> {
   static TQ_FN void unpack(type packed, TQ_THREAD float* x) { x[0] = packed.x, x[1] = packed.y; }
 };
 template <>
-struct tq_numbers<4> {
+struct tq_pack<4> {
   using type = float4;
   static TQ_FN type pack(TQ_THREAD const float* x) {
     float4 packed;
