@@ -1,4 +1,4 @@
-"""Plot JSON reports of `mlx_tq.bench`, of one layer or a model, and `mlx_tq.evaluate sweep` beside them, as SVG."""
+"""Plot JSON reports of `mlx_tq.bench`, of one layer or a model, and of the study sweep, as SVG."""
 
 import json
 import sys

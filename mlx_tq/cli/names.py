@@ -9,4 +9,3 @@ DEFAULT_PROFILE = "balanced"
 POLICIES = ("triattention", "expected_attention", "knorm", "random", "recency", "streaming")
 BACKENDS = ("auto", "metal", "cuda", "reference")
 DTYPES = ("float32", "float16", "bfloat16")
-NEEDLE_KINDS = ("single", "multi", "paraphrased", "decoys")

@@ -151,4 +151,4 @@ def test_names_in_help_texts_are_those_of_the_registries():
     assert tuple(format_names(compared=False)) == names.FORMATS
     assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (names.PROFILES, names.DEFAULT_PROFILE)
     assert tuple(name for name in policy_names() if name != "published") == names.POLICIES
-    assert (BACKENDS, DTYPES, tuple(KINDS)) == (names.BACKENDS, names.DTYPES, names.NEEDLE_KINDS)
+    assert (BACKENDS, DTYPES) == (names.BACKENDS, names.DTYPES)

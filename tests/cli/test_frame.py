@@ -72,7 +72,7 @@ def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
     required = {
         "cache_prompt": ["--prompt-cache-file", "x"],
         "calibrate": ["-o", "x"],
-        "evaluate": ["drift"],
+        "evaluate": ["needle"],
         "store": ["list"],
     }
     words = required.get(command, [])
