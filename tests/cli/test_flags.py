@@ -6,7 +6,6 @@ from importlib import import_module
 
 import pytest
 
-from benchmarks.studies.needle_kinds import KINDS
 from mlx_tq import config
 from mlx_tq.__main__ import COMMANDS
 from mlx_tq.cli import args, names

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_tq.cli.grammar import Grammars
-from mlx_tq.cli.grammar_source import GrammarError, GrammarSource
+from mlx_tq.grammar.constraint import Grammars
+from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource
 from mlx_tq.models import load
 
 CODE = {"type": "object", "properties": {"code": {"enum": [7]}}, "required": ["code"], "additionalProperties": False}

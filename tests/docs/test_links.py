@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from mlx_tq.__main__ import main
 from mlx_tq.errors import __doc__ as tree_of_errors
-from mlx_tq.server.errors import ApiError
+from mlx_tq.server.api_errors import ApiError
 from rescue_svc.errors import RescueServiceError
 from rescue_svc.routes import private, public
 

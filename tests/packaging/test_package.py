@@ -154,7 +154,7 @@ def test_nothing_that_the_core_needs_needs_torch():
 WORKS = {
     "": "mlx_tq.load()",
     "gguf": "import gguf, mlx_tq.models.gguf",
-    "json": "import mlx_tq.cli.grammar",
+    "json": "import mlx_tq.grammar.constraint",
     "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",
     "rescue": "import httpx2, mlx_tq.rescue.client, rescue_svc.app",

@@ -1,4 +1,4 @@
-"""The embedded model in float32, where greedy choices do not hang on rounding, and a server of it."""
+"""The embedded model in float32, where greedy choices do not depend on rounding, and a server of it."""
 
 import pytest
 from cli.tools import float32_model
@@ -29,20 +29,20 @@ def loaded(folder):
 @pytest.fixture(scope="session")
 def server(folder, tmp_path_factory):
     """A server that most tests share."""
-    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as shared:
+        yield shared
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A rescue service that finds by words."""
-    made = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
-    yield made
-    made.stop()
+    """A rescue service with keyword search only."""
+    rescue_service = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield rescue_service
+    rescue_service.stop()
 
 
 def question(count, key):
-    """A text with a fact in it, and the question for it."""
+    """Return a text with a fact in it, and the question for it."""
     lines = [f"Item {n} weighs {n * 37 % 91} grams and costs {n * 13 % 29} coins." for n in range(count)]
     lines.insert(count // 2, f"The access code is {key}.")
     return "\n".join([*lines, "What is the access code?"])

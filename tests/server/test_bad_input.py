@@ -1,4 +1,4 @@
-"""What a client gets wrong is answered 4xx, in OpenAI's shape, with a word on what would be right."""
+"""Invalid requests get a 4xx status and an error in OpenAI's shape that says what would be valid."""
 
 import json
 import time
@@ -14,7 +14,7 @@ REFUSED = [(part.split()[0], line) for part in LINES for line in part.splitlines
 
 
 def error_of(response):
-    """The error of an answer, which has OpenAI's fields and no others."""
+    """Return the error of a response, which has OpenAI's fields and no others."""
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
@@ -22,9 +22,8 @@ def error_of(response):
 
 @pytest.mark.parametrize(("path", "line"), REFUSED)
 def test_wrong_argument(server, path, line):
-    """As an answer and as a stream."""
-    asked, param, word = line.split("  =>  ")
-    content = asked.replace("<5000>", "yes " * 5000)
+    body, param, words = line.split("  =>  ")
+    content = body.replace("<5000>", "yes " * 5000).replace("<digits>", "9" * 5000)
     if "chat" in path and '"messages"' not in content:
         content = '{"messages": [{"role": "user", "content": "hi"}], ' + content[1:]
     for streamed in (content, content[:-1] + ', "stream": true}'):
@@ -34,7 +33,7 @@ def test_wrong_argument(server, path, line):
         assert response.status_code == (404 if '"model"' in content else 400), response.text
         error = error_of(response)
         assert error["type"] == "invalid_request_error"
-        assert word in error["message"]
+        assert words in error["message"]
         assert param in ("-", error["param"])
 
 
@@ -112,20 +111,19 @@ MANY_FAULTS = {
 
 @pytest.mark.parametrize(("path", "body"), MANY_FAULTS.values(), ids=MANY_FAULTS)
 def test_many_faults(server, path, body):
-    """The server names a few of them at once, and answers others meanwhile."""
+    """The error names a few of them, and other requests are answered meanwhile."""
     content = json.dumps(body)
     with polled(server, "/health") as health:
-        began = time.monotonic()
+        started = time.monotonic()
         response = server.http.post(path, content=content)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
     assert response.status_code == 400
     assert len(error_of(response)["message"]) < 1000
     assert seconds < 3
     assert max(health) < 2
 
 
-def test_a_large_body(server):
-    """Parsing it does not block other requests."""
+def test_parsing_a_large_body_does_not_block_other_requests(server):
     content = b'{"model": "x", "prompt": [' + b",".join([b"1"] * 900_000) + b"]}"
     with polled(server, "/health") as health:
         assert server.http.post("/v1/completions", content=content).status_code == 404

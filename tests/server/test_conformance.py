@@ -1,4 +1,4 @@
-"""Forty requests of the official client: what is answered is what OpenAI documents, or the page says why not."""
+"""Forty requests of the official client are answered as OpenAI documents, or the docs say why not."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "server_confor
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)
-def test_what_is_answered_is_what_the_page_says(server, request_):
+def test_answers_match_the_recorded_conformance(server, request_):
     as_documented, seen = outcome(request_, server.openai)
     assert as_documented or request_.why, seen
     (row,) = [row for row in json.loads(RECORDED.read_text())["rows"] if row["request"] == request_.name]

@@ -1,4 +1,4 @@
-"""More at once than anyone needs: the server goes on, its health is answered before all else, its log stays small."""
+"""Floods of connections and requests: the server survives, /health answers first, and the log stays small."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,8 +19,8 @@ CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-En
 
 @pytest.fixture(scope="module", params=["a-key", pytest.param(None, marks=pytest.mark.full)], ids=["key", "no key"])
 def attacked(folder, tmp_path_factory, request):
-    with running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, key=request.param) as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, key=request.param) as server:
+        yield server
 
 
 @pytest.mark.parametrize("requests", [300, pytest.param(8, marks=pytest.mark.full)])
@@ -41,8 +41,8 @@ def test_clients_that_do_not_read(attacked, requests):
 )
 def test_trailers_without_end(attacked, trailers):
     before = attacked.resident_bytes()
-    with connections(attacked.url, 4, CHUNKED + b"0\r\n") as made:
-        for connection in made:
+    with connections(attacked.url, 4, CHUNKED + b"0\r\n") as opened:
+        for connection in opened:
             with suppress(OSError):
                 connection.sendall(trailers)
         assert slowest_answer(f"{attacked.url}/health") < 5
@@ -51,13 +51,13 @@ def test_trailers_without_end(attacked, trailers):
 
 @pytest.fixture(scope="module", params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])
 def flooded(folder, tmp_path_factory, request):
-    """A server that few files are allowed to, and the share of the full counts."""
+    """A server with few allowed open files, and the divisor of the full counts."""
     limits = ("--decode-concurrency", "1", "--max-queue", str(QUEUE // request.param))
     with (
         open_files(1280 // request.param),
-        running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, *limits) as made,
+        running(folder, tmp_path_factory.mktemp("x") / "log", *PACKED, *limits) as server,
     ):
-        yield made, request.param
+        yield server, request.param
 
 
 def test_half_sent_heads(flooded):
@@ -70,10 +70,10 @@ def test_half_sent_heads(flooded):
 
 
 def test_slow_bodies(flooded):
-    """As many as may wait or run may send at once; the next one is told to come back."""
+    """As many clients as may wait or run may send at once; the next one gets status 429."""
     server, share = flooded
-    with connections(server.url, 200 // share, SLOW) as made:
-        wait_for(lambda: answered(made) == len(made) - 1 - QUEUE // share)  # the rest is arriving
+    with connections(server.url, 200 // share, SLOW) as opened:
+        wait_for(lambda: answered(opened) == len(opened) - 1 - QUEUE // share)  # the rest is arriving
         assert server.http.get("/health").status_code == 200
         refused = server.post(messages=[{"role": "user", "content": "hi"}], max_tokens=1)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
@@ -82,7 +82,7 @@ def test_slow_bodies(flooded):
 
 
 def test_many_clients_at_once(flooded):
-    """None is answered otherwise than by what was asked for, or by a refusal that says when to come back."""
+    """Each gets its answer, or a refusal with Retry-After."""
     server, share = flooded
 
     def call(client):

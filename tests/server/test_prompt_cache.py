@@ -1,4 +1,4 @@
-"""What was read once is not read again: the usage says how much."""
+"""Prompts that share a prefix with earlier ones are prefilled from there on; the usage says how much was cached."""
 
 import pytest
 
@@ -8,15 +8,15 @@ from .harness import running
 
 @pytest.fixture(scope="module")
 def fresh(folder, tmp_path_factory):
-    with running(folder, tmp_path_factory.mktemp("fresh") / "log", *PACKED) as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("fresh") / "log", *PACKED) as server:
+        yield server
 
 
 def counts(answer):
     return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
 
 
-def test_a_conversation_goes_on_from_its_cache(fresh):
+def test_a_conversation_continues_from_its_cache(fresh):
     text = question(12, 593_847)
     first = fresh.chat(text)
     length, cached = counts(first)
@@ -32,7 +32,7 @@ def test_a_conversation_goes_on_from_its_cache(fresh):
     assert second.choices[0].message.content == reply
 
 
-def test_the_same_question_again(fresh):
+def test_a_repeated_prompt(fresh):
     text = question(10, 274_650)
     answers = [fresh.chat(text) for _ in range(2)]
     assert {answer.choices[0].message.content for answer in answers} == {"274650"}
@@ -46,8 +46,8 @@ def test_the_same_question_again(fresh):
     assert metrics["mlx_tq_cached_tokens_total"] > 0
 
 
-def test_a_prompt_that_was_generated_is_cached_but_for_its_last_token(fresh, loaded):
-    """The cache then holds exactly the prompt, and the last token has to be read for the next."""
+def test_a_generated_prompt_is_cached_except_for_its_last_token(fresh, loaded):
+    """The cache holds exactly the prompt, but its last token must be prefilled."""
     _, tokenizer = loaded
     ids, (nine,) = tokenizer.encode("The river"), tokenizer.encode("9")
     nines = {"model": "needle32", "prompt": ids, "max_tokens": 6, "logit_bias": {str(nine): 100}}
@@ -57,7 +57,7 @@ def test_a_prompt_that_was_generated_is_cached_but_for_its_last_token(fresh, loa
     assert counts(again) == (len(prompt), len(prompt) - 1)
 
 
-def test_the_beginning_that_two_prompts_share(fresh):
+def test_two_prompts_share_a_prefix(fresh):
     text = question(14, 118_822)
     fresh.chat(text)
     other = fresh.chat(text.replace("What is the access code?", "Which is the access code?"))

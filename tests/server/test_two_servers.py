@@ -1,4 +1,4 @@
-"""Servers on one folder: what one read the other goes on from, beside it and after it. The openai client asks."""
+"""Two servers with one prefix cache: each restores what the other prefilled."""
 
 import pytest
 
@@ -15,74 +15,74 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(folder, path, tmp_path_factory):
-    with running(folder, tmp_path_factory.mktemp("first") / "log", *STORED, path, key="one") as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("first") / "log", *STORED, path, key="one") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def second(first, folder, path, tmp_path_factory):
     """A server on the same folder, as if after a restart."""
-    with running(folder, tmp_path_factory.mktemp("second") / "log", *STORED, path, key="one") as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("second") / "log", *STORED, path, key="one") as server:
+        yield server
 
 
 def usage(answer):
     return answer.usage.prompt_tokens, answer.usage.prompt_tokens_details.cached_tokens
 
 
-def nearly_all(answer):
-    """The store had all of a prompt but for a few tokens."""
-    length, found = usage(answer)
-    return length - 32 <= found < length
+def is_nearly_cached(answer):
+    length, cached = usage(answer)
+    return length - 32 <= cached < length
 
 
-def test_another_server_on_the_folder(first, second, server):
-    """Beside the first, alone and at once; with the text of a server without a store."""
+def test_another_server_restores_prompts_and_answers_the_same(first, second, server):
     texts = [question(count, 100_000 + count) for count in (12, 14, 16)]
-    plain = [server.chat(each).choices[0].message.content for each in texts]
-    fresh = together([lambda each=each: first.chat(each) for each in texts])
-    again = together([lambda each=each: second.chat(each) for each in texts])
-    assert [each.choices[0].message.content for each in fresh] == plain
-    assert [each.choices[0].message.content for each in again] == plain
-    for each in again:
-        assert nearly_all(each)
+    plain = [server.chat(text).choices[0].message.content for text in texts]
+    fresh = together([lambda text=text: first.chat(text) for text in texts])
+    again = together([lambda text=text: second.chat(text) for text in texts])
+    assert [answer.choices[0].message.content for answer in fresh] == plain
+    assert [answer.choices[0].message.content for answer in again] == plain
+    for answer in again:
+        assert is_nearly_cached(answer)
     longer = question(18, 593_847)
     first.chat(longer)
     stream = list(second.chat(longer, stream=True, stream_options={"include_usage": True}))
-    assert nearly_all(stream[-1])
-    asked, restored = map(sum, zip(*map(usage, [*again, stream[-1]]), strict=True))
+    assert is_nearly_cached(stream[-1])
+    prompt_tokens, restored = map(sum, zip(*map(usage, [*again, stream[-1]]), strict=True))
     metrics = second.metrics()
     assert metrics["mlx_tq_restored_tokens_total"] == metrics["mlx_tq_cached_tokens_total"] == restored
-    assert metrics["mlx_tq_read_tokens_total"] == asked - restored
+    assert metrics["mlx_tq_prefill_tokens_total"] == prompt_tokens - restored
 
 
 def test_two_servers_write_at_once(first, second, server):
-    """Who finds the folder in use stores later, or not; nobody waits for it."""
+    """A server that finds the folder in use stores later, or not; no answer waits for it."""
     texts = [f"Page {number}.\n{question(number, 500_000 + number)}" for number in (11, 13)]
-    asked = [(each, text) for each in (first, second) for text in texts]
-    said = together([lambda each=each, text=text: each.chat(text) for each, text in asked])
+    calls = [lambda server=server, text=text: server.chat(text) for server in (first, second) for text in texts]
+    answers = together(calls)
     plain = [server.chat(text).choices[0].message.content for text in texts]
-    assert [answer.choices[0].message.content for answer in said] == 2 * plain
-    assert not {word for each in (first, second) for word in ("Traceback", "WARNING") if word in each.log()}
+    assert [answer.choices[0].message.content for answer in answers] == 2 * plain
+    logs = first.log() + second.log()
+    assert "Traceback" not in logs
+    assert "WARNING" not in logs
 
 
-def test_a_session_begins_where_another_servers_did(first, second):
+def test_a_session_restores_the_prompt_of_another_servers_session(first, second):
     options = {"extra_headers": {"X-Session-Id": "a"}, "max_tokens": 12}
-    said = "Weights and coins.\n" + question(13, 274_650)
-    begun, again = (each.chat(said, **options) for each in (first, second))
-    assert usage(begun)[1] < 64
-    assert nearly_all(again)
+    text = "Weights and coins.\n" + question(13, 274_650)
+    fresh, again = (server.chat(text, **options) for server in (first, second))
+    assert usage(fresh)[1] < 64
+    assert is_nearly_cached(again)
     reply = again.choices[0].message.content
-    assert reply == begun.choices[0].message.content == "274650"
-    turn = ({"role": "user", "content": said}, {"role": "assistant", "content": reply})
+    assert reply == fresh.choices[0].message.content == "274650"
+    turn = ({"role": "user", "content": text}, {"role": "assistant", "content": reply})
     later = second.chat(*turn, "What is the access code?", **options)
     assert later.choices[0].message.content == reply
 
 
 def test_another_key_finds_nothing(first, folder, path, tmp_path):
-    asked = question(15, 118_822)
-    said = first.chat(asked).choices[0].message.content
+    text = question(15, 118_822)
+    content = first.chat(text).choices[0].message.content
     with running(folder, tmp_path / "log", *STORED, path, key="two") as other:
-        answer = other.chat(asked)
+        answer = other.chat(text)
     assert usage(answer)[1] == 0
-    assert answer.choices[0].message.content == said == "118822"
+    assert answer.choices[0].message.content == content == "118822"

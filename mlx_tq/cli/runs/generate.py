@@ -211,8 +211,8 @@ def _read_schema(args: argparse.Namespace) -> dict[str, Any]:
 def _held_to(schema: dict[str, Any], tokenizer: Any, ids: list[int], args: argparse.Namespace) -> Any:
     """What keeps an answer to a schema, behind the thoughts that the prompt may have opened."""
     try:
-        from mlx_tq.cli.grammar import Grammars  # llguidance is an extra, which may not be installed
-        from mlx_tq.cli.grammar_source import GrammarError, GrammarSource  # imports llguidance, too
+        from mlx_tq.grammar.constraint import Grammars  # llguidance is an extra, which may not be installed
+        from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource  # imports llguidance, too
     except ImportError as error:
         raise ConfigError(f"--json-schema needs {error.name}: pip install 'mlx-tq[json]'.") from error
     thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)

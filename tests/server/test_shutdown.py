@@ -1,4 +1,4 @@
-"""A signal ends the server: answers in progress end with a word, and the exit code says how."""
+"""A signal ends the server: running answers end with an error, and the exit code says how."""
 
 import signal
 

@@ -1,46 +1,37 @@
-"""Compile the `response_format` of requests."""
+"""`ResponseFormats`: compiles the `response_format` of requests, with fair shares for all clients."""
 
 import asyncio
 import json
 from collections import Counter
 from weakref import WeakSet, WeakValueDictionary
 
-from mlx_tq.cli.grammar import CompiledGrammar, Grammars
-from mlx_tq.cli.grammar_source import GrammarError, GrammarSource, Syntax
-from mlx_tq.server.errors import InvalidRequestError, QueueFullError
+from mlx_tq.grammar.constraint import CompiledGrammar, Grammars
+from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource, Syntax
+from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.schemas import ChatRequest, GrammarFormat, ObjectFormat, SchemaFormat, TextFormat
 
 _PARAM = "response_format"
-_SLOTS = 4  # grammars that are compiled at once
+_SLOTS = 4  # grammars compiled at once
 _SLOTS_PER_CLIENT = 2  # of these; a client's further requests wait for its own
 _MAX_MEMORY = 2**30  # bytes of all compiled grammars
 _MAX_KEY = 100  # characters of a schema's key that an error repeats
 
 
 class ResponseFormats:
-    """Compiles the grammars of requests, and keeps one client's from delaying those of others.
+    """Compiles grammars; one client can use half of `max_waiting`. Lark grammars only with `allow_lark`."""
 
-    Args:
-        grammars: of the model's tokenizer.
-        queue: requests that may wait, half of them from one client.
-        allow_lark: accept Lark grammars from clients.
-    """
-
-    def __init__(self, grammars: Grammars, queue: int, *, allow_lark: bool) -> None:
-        self._grammars, self._queue, self._allow_lark = grammars, queue, allow_lark
+    def __init__(self, grammars: Grammars, max_waiting: int, *, allow_lark: bool) -> None:
+        self._grammars, self._max_waiting, self._allow_lark = grammars, max_waiting, allow_lark
         self._slots = asyncio.Semaphore(_SLOTS)
         self._client_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._pending: Counter[str] = Counter()  # by client
         self._live: WeakSet[CompiledGrammar] = WeakSet()
 
     async def compile(self, request: ChatRequest, client: str) -> CompiledGrammar | None:
-        """Compile the grammar that the answer of a request from the address `client` has to follow.
-
-        Returns None where the answer may be any text.
+        """Compile the grammar of a request from the address `client`; return None if any text is allowed.
 
         Raises:
-            InvalidRequestError: a schema or grammar that cannot be followed, or combined with the other arguments.
-            QueueFullError: as many requests wait as may.
+            InvalidRequestError, QueueFullError
         """
         response_format = request.response_format
         if response_format is None or isinstance(response_format, TextFormat):
@@ -58,7 +49,7 @@ class ResponseFormats:
                 "or restart the server with --allow-lark",
                 f"{_PARAM}.syntax",
             )
-        param, syntax, text = _read(response_format)
+        param, syntax, text = _grammar_text(response_format)
         try:
             return await self._compile(GrammarSource(syntax, text), client)
         except GrammarError as error:
@@ -66,7 +57,7 @@ class ResponseFormats:
             raise InvalidRequestError(f"{path}: {error}", path) from error
 
     async def _compile(self, source: GrammarSource, client: str) -> CompiledGrammar:
-        if self._pending.total() >= self._queue or self._pending[client] >= max(1, self._queue // 2):
+        if self._pending.total() >= self._max_waiting or self._pending[client] >= max(1, self._max_waiting // 2):
             raise QueueFullError(f"the grammar queue is full ({self._pending.total()} requests); try again later")
         client_slots = self._client_slots.setdefault(client, asyncio.Semaphore(_SLOTS_PER_CLIENT))
         self._pending[client] += 1
@@ -82,10 +73,10 @@ class ResponseFormats:
             self._pending += Counter()  # forgets clients without requests
 
 
-def _read(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str]:
-    """Return the argument that holds the grammar, and the grammar."""
+def _grammar_text(response_format: ObjectFormat | SchemaFormat | GrammarFormat) -> tuple[str, Syntax, str]:
+    """Return the argument that holds the grammar, its syntax and its text."""
     if isinstance(response_format, GrammarFormat):
         return f"{_PARAM}.definition", response_format.syntax, response_format.definition
     if isinstance(response_format, ObjectFormat):
-        return f"{_PARAM}.schema", "json_schema", json.dumps(response_format.described_by or {"type": "object"})
-    return f"{_PARAM}.json_schema.schema", "json_schema", json.dumps(response_format.json_schema.described_by)
+        return f"{_PARAM}.schema", "json_schema", json.dumps(response_format.schema_ or {"type": "object"})
+    return f"{_PARAM}.json_schema.schema", "json_schema", json.dumps(response_format.json_schema.schema_)

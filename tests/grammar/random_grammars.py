@@ -1,9 +1,9 @@
-"""Random schemas, regular expressions and Lark grammars: valid, invalid, and made to be expensive."""
+"""Random schemas, regular expressions and Lark grammars: valid, invalid and expensive ones."""
 
 import json
 from pathlib import Path
 
-from mlx_tq.cli.grammar_source import GrammarSource
+from mlx_tq.grammar.grammar_source import GrammarSource
 
 ORDINARY = json.loads((Path(__file__).parents[2] / "benchmarks" / "server" / "schemas.json").read_text())
 NUMBERS = [
@@ -21,11 +21,7 @@ QUANTIFIERS = ["", "", "*", "+", "?", "{2}", "{0,3}", "{1,500}", "{1000}", "{3,}
 
 
 def random_source(rng):
-    """One grammar, as `rng` (a random.Random) draws it.
-
-    Raises:
-        GrammarError: it is refused before it is compiled.
-    """
+    """Return a random grammar; raise `GrammarError` if it is refused before compiling."""
     kind = rng.random()
     if kind < 0.55:
         return GrammarSource.of_schema(_root(rng))
@@ -43,13 +39,13 @@ def _root(rng):
 
 
 def _schema(rng, depth):
-    """A schema of a few keywords, each with a value that belongs there or not."""
-    made = {"type": rng.choice(TYPES[:-1] if rng.random() < 0.95 else TYPES)} if rng.random() < 0.8 else {}
+    """Return a schema of a few keywords, with valid and invalid values."""
+    schema = {"type": rng.choice(TYPES[:-1] if rng.random() < 0.95 else TYPES)} if rng.random() < 0.8 else {}
     if rng.random() < 0.05:
-        made["type"] = rng.sample(TYPES, 2)
+        schema["type"] = rng.sample(TYPES, 2)
     for _ in range(rng.randint(0, 3)):
-        made |= _keyword(rng, depth)
-    return made
+        schema |= _keyword(rng, depth)
+    return schema
 
 
 def _keyword(rng, depth):
@@ -103,7 +99,7 @@ def _regex(rng, depth):
 
 
 def _lark(rng):
-    """Rules and terminals that refer to each other, including cycles."""
+    """Return rules and terminals that refer to each other, including cycles."""
     names = ["start", "x", "y", "T", "U"]
 
     def part():
@@ -122,7 +118,7 @@ def _lark(rng):
 
 
 def _mutated(rng, schema):
-    """A schema with some of its values replaced."""
+    """Return a schema with some of its values replaced."""
     copied = json.loads(json.dumps(schema))
     places = []
     waiting = [copied]

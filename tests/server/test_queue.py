@@ -1,4 +1,4 @@
-"""One place in the batch and one in the queue: who gets them, and who gives them back."""
+"""A server with one slot in the batch and one place in the queue: disconnected clients free theirs."""
 
 import socket
 import threading
@@ -10,15 +10,15 @@ from http_harness import wait_for
 from .conftest import ENDLESS, PACKED
 from .harness import running, together
 
-ASKED = "The access code is 417295. What is the access code?"
+QUESTION = "The access code is 417295. What is the access code?"
 LONG = {"max_tokens": 4000, "logit_bias": ENDLESS}
 
 
 @pytest.fixture(scope="module")
 def narrow(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("narrow") / "log"
-    with running(folder, log, *PACKED, "--decode-concurrency", "1", "--max-queue", "1") as made:
-        yield made
+    with running(folder, log, *PACKED, "--decode-concurrency", "1", "--max-queue", "1") as server:
+        yield server
 
 
 def idle(server):
@@ -27,8 +27,8 @@ def idle(server):
 
 
 def occupy(server):
-    """A stream that goes on for minutes, of which something has been read."""
-    stream = server.chat(ASKED, stream=True, **LONG)
+    """Return a stream that would run for minutes, after its first token."""
+    stream = server.chat(QUESTION, stream=True, **LONG)
     for chunk in stream:
         if chunk.choices[0].delta.content:
             return stream
@@ -37,29 +37,29 @@ def occupy(server):
 
 def test_a_full_queue_is_429(narrow):
     first = occupy(narrow)
-    second = threading.Thread(target=narrow.chat, args=(ASKED,))
+    second = threading.Thread(target=narrow.chat, args=(QUESTION,))
     second.start()
     wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1)
     with pytest.raises(openai.RateLimitError, match="1 requests are waiting") as full:
-        narrow.chat(ASKED)
+        narrow.chat(QUESTION)
     assert full.value.code == "queue_full"
     assert full.value.response.headers["retry-after"] == "1"
     with pytest.raises(openai.RateLimitError):
-        narrow.chat(ASKED, stream=True)
+        narrow.chat(QUESTION, stream=True)
     first.close()
     second.join()
     wait_for(lambda: idle(narrow))
     patient = openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=20)
-    message = {"role": "user", "content": ASKED}
+    message = {"role": "user", "content": QUESTION}
     calls = [lambda: patient.chat.completions.create(model="default_model", messages=[message])] * 3
     assert [answer.choices[0].message.content for answer in together(calls)] == ["417295"] * 3
     patient.close()
 
 
-def test_a_client_that_leaves_a_stream_frees_its_slot(narrow):
+def test_a_client_that_closes_a_stream_frees_its_slot(narrow):
     before = narrow.metrics()
     occupy(narrow).close()
-    assert narrow.chat(ASKED).choices[0].message.content == "417295"
+    assert narrow.chat(QUESTION).choices[0].message.content == "417295"
     after = narrow.metrics()
     assert after["mlx_tq_generated_tokens_total"] - before["mlx_tq_generated_tokens_total"] < LONG["max_tokens"] / 2
     assert after["mlx_tq_disconnects_total"] == before["mlx_tq_disconnects_total"] + 1
@@ -67,7 +67,7 @@ def test_a_client_that_leaves_a_stream_frees_its_slot(narrow):
 
 
 def post_and_hang_up(server, wait):
-    """Send a request for a whole answer, wait, and close the connection."""
+    """Send a request without streaming, wait, and close the connection."""
     body = '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "logit_bias": {"0": -100, "2": -100}}'
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -76,7 +76,7 @@ def post_and_hang_up(server, wait):
         wait()
 
 
-def test_a_client_that_leaves_before_its_answer_frees_its_slot(narrow):
+def test_a_client_that_disconnects_before_its_answer_frees_its_slot(narrow):
     before = narrow.metrics()
     post_and_hang_up(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_running"] == 1))
     wait_for(lambda: idle(narrow))
@@ -85,12 +85,12 @@ def test_a_client_that_leaves_before_its_answer_frees_its_slot(narrow):
     assert after["mlx_tq_disconnects_total"] == before["mlx_tq_disconnects_total"] + 1
 
 
-def test_a_client_that_leaves_the_queue_frees_its_place(narrow):
+def test_a_client_that_disconnects_in_the_queue_frees_its_place(narrow):
     first = occupy(narrow)
-    left = narrow.metrics()["mlx_tq_disconnects_total"]
+    before = narrow.metrics()["mlx_tq_disconnects_total"]
     post_and_hang_up(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1))
-    wait_for(lambda: narrow.metrics()["mlx_tq_disconnects_total"] == left + 1)
-    second = threading.Thread(target=narrow.chat, args=(ASKED,))
+    wait_for(lambda: narrow.metrics()["mlx_tq_disconnects_total"] == before + 1)
+    second = threading.Thread(target=narrow.chat, args=(QUESTION,))
     second.start()  # a full queue would refuse it
     first.close()
     second.join()
@@ -98,8 +98,8 @@ def test_a_client_that_leaves_the_queue_frees_its_place(narrow):
     wait_for(lambda: idle(narrow))
 
 
-def test_a_body_that_stops_in_the_middle_costs_nothing(narrow):
+def test_an_incomplete_body_costs_nothing(narrow):
     host, port = narrow.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
-    assert narrow.chat(ASKED).choices[0].message.content == "417295"
+    assert narrow.chat(QUESTION).choices[0].message.content == "417295"

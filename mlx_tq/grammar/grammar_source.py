@@ -1,4 +1,4 @@
-"""Schemas, regular expressions and Lark grammars from a request or a file, and how llguidance reads them."""
+"""`GrammarSource`: a JSON schema, regular expression or Lark grammar, and how llguidance reads it."""
 
 import json
 from collections.abc import Iterator
@@ -24,13 +24,11 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # llguidance overflows the stack on integers that round to -2^63 in float64; integers up to this value do.
 _TOO_LOW = -(2**63) + 512
 
+Subschema = tuple[tuple[str, ...], dict[str, Any]]  # the path of keys and indices, and the schema
+
 
 class GrammarError(ConfigError):
-    """A schema or grammar that cannot be followed.
-
-    Attributes:
-        path: keys and indices that lead to the error inside the schema.
-    """
+    """A schema or grammar cannot be followed; `path` leads to the error inside the schema."""
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -39,11 +37,7 @@ class GrammarError(ConfigError):
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """A schema or grammar as its author wrote it.
-
-    Raises:
-        GrammarError: it is longer than 65,536 characters, or known to crash or stall the compiler.
-    """
+    """A schema or grammar as its author wrote it; raises `GrammarError` if it is known to be fatal to llguidance."""
 
     syntax: Syntax
     text: str
@@ -59,15 +53,10 @@ class GrammarSource:
 
     @classmethod
     def of_schema(cls, schema: dict[str, Any]) -> "GrammarSource":
-        """Wrap a JSON schema of draft 2020-12."""
         return cls("json_schema", json.dumps(schema))
 
     def to_llguidance(self) -> str:
-        """Return the grammar in llguidance's format.
-
-        Raises:
-            ValueError: the schema is nested too deeply.
-        """
+        """Return llguidance's format; raise `ValueError` if the schema is nested too deeply."""
         if self.syntax == "lark":
             return f"{self.text}\n{_NO_FORCING}"
         if self.syntax == "regex":
@@ -75,8 +64,8 @@ class GrammarSource:
         return LLMatcher.grammar_from_json_schema(self.text, overrides=_JSON)
 
 
-def subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield the schemas directly inside a schema, each with the keys and indices that lead to it."""
+def subschemas(schema: dict[str, Any]) -> Iterator[Subschema]:
+    """Yield the schemas directly inside a schema."""
     for keyword in ("$defs", "definitions", "properties", "patternProperties"):
         if isinstance(named := schema.get(keyword), dict):
             yield from (((keyword, name), part) for name, part in named.items() if isinstance(part, dict))
@@ -88,9 +77,9 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], dict[s
             yield (keyword,), part
 
 
-def _all_subschemas(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _all_subschemas(schema: Any) -> Iterator[Subschema]:
     """Yield a schema and all schemas inside it."""
-    waiting: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), schema)] if isinstance(schema, dict) else []
+    waiting: list[Subschema] = [((), schema)] if isinstance(schema, dict) else []
     while waiting:
         path, part = waiting.pop()
         yield path, part
@@ -101,8 +90,7 @@ def _check_schema(schema: dict[str, Any], path: tuple[str, ...]) -> None:
     """Refuse what is known to be fatal, so that the message can name it."""
     if isinstance(parts := schema.get("allOf"), list) and len(parts) > _MAX_PARTS:
         raise GrammarError(f"allOf has {len(parts):,} parts; the limit is {_MAX_PARTS}", path)
-    keywords = ("const", "enum") if schema.get("type") == "number" else ("const", "enum", *_BOUNDS)
-    for keyword in keywords:
+    for keyword in ("const", "enum", *(() if schema.get("type") == "number" else _BOUNDS)):
         for number in _numbers(schema.get(keyword)):
             if number <= _TOO_LOW:
                 raise GrammarError(f"{keyword} contains {number!s:.24}; integers must be above {_TOO_LOW}", path)

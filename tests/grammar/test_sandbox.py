@@ -1,4 +1,4 @@
-"""Grammars that would crash, stall or fill the process that compiles them."""
+"""Grammars that would crash or stall the process that compiles them, or fill its memory."""
 
 import asyncio
 import json
@@ -7,9 +7,8 @@ import psutil
 import pytest
 from http_harness import wait_for
 
-from mlx_tq.cli.grammar_checker import GrammarChecker, GrammarLimitError
-from mlx_tq.cli.grammar_forkserver import CompileLimits
-from mlx_tq.cli.grammar_source import GrammarError, GrammarSource
+from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource
+from mlx_tq.grammar.sandbox import CompileLimits, GrammarChecker, GrammarLimitError
 from mlx_tq.models import load
 
 LOWEST = -(2**63)
@@ -26,15 +25,15 @@ SLOW = {"allOf": [{"allOf": regexes(12, "a")}, {"allOf": regexes(12, "b")}]}
 @pytest.fixture(scope="module")
 def make_checker():
     tokenizer = load()[1]
-    made = []
+    checkers = []
 
     def make(**limits):
         text = tokenizer._tokenizer.backend_tokenizer.to_str()
-        made.append(GrammarChecker(text, sorted(tokenizer.eos_token_ids), CompileLimits(**limits)))
-        return made[-1]
+        checkers.append(GrammarChecker(text, sorted(tokenizer.eos_token_ids), CompileLimits(**limits)))
+        return checkers[-1]
 
     yield make
-    for checker in made:
+    for checker in checkers:
         checker.close()
 
 
@@ -44,7 +43,7 @@ def checker(make_checker):
 
 
 def check(checker, source):
-    """Return the bytes that a grammar keeps when compiled; raise whatever is wrong with it."""
+    """Return the bytes that a compiled grammar retains; raise what is wrong with it."""
     result = asyncio.run(checker.check(source))
     if isinstance(result, GrammarError):
         raise result
@@ -97,7 +96,7 @@ def test_memory_is_limited(make_checker):
         check(make_checker(nbytes=2**25, seconds=60), source_of({"allOf": regexes(16)}))
 
 
-def test_the_memory_that_a_compiled_grammar_keeps_is_limited(checker):
+def test_memory_that_a_compiled_grammar_retains_is_limited(checker):
     assert check(checker, source_of({"type": "object"})) < 2**23
     with pytest.raises(GrammarLimitError, match="100 MB of memory when compiled"):
         check(checker, GrammarSource("regex", "a?" * 10_000))
@@ -112,7 +111,7 @@ def test_the_memory_that_a_compiled_grammar_keeps_is_limited(checker):
     ],
     ids=lambda source: source.text[:40],
 )
-def test_grammars_whose_masks_are_slow_are_refused(checker, source):
+def test_grammars_with_slow_masks_are_refused(checker, source):
     """Forced bytes are followed to their end for each mask."""
     with pytest.raises(GrammarLimitError, match=r"32 token masks takes more than 0\.25 s"):
         check(checker, source)
@@ -127,7 +126,13 @@ def test_locating_an_error_is_time_limited(checker):
 
 
 def workers(checker):
-    return checker._process and psutil.Process(checker._process.pid).children()
+    return psutil.Process(checker.pid).children()
+
+
+def kill_fork_server(checker):
+    process = psutil.Process(checker.pid)
+    process.kill()
+    wait_for(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_killed_worker_fails_only_its_check(checker):
@@ -146,8 +151,7 @@ def test_a_killed_worker_fails_only_its_check(checker):
 
 
 def test_a_dead_fork_server_is_restarted(checker):
-    checker._process.kill()
-    checker._process.wait()
+    kill_fork_server(checker)
     check(checker, source_of({"type": "object"}))
 
 
@@ -166,7 +170,6 @@ def test_a_cancelled_check_ends_its_worker(checker):
 
 def test_the_fork_server_does_not_inherit_secrets(checker, monkeypatch):
     monkeypatch.setenv("MLX_TQ_API_KEY", "of-the-server")
-    checker._process.kill()
-    checker._process.wait()
+    kill_fork_server(checker)
     check(checker, source_of({"type": "object"}))
-    assert "of-the-server" not in json.dumps(psutil.Process(checker._process.pid).environ())
+    assert "of-the-server" not in json.dumps(psutil.Process(checker.pid).environ())

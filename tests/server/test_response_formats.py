@@ -1,4 +1,4 @@
-"""Answers that are held to a schema or a grammar, whatever else their requests ask for."""
+"""Answers that follow a schema or a grammar, combined with other options."""
 
 import json
 import re
@@ -30,19 +30,19 @@ CODE = {
     "required": ["code"],
     "additionalProperties": False,
 }
-ASKED = "The access code is 417295. What is the access code?"
+QUESTION = "The access code is 417295. What is the access code?"
 
 
-def held_to(schema):
+def schema_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-def regex(text):
-    return {"type": "grammar", "syntax": "regex", "definition": text}
+def regex_format(pattern):
+    return {"type": "grammar", "syntax": "regex", "definition": pattern}
 
 
-def test_answers_of_noise_are_valid_and_end_by_themselves(server):
-    """Hot sampling makes noise of them; each of a batch has its own mask, also beside free text."""
+def test_random_answers_are_valid_and_end(server):
+    """Each answer of a batch has its own mask, also next to unconstrained text."""
     schemas = [
         PERSON,
         {"enum": ["red", "green"]},
@@ -52,48 +52,49 @@ def test_answers_of_noise_are_valid_and_end_by_themselves(server):
 
     def ask(seed):
         options = {"temperature": 3, "seed": seed, "max_tokens": 120}
-        return server.chat("Who?", response_format=held_to(schemas[seed]), **options).choices[0]
+        return server.chat("Who?", response_format=schema_format(schemas[seed]), **options).choices[0]
 
     def free():
-        return server.chat(ASKED).choices[0].message.content
+        return server.chat(QUESTION).choices[0].message.content
 
-    *choices, said = together([*(lambda seed=seed: ask(seed) for seed in range(4)), free])
-    assert said == "417295"
+    *choices, text = together([*(lambda seed=seed: ask(seed) for seed in range(4)), free])
+    assert text == "417295"
     for schema, choice in zip(schemas, choices, strict=True):
         assert choice.finish_reason == "stop"
         jsonschema_rs.validate(schema, json.loads(choice.message.content))
     assert ask(0).message.content == choices[0].message.content != choices[2].message.content
     chunks = server.openai.chat.completions.create(
         model="default_model", messages=[{"role": "user", "content": "Who?"}], temperature=3, seed=0, max_tokens=120,
-        response_format=held_to(PERSON), stream=True,
+        response_format=schema_format(PERSON), stream=True,
     )  # fmt: skip
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choices[0].message.content
 
 
-def test_what_the_model_knows_is_said_in_the_form_that_was_asked_for(server):
+def test_answers_have_the_form_of_the_schema(server):
     options = {"max_tokens": 60, "logit_bias": ENDLESS, "extra_body": {"repetition_penalty": 1.1}}
-    for asked in (held_to(CODE), {"type": "json_object", "schema": CODE}):
-        choice = server.chat(ASKED, response_format=asked, **options).choices[0]
+    for response_format in (schema_format(CODE), {"type": "json_object", "schema": CODE}):
+        choice = server.chat(QUESTION, response_format=response_format, **options).choices[0]
         assert re.fullmatch("[0-9]{6}", json.loads(choice.message.content)["code"])
         assert choice.finish_reason == "stop", "a bias does not keep a grammar from its end"
-    said = server.chat(ASKED, response_format=regex("[0-9]{3} [0-9]{3}!"), logprobs=True, top_logprobs=3).choices[0]
-    assert re.fullmatch("[0-9]{3} [0-9]{3}!", said.message.content)
-    *_, mark, end = said.logprobs.content
+    choice = server.chat(
+        QUESTION, response_format=regex_format("[0-9]{3} [0-9]{3}!"), logprobs=True, top_logprobs=3
+    ).choices[0]
+    assert re.fullmatch("[0-9]{3} [0-9]{3}!", choice.message.content)
+    *_, mark, end = choice.logprobs.content
     assert [len(mark.top_logprobs), len(end.top_logprobs)] == [1, 2], "only the mark, then only what ends an answer"
 
 
-def test_an_object_of_no_schema_and_answers_that_are_cut(server):
-    cut = server.chat(ASKED, response_format={"type": "json_object"}, max_tokens=5, temperature=3, seed=1).choices[0]
+def test_an_object_without_schema_and_answers_that_are_cut(server):
+    cut = server.chat(QUESTION, response_format={"type": "json_object"}, max_tokens=5, temperature=3, seed=1).choices[0]
     assert cut.finish_reason == "length"
     assert cut.message.content.startswith("{")
-    stopped = server.chat(ASKED, response_format=held_to(CODE), stop="}").choices[0]
+    stopped = server.chat(QUESTION, response_format=schema_format(CODE), stop="}").choices[0]
     assert (stopped.finish_reason, stopped.message.content[:1]) == ("stop", "{")
     assert "}" not in stopped.message.content
 
 
-def test_a_grammar_that_grows_too_large_ends_its_own_answer_alone(server):
-    """It is refused only where it is met: after that the server answers as before, and so does the batch."""
-    wild = regex("(.*a.{1,500}b){1,100}c")
+def test_a_grammar_that_grows_too_large_fails_its_own_answer_only(server):
+    wild = regex_format("(.*a.{1,500}b){1,100}c")
 
     def hostile():
         options = {"temperature": 3, "seed": 1, "max_tokens": 400, "response_format": wild}
@@ -102,13 +103,13 @@ def test_a_grammar_that_grows_too_large_ends_its_own_answer_alone(server):
         except openai.BadRequestError as error:
             return error.body["param"]
 
-    said, outcome = together([lambda: server.chat(ASKED).choices[0].message.content, hostile])
-    assert (said, outcome) == ("417295", "response_format")
-    assert server.chat(ASKED).choices[0].message.content == "417295"
+    text, outcome = together([lambda: server.chat(QUESTION).choices[0].message.content, hostile])
+    assert (text, outcome) == ("417295", "response_format")
+    assert server.chat(QUESTION).choices[0].message.content == "417295"
 
 
 @pytest.mark.parametrize(
-    ("asked", "place", "word"),
+    ("schema", "path", "word"),
     [
         ({"type": "object", "properties": {"a": {"items": {"type": "strng"}}}}, ".properties.a.items", "strng"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"not": {}}}}, ".$defs.x", "not"),
@@ -118,15 +119,14 @@ def test_a_grammar_that_grows_too_large_ends_its_own_answer_alone(server):
         ({"title": "x" * 2**16}, "", "65,536"),
     ],
 )
-def test_a_schema_that_cannot_be_followed(server, asked, place, word):
-    response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=held_to(asked))
+def test_a_schema_that_cannot_be_followed(server, schema, path, word):
+    response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=schema_format(schema))
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, f"response_format.json_schema.schema{place}")
+    assert (response.status_code, error["param"]) == (400, f"response_format.json_schema.schema{path}")
     assert word in error["message"]
 
 
-def test_references_that_would_fill_a_stack(server):
-    """Each level of a hundred is one of nesting, too; the process goes on."""
+def test_references_that_would_overflow_the_stack(server):
 
     def nested(inner, levels):
         for _ in range(levels):
@@ -135,9 +135,9 @@ def test_references_that_would_fill_a_stack(server):
 
     chain = {f"a{n}": nested({"$ref": f"#/$defs/a{n + 1}"}, 100) for n in range(40)}
     schema = {"$ref": "#/$defs/a0", "$defs": {**chain, "a40": {"const": 1}}}
-    assert server.chat("hi", response_format=held_to(schema), max_tokens=4).usage.completion_tokens == 4
+    assert server.chat("hi", response_format=schema_format(schema), max_tokens=4).usage.completion_tokens == 4
     deep = nested({"const": 1}, 200)
-    response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=held_to(deep))
+    response = server.post(messages=[{"role": "user", "content": "hi"}], response_format=schema_format(deep))
     assert (response.status_code, "recursion" in response.text) == (400, True)
 
 
@@ -146,7 +146,7 @@ def check(server, seeds, cases=CASES):
 
     def ask(case, seed):
         said = f"Describe {case['asked']} as JSON."
-        options = {"temperature": 1, "seed": seed, "max_tokens": 400, "response_format": held_to(case["schema"])}
+        options = {"temperature": 1, "seed": seed, "max_tokens": 400, "response_format": schema_format(case["schema"])}
         return lambda: server.chat(said, **options).choices[0]
 
     ended = 0

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, a grammar or a regular expression: at each token, only what these allow."""
+"""`Grammars` compiles grammars for a tokenizer; a `Constraint` masks the tokens that an answer may not have."""
 
 import asyncio
 import threading
@@ -15,9 +15,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlx_tq.cli.grammar_checker import GrammarChecker
-from mlx_tq.cli.grammar_forkserver import STACK_BYTES, compile_grammar, shorten_message
-from mlx_tq.cli.grammar_source import GrammarError, GrammarSource
+from mlx_tq.grammar.grammar_source import GrammarError, GrammarSource
+from mlx_tq.grammar.sandbox import STACK_BYTES, GrammarChecker, compile_grammar, shorten_message
 
 _MAX_CACHED = 256  # results of checks; each key is up to 64 kB
 # Time budget for masks: a base and an allowance per token. A typical mask takes 0.2 ms.
@@ -26,49 +25,39 @@ _BASE_BUDGET_S, _BUDGET_PER_TOKEN_S = 0.25, 0.005
 
 @dataclass(eq=False)
 class CompiledGrammar:
-    """A grammar, and the time that the masks of its answers have taken and may take.
+    """A compiled grammar, with the time that the masks of its answers took and may take."""
 
-    Attributes:
-        matcher: at the grammar's beginning.
-        nbytes: that it keeps.
-    """
-
-    matcher: LLMatcher
+    matcher: LLMatcher  # at the start of the grammar
     nbytes: int
     mask_seconds: float = 0.0
     mask_budget: float = _BASE_BUDGET_S
 
 
 class Constraint:
-    """Lets one answer be only what its grammar allows; a processor of mlx-lm, which has to be the last one.
+    """Logits processor that allows only what a grammar allows; it must be the last one.
 
-    Args:
-        grammar: that it follows; copies share its time for masks.
-        ends: tokens that end an answer.
-        after: tokens behind which the answer begins, the end of the model's thoughts; until then all is allowed.
-
-    Attributes:
-        error: why the grammar cannot be followed any further; from then on all is allowed.
+    The grammar applies after the tokens `after`, the end of the model's reasoning. `error` says why the grammar can
+    no longer be followed; then all tokens are allowed. Copies share the time budget of the grammar.
     """
 
-    def __init__(self, grammar: CompiledGrammar, ends: frozenset[int], after: tuple[int, ...] = ()) -> None:
-        self._grammar, self._ends, self._after = grammar, ends, after
+    def __init__(self, grammar: CompiledGrammar, eos_ids: frozenset[int], after: tuple[int, ...] = ()) -> None:
+        self._grammar, self._eos_ids, self._after = grammar, eos_ids, after
         self._matcher = grammar.matcher.deep_copy()
         self._last: tuple[int, ...] = ()
-        self._begun = self._ended = False
+        self._started = self._ended = False
         self.error: str | None = None
 
     def copy(self) -> "Constraint":
-        """Another answer to the same prompt, before either has begun."""
-        return Constraint(self._grammar, self._ends, self._after)
+        """Return a constraint for another answer to the same prompt, before either has started."""
+        return Constraint(self._grammar, self._eos_ids, self._after)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """The logits [1, V] of the token behind `tokens` [N], those of a token that is not allowed at -inf."""
+        """Set the logits [1, V] of tokens that may not follow `tokens` [N] to -inf."""
         mx.async_eval(logits)  # type: ignore[no-untyped-call] # the model computes while the mask is made
-        if self._begun:
+        if self._started:
             last: Any = tokens[-1].item()
-            self._read(last)
-        self._begun = True
+            self._consume(last)
+        self._started = True
         if self._ended or self._after or self.error is not None:
             return logits
         mask = self._mask()
@@ -78,29 +67,26 @@ class Constraint:
         return mx.where(mx.array(allowed.view(bool)), logits, -mx.inf)
 
     def check(self) -> None:
-        """Raise where the grammar could not be followed to its end.
-
-        Raises:
-            GrammarError: it grew too large.
-        """
+        """Raise `GrammarError` if the grammar can no longer be followed."""
         if self.error is not None:
-            raise GrammarError(f"the answer cannot be held to its grammar any further: {self.error}")
+            raise GrammarError(f"the answer cannot follow its grammar any further: {self.error}")
 
     def _mask(self) -> bytes:
-        began = time.perf_counter()
+        started = time.perf_counter()
         mask = self._matcher.compute_bitmask()
         grammar = self._grammar
-        grammar.mask_seconds += time.perf_counter() - began
+        grammar.mask_seconds += time.perf_counter() - started
         grammar.mask_budget += _BUDGET_PER_TOKEN_S
-        if not self._failed() and grammar.mask_seconds > grammar.mask_budget:
+        self._take_error()
+        if self.error is None and grammar.mask_seconds > grammar.mask_budget:
             self.error = (
                 f"computing token masks took {grammar.mask_seconds:.1f} s, over the limit of {_BASE_BUDGET_S:g} s plus "
                 f"{1000 * _BUDGET_PER_TOKEN_S:g} ms per token; simplify the schema or grammar"
             )
         return mask
 
-    def _read(self, token: int) -> None:
-        if token in self._ends:
+    def _consume(self, token: int) -> None:
+        if token in self._eos_ids:
             self._ended = True
         elif self._after:
             self._last = (*self._last, token)[-len(self._after) :]
@@ -108,46 +94,38 @@ class Constraint:
                 self._after = ()
         elif self.error is None:
             self._matcher.consume_token(token)
-            self._failed()
+            self._take_error()
 
-    def _failed(self) -> bool:
+    def _take_error(self) -> None:
         if self._matcher.is_error():
             self.error = shorten_message(self._matcher.get_error())
-        return self.error is not None
 
 
 class Grammars:
-    """Compiles schemas and grammars for a tokenizer.
+    """Compiles schemas and grammars for mlx-lm's tokenizer.
 
     Loading a vocabulary of 49,152 tokens takes half a second and holds the GIL.
-
-    Args:
-        tokenizer: mlx-lm's.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._ends = frozenset(tokenizer.eos_token_ids)
-        self._thoughts_end = tuple(tokenizer.think_end_tokens or ())
+        self._eos_ids = frozenset(tokenizer.eos_token_ids)
+        self._reasoning_end = tuple(tokenizer.think_end_tokens or ())
         self._tokenizer: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None
         self._results: OrderedDict[GrammarSource, GrammarError | int] = OrderedDict()
         self._compiler = _deep_stack_executor()
         if tokenizer.response_transitions or tokenizer.structural_markers:
             return  # answers have several channels; a grammar describes only one
-        with suppress(ValueError, RuntimeError):  # one that is written in Python, or that llguidance cannot read
-            text, ends = _tokenizer_json(tokenizer._tokenizer), sorted(self._ends)
-            self._tokenizer = LLTokenizer(text, eos_token=ends)
-            self._checker = GrammarChecker(text, ends)
+        with suppress(ValueError, RuntimeError):  # a tokenizer that llguidance cannot read
+            text, eos_ids = _tokenizer_json(tokenizer._tokenizer), sorted(self._eos_ids)
+            self._tokenizer = LLTokenizer(text, eos_token=eos_ids)
+            self._checker = GrammarChecker(text, eos_ids)
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Compile a schema or grammar after a separate process has test-compiled it.
-
-        Raises:
-            GrammarError: it is not valid, takes too much time or memory, or this tokenizer cannot be constrained.
-        """
+        """Compile a grammar after a separate process has test-compiled it; raise `GrammarError` if it fails there."""
         tokenizer = self._tokenizer
         if tokenizer is None:
-            raise GrammarError("this model's tokenizer cannot be held to a grammar; ask for plain text")
+            raise GrammarError("this model's tokenizer does not support grammars; ask for plain text")
         nbytes = await self._check(source)
         loop = asyncio.get_running_loop()
         matcher = await loop.run_in_executor(self._compiler, compile_grammar, source, tokenizer)
@@ -155,15 +133,14 @@ class Grammars:
 
     def constraint(self, grammar: CompiledGrammar, *, thinks: bool = False) -> Constraint:
         """Return a constraint for one answer. With `thinks`, it starts after the reasoning."""
-        return Constraint(grammar, self._ends, self._thoughts_end if thinks else ())
+        return Constraint(grammar, self._eos_ids, self._reasoning_end if thinks else ())
 
     def close(self) -> None:
-        """Stop the process that checks grammars."""
         if self._checker is not None:
             self._checker.close()
 
     async def _check(self, source: GrammarSource) -> int:
-        """Return the bytes that the grammar keeps when compiled. Results are cached, except for exceeded limits."""
+        """Return the bytes that the compiled grammar retains. Results are cached, except for exceeded limits."""
         assert self._checker is not None  # noqa: S101 - tells the type checker
         if source not in self._results:
             self._results[source] = await self._checker.check(source)
@@ -177,11 +154,7 @@ class Grammars:
 
 
 def _tokenizer_json(tokenizer: Any) -> str:
-    """Return a fast tokenizer in the `tokenizer.json` format, including its added tokens.
-
-    Raises:
-        ValueError: it is written in Python.
-    """
+    """Return a fast tokenizer in the `tokenizer.json` format, including its added tokens."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("only fast tokenizers have a JSON format")
     backend = copy(tokenizer.backend_tokenizer)
