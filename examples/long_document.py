@@ -26,7 +26,7 @@ try:
         "".join(session.respond(text, max_tokens=8))
         print("".join(session.respond(question)))
         turn = session.turns[-1]
-        print(f"{len(turn.recalled)} tokens came back as rows, {len(turn.rehydration.ids)} in a quotation")
+        print(f"{len(turn.recalled)} tokens came back as rows, {len(turn.quotation.ids)} in a quotation")
 except (OSError, UnicodeDecodeError, mlx_tq.MlxTqError) as error:
     sys.stderr.write(f"{document}: {error}\n")
     sys.exit(2)

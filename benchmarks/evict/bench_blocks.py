@@ -20,8 +20,8 @@ from mlx_tq.evaluate.asking import prefill
 from mlx_tq.policies import TriAttention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
 from mlx_tq.prompt_cache.passes import sequence_in
-from mlx_tq.session.plain_text import PlainText
-from mlx_tq.session.spans import make_spans
+from mlx_tq.session.text import PlainText
+from mlx_tq.session.transcript import make_spans
 
 STEP, LENGTH = 128, 1600
 GRANULARITIES = (1, 8, 16, 32, 64)

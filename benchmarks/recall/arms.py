@@ -21,9 +21,8 @@ from mlx_tq.config import LEAST_QUOTATION, RescueConfig
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
 from mlx_tq.prompt_cache.recall import Scored, choose, deciding, holding, positions_of
-from mlx_tq.session.quote import quote
-from mlx_tq.session.recall import ready_to_recall, recall
-from mlx_tq.session.spans import make_spans, widen
+from mlx_tq.session.restore import evict_before_question, recall_rows
+from mlx_tq.session.transcript import extend_to_sentences, format_quotation, make_spans
 
 Span = tuple[int, int]
 # Of a session: spans asked for, and tokens beside them with which their sentences end.
@@ -59,7 +58,7 @@ def named(
         return []
     alike = likeness(embedder, question, [span.text for span in spans])
     best = [spans[i] for i in np.argsort(-alike, kind="stable")[:TOP_K] if alike[i] >= (embedder.floor or -1)]
-    ranges = [widen((span.start, span.stop), ids, decode, MARGIN) for span in best]
+    ranges = [extend_to_sentences((span.start, span.stop), ids, decode, MARGIN) for span in best]
     live = np.setdiff1d(np.arange(len(ids)), gone)
     return holding(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
 
@@ -140,7 +139,7 @@ def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str
     """Text of blocks as text rescue quotes it, neighbours as one."""
     positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
-    return quote([tokenizer.decode([ids[p] for p in run]) for run in runs])
+    return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])
 
 
 @dataclass
@@ -198,12 +197,12 @@ def recalls(
         name: blocks that come beside what the queries find.
     """
     caches = copy.deepcopy(caches)
-    ready_to_recall(caches, len(question))
+    evict_before_question(caches, len(question))
     layer, sequence = sequence_layers(caches)[0], sequence_in(caches)
     assert sequence is not None
     most = sequence.plan.recall_tokens(len(question) + layer.offset)
     asked = copy.deepcopy(caches)
-    found = recall(model, asked, list(question), STEP, most)
+    found = recall_rows(model, asked, list(question), STEP, most)
     blocks = sorted((piece.extent for piece in found.ranked), key=lambda extent: int(extent.positions[0]))
     orders = {
         "queries": [piece.extent for piece in found.ranked],

@@ -19,7 +19,7 @@ from benchmarks.recall.scenes import config, encode, frame
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.passes import compressed_caches
-from mlx_tq.session.recall import question_of
+from mlx_tq.session.restore import split_question
 
 
 def best(ranks: list[int | None]) -> int | None:
@@ -39,7 +39,7 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
             spans.append((since, len(ids)))
     spans = spans[1:]
     ids += encode(tokenizer, f"\n{case.question}{around.after}")
-    document, question = question_of(tokenizer, ids)
+    document, question = split_question(tokenizer, ids)
     caches = make_prompt_cache(model, config(args.key, args.value, spans, args.budget))
     read(model, caches, document)
     rng, texts = random.Random(number), []

@@ -24,7 +24,7 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies import Policy
 from mlx_tq.prompt_cache.passes import compressed_caches
-from mlx_tq.session.recall import recall, release
+from mlx_tq.session.restore import recall_rows, release
 
 RESULTS = Path(__file__).parents[1] / "results"
 COLOURS = ("amber", "copper", "violet", "silver", "indigo", "crimson")
@@ -133,7 +133,7 @@ def measure(
             row["live"] = sum(p in live for p in range(*span)) / (span[1] - span[0])
             row["full"], row["full_log"] = answer(model, tokenizer, copy.deepcopy(full), question, code)
             row["evicted"], row["evicted_log"] = answer(model, tokenizer, copy.deepcopy(caches), question, code)
-            found = recall(model, caches, question, STEP)
+            found = recall_rows(model, caches, question, STEP)
             row["returned"] = sum(p in set(found.positions) for p in range(*span)) / (span[1] - span[0])
             ordered = [piece.extent for piece in found.ranked]
             row["archived"], row["recalled"] = sum(len(extent.positions) for extent in ordered), len(found.positions)

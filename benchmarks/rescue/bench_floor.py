@@ -23,7 +23,7 @@ from benchmarks.rescue.results import save
 from mlx_tq import load
 from mlx_tq.cli.calibration_questions import KINDS
 from mlx_tq.cli.haystack import build_scene, code_word, load_text
-from mlx_tq.session.spans import make_spans
+from mlx_tq.session.transcript import make_spans
 from rescue_svc.embed import load_embedder
 
 FLOORS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)

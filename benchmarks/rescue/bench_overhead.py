@@ -35,7 +35,7 @@ from mlx_tq.cli.haystack import QUESTION, build_case, load_text
 from mlx_tq.config import RescueConfig
 from mlx_tq.rescue import client as rescue_client
 from mlx_tq.rescue.locator import run_in_thread
-from mlx_tq.session import Rehydration
+from mlx_tq.session import Quotation
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_overhead.json"
 ANSWER = 24  # tokens
@@ -44,11 +44,11 @@ ANSWER = 24  # tokens
 class Given(Session):
     """A session without a service that has the quotation already."""
 
-    given: Rehydration
+    given: Quotation
 
-    def rehydrate(self, query: str) -> Rehydration:
+    def quote(self, query: str) -> Quotation:
         """The quotation, at the turn that it was made for."""
-        return self.given if query == QUESTION else super().rehydrate(query)
+        return self.given if query == QUESTION else super().quote(query)
 
 
 calls_s = [0.0]  # processor seconds of the client's calls so far; its worker thread only waits for them
@@ -79,14 +79,14 @@ def service_s(running: Service) -> float:
 def measure(session: Session, text: str) -> dict[str, Any]:
     """Two turns, and their seconds."""
     memory, writing = session._transcript, [0.0]
-    tell = memory.tell
+    send = memory.send_evicted
 
     def clocked(positions: np.ndarray) -> None:
         started = time.perf_counter()
-        tell(positions)
+        send(positions)
         writing[0] += time.perf_counter() - started
 
-    memory.tell = clocked  # type: ignore[method-assign]
+    memory.send_evicted = clocked  # type: ignore[method-assign]
     began, cpu = time.perf_counter(), time.process_time()
     "".join(session.respond(text, max_tokens=ANSWER))
     "".join(session.respond(QUESTION, max_tokens=ANSWER))
@@ -98,7 +98,7 @@ def measure(session: Session, text: str) -> dict[str, Any]:
         "asking_s": turn.rescue_seconds,
         "writing_s": writing[0],
         "prompt_tps": turn.prompt_tps,
-        "quoted_tokens": len(turn.rehydration.ids),
+        "quoted_tokens": len(turn.quotation.ids),
         "evicted": session.stats.evicted,
         "said": sum(each.generation_tokens for each in session.turns),
     }
@@ -109,7 +109,7 @@ def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, r
     margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=tokens, depth=0.5, seed=0, **margins, chat=False)
     text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", budget)
-    quotation: Rehydration | None = None
+    quotation: Quotation | None = None
     pairs = []
 
     def rescued() -> dict[str, Any]:
@@ -121,7 +121,7 @@ def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, r
             before_s, service_before_s = calls_s[0], service_s(running)
             found = measure(session, text)
             client.flush(30)
-            quotation = session.turns[-1].rehydration
+            quotation = session.turns[-1].quotation
             return {**found, "thread_s": calls_s[0] - before_s, "service_s": service_s(running) - service_before_s}
 
     def given() -> dict[str, Any]:

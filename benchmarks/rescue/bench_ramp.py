@@ -85,7 +85,7 @@ def measure(
         session.save(file)
         twin.load(file)
         if arm == "retrieval":
-            session._transcript.tell(np.arange(len(session.ids)))
+            session._transcript.send_evicted(np.arange(len(session.ids)))
             assert session.client is not None
             session.client.flush(30)
         needle = find(session.ids, case.ids[case.needle[0] : case.needle[1]])
@@ -118,17 +118,17 @@ def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, A
     began = time.perf_counter()
     answer = "".join(session.respond(QUESTION, max_tokens=24))
     seconds = time.perf_counter() - began
-    turn, stats = session.turns[-1], session.stats
-    quoted = turn.rehydration.ranges
+    turn, client = session.turns[-1], session.client
+    quoted = turn.quotation.ranges
     return {
         "verdict": judge_answer(answer, expected).value,
         "answer": answer,
         "quoted": quoted,
-        "injected": len(turn.rehydration.ids),
+        "injected": len(turn.quotation.ids),
         "brought": sum(p in range(*needle) for span in quoted for p in range(*span)),
         "rescue_s": turn.rescue_seconds,
         "second_s": seconds,
-        "rescue": asdict(stats.rescue) if stats.rescue else None,
+        "rescue": asdict(client.stats) if client else None,
     }
 
 

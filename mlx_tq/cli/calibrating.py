@@ -24,7 +24,7 @@ from mlx_tq.policies.rope import Rope
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.passes import sequence_in
-from mlx_tq.session.recall import read
+from mlx_tq.session.restore import prefill
 
 # Of the statistics, the share that is the text's: the means of both are averaged with this weight.
 TEXT_SHARE = 0.25
@@ -79,7 +79,7 @@ def queries_of_text(model: Any, ids: list[int], *, covariance: bool = False) -> 
         )
     caches = _caches(model, covariance)()
     with compressed(model):
-        read(model, caches, ids, STEP)
+        prefill(model, caches, ids, STEP)
     found = _Mean()
     found.add(caches)
     return Queries(_ropes(caches), found.stats, found.tokens)
@@ -132,14 +132,14 @@ def listen(
     for number, scene in enumerate(build_question_scenes(tokenizer, text, count, length), 1):
         caches = make()
         with compressed(model):
-            read(model, caches, scene.text, STEP)
+            prefill(model, caches, scene.text, STEP)
             heard.add(caches)
             ropes = _ropes(caches)
             for calibrator in _calibrators(caches):
                 calibrator.restart_at(len(scene.text))
             for turn in scene.turns:
                 twins = copy.deepcopy(caches)
-                read(model, twins, turn, STEP)
+                prefill(model, twins, turn, STEP)
                 asked.add(twins)
         progress(number * length, count * length)
     return Queries(ropes, asked.stats, asked.tokens), Queries(ropes, heard.stats, heard.tokens)

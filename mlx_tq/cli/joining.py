@@ -1,8 +1,7 @@
 """The ranks of a command: who they are, what they do not serve together, and what they show of each other."""
 
 import argparse
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_tq.cli.args import MEAN_BITS, SHADOW, Option, field_of, option_value
 from mlx_tq.cli.screen import console, human_bytes, table, warn
@@ -10,6 +9,7 @@ from mlx_tq.distributed.group import ALONE, Ranks, join
 from mlx_tq.distributed.launch import is_launched
 from mlx_tq.errors import ConfigError
 from mlx_tq.prefix_cache.prefix_cache import OFF
+from mlx_tq.prompt_cache.statistics import CacheStats
 
 # What several ranks cannot do: mlx-lm divides no such model, or a file would hold the part of one rank.
 _FLAGS = ("--adapter-path", "--draft-model", "--image", "--prompt-cache-file", "--load")
@@ -35,55 +35,20 @@ def join_ranks(args: argparse.Namespace) -> Ranks:
     return ranks
 
 
-@dataclass(frozen=True)
-class RankStats:
-    """What a conversation takes on one rank, and what agreeing with the others took.
-
-    Attributes:
-        rank: its number.
-        nbytes, fp16_nbytes: of its part of the cache, and of that at 16 bits.
-        evicted: tokens that left.
-        calls, call_nbytes: to agree with the others: how many, and bytes that it put into them; sums of layers apart.
-        warning: of its archive, or None.
-    """
-
-    rank: int
-    nbytes: int
-    fp16_nbytes: int
-    evicted: int
-    calls: int
-    call_nbytes: int
-    warning: str | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self)
+def collect_stats(ranks: Ranks, cache: CacheStats, warning: str | None) -> list[dict[str, Any]]:
+    """Return, on every rank, the cache statistics of each with its collective calls and its archive's warning."""
+    calls = {"rank": ranks.rank, "calls": ranks.calls, "call_nbytes": ranks.nbytes, "warning": warning}
+    return ranks.gather_json(cache.to_dict() | calls)
 
 
-class Measured(Protocol):
-    """What a cache takes, as `CacheStats` and `SessionStats` have it."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def fp16_nbytes(self) -> int: ...
-    @property
-    def evicted(self) -> int: ...
-
-
-def collect_stats(ranks: Ranks, cache: Measured, warning: str | None) -> list[RankStats]:
-    """The numbers of every rank, on all of them; each gives its own."""
-    own = RankStats(ranks.rank, cache.nbytes, cache.fp16_nbytes, cache.evicted, ranks.calls, ranks.nbytes, warning)
-    return [RankStats(**each) for each in ranks.gather_json(own.to_dict())]
-
-
-def show_ranks(found: list[RankStats]) -> None:
-    """Print them, a row each, and what their archives warn of."""
+def show_ranks(stats: list[dict[str, Any]]) -> None:
+    """Print a row for each rank, and the warnings of their archives."""
     shown = table("", "rank", "KV cache", "fp16", "evicted", "agreed in", "bytes of that")
-    for each in found:
-        sizes = human_bytes(each.nbytes), human_bytes(each.fp16_nbytes)
-        shown.add_row(str(each.rank), *sizes, f"{each.evicted:,}", f"{each.calls:,} calls", f"{each.call_nbytes:,}")
+    for rank in stats:
+        sizes = human_bytes(rank["nbytes"]), human_bytes(rank["fp16_nbytes"])
+        calls = f"{rank['calls']:,} calls", f"{rank['call_nbytes']:,}"
+        shown.add_row(str(rank["rank"]), *sizes, f"{rank['evicted']:,}", *calls)
     console.print(shown)
-    for each in found:
-        if each.warning is not None:
-            warn(f"rank {each.rank}: {each.warning}")
+    for rank in stats:
+        if rank["warning"] is not None:
+            warn(f"rank {rank['rank']}: {rank['warning']}")

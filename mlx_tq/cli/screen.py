@@ -15,10 +15,10 @@ from mlx_tq.kernels import backend, thresholds
 from mlx_tq.prompt_cache.archive import LIMIT
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
-from mlx_tq.prompt_cache.statistics import CacheStats, GenerationStats
-from mlx_tq.prompt_cache.tiers import Tiers, planned_tiers
-from mlx_tq.session.shadow import ShadowReport
-from mlx_tq.session.transcript import Rehydration
+from mlx_tq.prompt_cache.statistics import CacheStats, predict_stats
+from mlx_tq.session.shadow_mode import ShadowReport
+from mlx_tq.session.transcript import Quotation
+from mlx_tq.session.turn import TurnStats
 
 _WIDTH = 120  # where there is no terminal to ask
 
@@ -105,7 +105,7 @@ def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
         console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
     if plan.eviction is not None:
         console.print(describe_eviction(plan.eviction, beside), style="dim", markup=False, soft_wrap=True)
-        console.print(describe_tiers(planned_tiers(plan, tokens)), style="dim", markup=False, soft_wrap=True)
+        console.print(describe_places(predict_stats(plan, tokens)), style="dim", markup=False, soft_wrap=True)
     decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
     if decoded:
         console.print(
@@ -130,13 +130,10 @@ def describe_eviction(plan: EvictionPlan, beside: str | None = None) -> str:
     return f"{line}; what leaves is archived on disk until the run ends, up to {most}"
 
 
-def describe_tiers(tiers: Tiers, seconds: float = 0.0) -> str:
-    """Where tokens are, in a line; `seconds` is what reading those again would take that no tier has."""
-    took = f" ({seconds:.2f} s)" if seconds else ""
-    return (
-        f"tiers: {tiers.hot:,} tokens live in {human_bytes(tiers.hot_nbytes)}; {tiers.cold:,} on disk in "
-        f"{human_bytes(tiers.cold_nbytes)}; {tiers.recompute:,} in neither, to be read again{took} if they are needed"
-    )
+def describe_places(stats: CacheStats) -> str:
+    """Say in one line how many tokens are in memory, archived and dropped."""
+    archived = f"{stats.archived:,} archived ({human_bytes(stats.archived_nbytes)})"
+    return f"Tokens: {stats.live:,} in memory ({human_bytes(stats.nbytes)}), {archived}, {stats.dropped:,} dropped"
 
 
 def warn(message: str) -> None:
@@ -152,10 +149,10 @@ def show_recalled(positions: Sequence[int], by_meaning: Sequence[int], archived:
     console.print(said, style="cyan", soft_wrap=True)
 
 
-def show_quoted(rehydration: Rehydration, seconds: float) -> None:
+def show_quoted(quotation: Quotation, seconds: float) -> None:
     """Print what came back as text, if anything did."""
-    if rehydration.ids:
-        spans = ", ".join(f"{start:,}-{stop:,}" for start, stop in rehydration.ranges)
+    if quotation.ids:
+        spans = ", ".join(f"{start:,}-{stop:,}" for start, stop in quotation.ranges)
         console.print(f"brought back: tokens {spans} ({1000 * seconds:.0f} ms)", style="cyan")
 
 
@@ -212,7 +209,7 @@ def show_cache(cache: CacheStats) -> None:
         warn(f"{cache.clamped:,} vectors exceeded fp16's range and were clamped; --kv-profile off keeps them.")
 
 
-def show_stats(stats: GenerationStats) -> None:
+def show_stats(stats: TurnStats, cache: CacheStats) -> None:
     """Print the numbers of a generation."""
     if stats.generation_tokens:
         console.print(
@@ -222,13 +219,13 @@ def show_stats(stats: GenerationStats) -> None:
         )
     else:
         console.print(f"prompt: {stats.prompt_tokens:,} tokens, {stats.finish_reason} before the first token")
-    show_cache(stats.cache)
-    if stats.cache.rounds:
-        console.print(describe_tiers(stats.cache.tiers, stats.recompute_seconds), soft_wrap=True)
+    show_cache(cache)
+    if cache.rounds:
+        console.print(describe_places(cache), soft_wrap=True)
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 
 
-def _stored(stats: GenerationStats) -> str:
+def _stored(stats: TurnStats) -> str:
     if not stats.cached_tokens:
         return ""
     return f"{stats.cached_tokens:,} of them from the store in {stats.restore_seconds:.2f} s, "
@@ -253,7 +250,7 @@ def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
             for layer in plan.layers
         ],
         "caches": plan.classes,
-        "tiers": asdict(planned_tiers(plan, tokens)),
+        "cache": predict_stats(plan, tokens).to_dict(),
         "eviction": None
         if plan.eviction is None
         else {

@@ -12,8 +12,8 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError
 from mlx_tq.server.job import Event, Piece, Quoted, Started, TokenLogprob
 from mlx_tq.server.schemas import ResponseRequest, with_response_names
-from mlx_tq.session.recall import Recalled
-from mlx_tq.session.spans import runs
+from mlx_tq.session.restore import RecallResult
+from mlx_tq.session.transcript import to_ranges
 
 Object = dict[str, Any]
 Decode = Callable[[list[int]], str]
@@ -374,15 +374,15 @@ class ResponseWriter:
 Writer = ChunkWriter | ResponseWriter
 
 
-def _recall_object(recalled: Recalled | None) -> Object:
+def _recall_object(recalled: RecallResult | None) -> Object:
     """Return the tokens that were recalled for an answer, if any were archived."""
     if recalled is None or not recalled.archived:
         return {}
     return {
         "recalled": {
             "tokens": len(recalled.positions),
-            "by_search": len(recalled.meaning),
-            "ranges": [list(span) for span in runs(recalled.positions)],
+            "by_search": len(recalled.by_search),
+            "ranges": [list(span) for span in to_ranges(recalled.positions)],
             "archived": recalled.archived,
             "ms": round(1000 * recalled.seconds, 1),
         }

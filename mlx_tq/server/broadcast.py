@@ -11,7 +11,7 @@ from mlx_tq.distributed.group import Ranks
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server.job import Job, SessionCaches, SessionStart
 from mlx_tq.server.prompt_builder import Prompt
-from mlx_tq.session.recall import Named
+from mlx_tq.session.transcript import SearchHits
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class OrderBroadcast:
     ) -> SessionStart:
         ranges = tuple((start, stop) for start, stop in search_hits["ranges"])
         held = None if caches is None else self._caches[caches]
-        return SessionStart(held, cached_tokens, user_start, Named(ranges, search_hits["limit"]))
+        return SessionStart(held, cached_tokens, user_start, SearchHits(ranges, search_hits["limit"]))
 
 
 def _job_message(job: Job) -> dict[str, Any]:

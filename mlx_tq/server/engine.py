@@ -430,7 +430,7 @@ class Engine:
         running.close_stored()
         finish_reason = response.finish_reason
         if finish_reason is None and running.looks is not None:  # all ranks search, also for a job that will end
-            running.looks.token()
+            running.looks.count_token()
         event = running.next_event(response)
         if isinstance(event, Piece) and event.recalled is not None:
             self.metrics.recalled_tokens.inc(len(event.recalled.positions))

@@ -20,14 +20,13 @@ from mlx_tq.prompt_cache.statistics import CacheStats
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError, ModelFailedError
 from mlx_tq.server.prompt_builder import Prompt
 from mlx_tq.server.sampling import GuardedProcessors, GuardedSampler, Sampler
-from mlx_tq.session.looks import Looks
-from mlx_tq.session.recall import NOWHERE, Named, Recalled
-from mlx_tq.session.transcript import NOTHING, Rehydration
+from mlx_tq.session.restore import RecallDuringDecode, RecallResult
+from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
 log = logging.getLogger(__name__)
 
 # Makes the quotation of a turn from the live positions, int64 [N], and the number of tokens recalled by search.
-Quote = Callable[[np.ndarray, int], Rehydration]
+Quote = Callable[[np.ndarray, int], Quotation]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Piece:
     top_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     index: int = 0  # of the answer, where a prompt has several
-    recalled: Recalled | None = None
+    recalled: RecallResult | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,8 @@ class SessionStart:
     caches: SessionCaches | None
     cached_tokens: int
     user_start: int = 0
-    search_hits: Named = NOWHERE
-    quote: Quote = lambda live, recalled_tokens: NOTHING
+    search_hits: SearchHits = NO_HITS
+    quote: Quote = lambda live, recalled_tokens: NO_QUOTATION
     max_quotation: int = 0
 
 
@@ -114,8 +113,8 @@ class SessionResult:
     caches: SessionCaches | None = None
     tokens: list[int] = field(default_factory=list)
     stats: CacheStats | None = None
-    recalled: Recalled | None = None
-    quotation: Rehydration = NOTHING
+    recalled: RecallResult | None = None
+    quotation: Quotation = NO_QUOTATION
     quotation_start: int = 0  # index among the turn's new tokens
 
 
@@ -200,9 +199,9 @@ class RunningJob:
         self.detokenizer = detokenizer
         self.stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
         self.prefilled, self.generated = cached_tokens, 0
-        self.recalled = Recalled()
-        self.looks: Looks | None = None
-        self.quotation, self.quotation_start = NOTHING, 0
+        self.recalled = RecallResult()
+        self.looks: RecallDuringDecode | None = None
+        self.quotation, self.quotation_start = NO_QUOTATION, 0
         self.pending = list(job.others)
         self.step_ends: list[int] = []
         self.followers: list[tuple[Job, int]] = []
@@ -217,9 +216,9 @@ class RunningJob:
         return self.prefilled == len(self.prompt_ids)
 
     @property
-    def total_recalled(self) -> Recalled:
+    def total_recalled(self) -> RecallResult:
         """All tokens that were recalled before the answer and during it."""
-        return self.recalled if self.looks is None else self.looks.brought()
+        return self.recalled if self.looks is None else self.looks.result()
 
     @property
     def sampling_error(self) -> Exception | None:

@@ -5,22 +5,21 @@ import logging
 from dataclasses import astuple
 from typing import Any
 
+import numpy as np
+
 from mlx_tq.models import ranks_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
 from mlx_tq.server.job import Job, RunningJob
-from mlx_tq.session.bring_back import hold
-from mlx_tq.session.looks import Looks
-from mlx_tq.session.recall import (
-    NOWHERE,
-    archive_warning,
-    live_positions,
-    question_of,
-    ready_to_recall,
-    recall,
+from mlx_tq.session.restore import (
+    RecallDuringDecode,
+    evict_before_question,
     release,
+    restore_context,
+    split_question,
+    take_archive_warning,
 )
-from mlx_tq.session.transcript import Rehydration
+from mlx_tq.session.transcript import NO_HITS, Quotation
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class JobRecall:
         last_segment = job.prompt.segments[-1]
         if job.continues_session and not (self._recalls and len(last_segment) > LONGEST_QUESTION):
             return last_segment
-        return question_of(self._tokenizer, last_segment)[1] if self._recalls else []
+        return split_question(self._tokenizer, last_segment)[1] if self._recalls else []
 
     def split_question(
         self, running: RunningJob, question: list[int], segments: list[list[int]], caches: list[Any] | None
@@ -65,25 +64,34 @@ class JobRecall:
 
     def is_needed(self, running: RunningJob, caches: list[Any]) -> bool:
         """Run the eviction round that the question makes due; return whether `before_question` has work to do."""
-        return running.job.continues_session or ready_to_recall(caches, len(running.question))
+        return running.job.continues_session or evict_before_question(caches, len(running.question))
 
     def before_question(self, running: RunningJob, caches: list[Any]) -> list[int]:
         """Recall what the question needs into `caches`. Return the rest of the prompt, with the quotation.
 
         The quotation precedes the user's words, or the question that ends a long turn. It repeats no recalled row.
         """
-        job, question = running.job, list(running.question)
+        start, question = running.job.session, list(running.question)
         running.question = []
-        start = job.session
-        search_hits = NOWHERE if start is None else start.search_hits
-        running.recalled = recall(self._model, caches, question, self._prefill_step_size, named=search_hits)
-        if start is None or start.caches is None:
+        prefilled, index, quote = len(running.prompt_ids) - len(question), 0, None
+        if start is not None and start.caches is not None:
+            index = max(0, start.cached_tokens + start.user_start - prefilled)
+
+            def quote(live: np.ndarray, recalled_tokens: int) -> Quotation:
+                return Quotation(*self._ranks.broadcast(lambda: astuple(start.quote(live, recalled_tokens))))
+
+        running.recalled, quotation = restore_context(
+            self._model,
+            caches,
+            question,
+            self._prefill_step_size,
+            hits=NO_HITS if start is None else start.search_hits,
+            quote=quote,
+            read=prefilled,
+            quote_at=index,
+        )
+        if start is None or quote is None:
             return question
-        prefilled = len(running.prompt_ids) - len(question)
-        live, recalled_tokens = live_positions(caches, prefilled), len(running.recalled.meaning)
-        quotation = Rehydration(*self._ranks.broadcast(lambda: astuple(start.quote(live, recalled_tokens))))
-        index = max(0, start.cached_tokens + start.user_start - prefilled)
-        hold(caches, quotation.at(prefilled + index))
         question[index:index] = quotation.ids
         running.quotation, running.quotation_start = quotation, prefilled + index - start.cached_tokens
         running.prompt_ids = [*running.prompt_ids[:prefilled], *question]
@@ -92,14 +100,13 @@ class JobRecall:
     def begin_answer(self, running: RunningJob, row: list[Any]) -> None:
         """Let the answer's queries search the archive; `row` holds the job's own caches in the batch."""
         if self._recalls:
-            running.looks = Looks(row, running.recalled, quoted=running.quotation.ranges)
-            running.looks.begin()
+            running.looks = RecallDuringDecode(row, running.recalled, quoted=running.quotation.ranges)
+            running.looks.start()
 
 
 def end_answer(caches: list[Any]) -> None:
     """Evict recalled rows again, and unpin the quotation."""
     release(caches)
-    hold(caches, None)
 
 
 def prepare_to_store(caches: list[Any]) -> None:
@@ -109,5 +116,5 @@ def prepare_to_store(caches: list[Any]) -> None:
 
 
 def log_archive_warning(caches: list[Any]) -> None:
-    if warning := archive_warning(caches):
+    if warning := take_archive_warning(caches):
         log.warning(warning)

@@ -162,7 +162,7 @@ class ModelService:
             "archived": stats.archived,
             "archived_bytes": stats.archived_nbytes,
             "recalled": len(recalled.positions),
-            "recalled_by_search": len(recalled.meaning),
+            "recalled_by_search": len(recalled.by_search),
             "recall_ms": round(1000 * recalled.seconds, 1),
             "rescued": len(quotation.ids),
             "bytes": stats.nbytes,

@@ -15,7 +15,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.server import schemas
 from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.prompt_length import PromptLengthLimit
+from mlx_tq.session.text import PromptLengthLimit
 
 Message = dict[str, Any]  # as templates expect it
 

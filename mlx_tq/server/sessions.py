@@ -24,10 +24,9 @@ from mlx_tq.server.job_recall import log_archive_warning
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.prompt_builder import Message, Prompt, PromptBuilder
 from mlx_tq.server.schemas import ChatRequest
-from mlx_tq.session.plain_text import PlainText
-from mlx_tq.session.recall import NOWHERE, live_positions
-from mlx_tq.session.settings import SESSION_NAME
-from mlx_tq.session.transcript import Transcript, quotation_limit
+from mlx_tq.session.restore import live_positions
+from mlx_tq.session.text import SESSION_ID, PlainText
+from mlx_tq.session.transcript import NO_HITS, Transcript, quotation_limit
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class Sessions:
         Raises:
             InvalidRequestError, QueueFullError
         """
-        if not SESSION_NAME.fullmatch(name):
+        if not SESSION_ID.fullmatch(name):
             raise InvalidRequestError(
                 f"{HEADER} is {name[:80]!r}; it must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -", HEADER
             )
@@ -140,17 +139,17 @@ class Sessions:
             return self.begin(session, request, restart=True)
         transcript = session.transcript if count else self._new_transcript()
         caches = session.caches if count else None
-        before, search_hits = list(parts.before), NOWHERE
+        before, search_hits = list(parts.before), NO_HITS
         if count and before[:1] == transcript.ids[-1:]:  # the answer generated the end of its turn itself
             del before[0]
         words: list[int] = []
         if parts.words is not None:
             words = self._plain.encode(parts.words)
             if caches is not None:
-                search_hits = transcript.find(parts.words, live_positions(caches, len(transcript.ids)))
+                search_hits = transcript.search(parts.words, live_positions(caches, len(transcript.ids)))
         ids = [*before, *words, *parts.after]
         prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
-        quote, max_quotation = partial(transcript.quoted, search_hits), transcript.longest_quotation(search_hits)
+        quote, max_quotation = partial(transcript.quote, search_hits), transcript.max_quotation_tokens(search_hits)
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)
 
@@ -160,10 +159,10 @@ class Sessions:
         assert result.caches is not None  # noqa: S101 - tells the type checker
         if transcript is not session.transcript:
             self._discard(session.transcript)
-        transcript.read(result.tokens[len(transcript.ids) :], result.quotation, result.quotation_start)
+        transcript.append(result.tokens[len(transcript.ids) :], result.quotation, result.quotation_start)
         sequence = sequence_in(result.caches)
         if sequence is not None:
-            transcript.tell(sequence.take_departed())
+            transcript.send_evicted(sequence.take_departed())
         session.transcript, session.caches = transcript, result.caches
         session.template_options = turn.template_options
         session.messages = None if answer is None else [*turn.messages, answer]
@@ -232,7 +231,7 @@ class Sessions:
         return Transcript(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation_limit)
 
     def _discard(self, transcript: Transcript) -> None:
-        if self._client is not None and transcript.told:
+        if self._client is not None and transcript.has_sent:
             self._to_forget.append(transcript.session_id)
 
     def _num_waiting(self) -> int:

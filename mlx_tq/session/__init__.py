@@ -1,7 +1,7 @@
-"""A conversation over one cache, which loses tokens and gets back what a turn needs."""
+"""Conversations over one cache that evicts tokens and recalls what a turn needs."""
 
 from mlx_tq.session.session import Session
-from mlx_tq.session.statistics import SessionStats, TurnStats
-from mlx_tq.session.transcript import Rehydration
+from mlx_tq.session.transcript import Quotation
+from mlx_tq.session.turn import TurnStats
 
-__all__ = ["Rehydration", "Session", "SessionStats", "TurnStats"]
+__all__ = ["Quotation", "Session", "TurnStats"]

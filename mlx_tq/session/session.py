@@ -1,82 +1,77 @@
-"""`Session`: a conversation over one cache: only new tokens are read, and evicted text comes back when it is needed."""
+"""`Session`: a conversation over one cache, in which evicted context is recalled when a turn needs it."""
 
+import json
 import secrets
-import time
 import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import stream_generate
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_tq.cache.files import CONVERSATION
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, open_folder, reuse_prefix
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
 from mlx_tq.prompt_cache.build import build_caches
-from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import cache_parts, compressed_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.passes import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
-from mlx_tq.prompt_cache.statistics import cache_stats
+from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 from mlx_tq.rescue.wire import Range
-from mlx_tq.session.bring_back import Brought, bring_back, find, hold, read_document, tell_departed
-from mlx_tq.session.files import SavedSession, load_session, save_session
-from mlx_tq.session.looks import Looks
-from mlx_tq.session.plain_text import PlainText, check_answer, check_text
-from mlx_tq.session.prompt_length import PromptLengthLimit
-from mlx_tq.session.recall import Recalled, archive_warning, live_positions, question_of, release
-from mlx_tq.session.settings import check_settings
-from mlx_tq.session.shadow import chosen_shadow, refuse_files, shadowed
-from mlx_tq.session.statistics import SessionStats, TurnStats, turn_of
-from mlx_tq.session.template import ChatFrame
-from mlx_tq.session.transcript import Rehydration, Transcript, quotation_limit
-from mlx_tq.session.worker import Worker, compute_weights
+from mlx_tq.session.restore import live_positions, take_archive_warning
+from mlx_tq.session.shadow_mode import make_shadow, without_auto_recall
+from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
+from mlx_tq.session.transcript import Quotation, Transcript, quotation_limit
+from mlx_tq.session.turn import UNLIMITED, Progress, Turn, TurnStats, search_evicted
+from mlx_tq.session.worker import Worker
 
-Progress = Callable[[int, int], None]
-_NEARLY = 0.9  # of the model's positions
-_LOAD_S = 60.0  # that loading waits for the rescue service
-_STEP = 512  # tokens read at a time
-
-
-class _Stopped(Exception):  # noqa: N818  not an error
-    """Somebody called `stop` while the prompt was being read."""
+_NEARLY_FULL = 0.9  # of the context
+_FLUSH_S = 60.0  # that `load` waits for the rescue service
 
 
 class Session:
     """A conversation with a model.
 
-    Any thread may call it, also each piece of an answer from another: it computes in a thread of its own.
+    Any thread may call a session, and take each piece of an answer in another one: it computes in a thread of its own.
 
     Args:
-        model: of mlx-lm.
-        tokenizer: of the model.
+        model: a model of mlx-lm.
+        tokenizer: its tokenizer.
         config: how the cache is stored and evicted.
-        rescue: "off", "auto", the URL of a rescue service, or all of it as a `RescueConfig`. Without it there is none,
-            unless a conversation is loaded that had a service on this machine.
-        system_prompt: that the conversation begins with.
-        session_id: name of the conversation at the service. A conversation without a name of yours is forgotten there
-            when it is closed, unless it was saved.
-        max_tokens: of an answer; -1 for all that the model allows.
-        sampler: of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in a thread of the session, so
-            arrays that it holds must be computed (`mx.eval`).
-        seed: of what the sampler draws; another one each time without it.
-        prefill_step_size: tokens read at a time; eviction happens between steps.
+        rescue: "off", "auto", the URL of a rescue service, or a `RescueConfig`. By default off, and a loaded
+            conversation keeps a service on this machine.
+        system_prompt: system prompt of the conversation.
+        session_id: name of the conversation at the service. Without one, the service forgets the conversation when it
+            is closed, unless it was saved.
+        max_tokens: most tokens of an answer; -1 for all that the model allows.
+        sampler: a sampler as of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in the session's thread,
+            so arrays that it holds must be computed (`mx.eval`).
+        seed: seed of the sampler; by default a random one.
+        prefill_step_size: tokens of a prefill step; eviction happens between steps.
         template: options of the chat template.
-        store: of prefixes, where a conversation's first prompt finds what was read before, and is kept: a folder,
-            "auto" for one in the user's cache folder, "off", or a `Folder` with a limit.
-        shadow: the model's own cache answers, and every so many tokens `shadow` compares the compressed one with it.
-        warn: told what a user should know.
+        prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
+            folder, "off", or a `Folder` with a limit.
+        shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
+        warn: called with each warning for the user.
+
+    Attributes:
+        turns: statistics of the turns so far.
+        cache: the prompt cache.
+        plan: how the cache is stored; None for mlx-lm's own.
+        client: the client of the rescue service, or None.
+        context_length: positions that the model allows, or None.
 
     Raises:
         ConfigError: a setting that cannot be met.
@@ -95,394 +90,308 @@ class Session:
         max_tokens: int = 512,
         sampler: Callable[..., Any] | None = None,
         seed: int | None = None,
-        prefill_step_size: int = _STEP,
+        prefill_step_size: int = 512,
         template: dict[str, Any] | None = None,
-        store: str | Folder | None = None,
+        prefix_cache: str | Folder | None = None,
         shadow: int | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, shadowed(config, shadow)
+        _check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
+        self.model, self.tokenizer, self.config = model, tokenizer, without_auto_recall(config, shadow)
         self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
-        self._may_choose_rescue = rescue is None
+        self._may_take_rescue = rescue is None  # from a file
         self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
-        check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
-        self.positions, self._ranks = position_limit(model), ranks_of(model)
+        self.context_length = position_limit(model)
         self.turns: list[TurnStats] = []
         self._warn = warn
-        self._length_limit = PromptLengthLimit(tokenizer, self.positions)
+        self._length_limit = PromptLengthLimit(tokenizer, self.context_length)
         self._length_limit.check(len(system_prompt or ""), "system prompt")
-        self._around = ChatFrame(tokenizer, system_prompt, template)
+        self._template = TurnTemplate(tokenizer, system_prompt, template)
         self._plain = PlainText(tokenizer)
-        self._keep = session_id is not None
-        self._busy = self._stopping = self._closed = False
+        self._keeps_text = session_id is not None  # at the service, when the session is closed
+        self._is_busy = self._is_stopping = self._is_closed = False
         self._warned: set[str] = set()
-        compute_weights(model)
+        # Compute what is still lazy in the caller's thread, such as a change of the model's type.
+        mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
         self._worker = Worker()
-        self._end_worker = weakref.finalize(self, self._worker.end)  # also where the program ends
-        seed = secrets.randbits(63) if seed is None else seed
-        self._worker.do(lambda: mx.random.seed(seed))
-        self.plan = self._worker.do(lambda: self._planned(self.config))
-        self._store_folder, self._shadow_every = open_folder(store, ranks=self._ranks), shadow
-        self._store: PrefixCache | None = None
-        self._client = _client(self.rescue)
-        self._begin(session_id or uuid.uuid4().hex, self._worker.do(self._fresh_caches))
+        self._end_worker = weakref.finalize(self, self._worker.end)  # also when the program ends
+        self._worker.run(lambda: mx.random.seed(secrets.randbits(63) if seed is None else seed))
+        self.plan = self._worker.run(lambda: self._make_plan(self.config))
+        self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
+        self._prefix_cache: PrefixCache | None = None
+        self.client = _open_client(self.rescue)
+        self._begin(session_id or uuid.uuid4().hex, self._worker.run(self._make_caches))
 
-    def _planned(self, config: KVConfig) -> Plan | None:
+    def _make_plan(self, config: KVConfig) -> Plan | None:
         return None if config.is_off else plan_caches(self.model, config)
 
-    def _begin(self, session_id: str, caches: list[Any]) -> None:
-        self.session_id, self.cache = session_id, caches
-        limit = quotation_limit(self.rescue, self.positions)
-        self._asked: Range = (0, 0)  # where the last question is
-        self._transcript = Transcript(self._plain, self._client, self.rescue, session_id, limit)
-
-    def _fresh_caches(self) -> list[Any]:
-        self.shadow = chosen_shadow(self.model, self.plan, self._shadow_every, stores=self._store_folder is not None)
+    def _make_caches(self) -> list[Any]:
+        has_prefix_cache = self._prefix_folder is not None
+        self.shadow = make_shadow(self.model, self.plan, self._shadow_every, has_prefix_cache=has_prefix_cache)
         if self.shadow is not None:
             return self.shadow.caches
         return make_prompt_cache(self.model) if self.plan is None else build_caches(self.plan)
 
+    def _begin(self, session_id: str, caches: list[Any]) -> None:
+        self.session_id, self.cache = session_id, caches
+        limit = quotation_limit(self.rescue, self.context_length)
+        self._last_question: Range = (0, 0)  # positions
+        self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit)
+
     # A turn.
 
     def respond(self, text: str, *, max_tokens: int | None = None, progress: Progress | None = None) -> Iterator[str]:
-        """The answer to what the user says, piece by piece. Stop early by leaving the loop, or with `stop`.
+        """Yield the answer to a message piece by piece. Leave the loop, or call `stop`, to end it early.
 
         Args:
-            text: what the user says.
-            max_tokens: of this answer; by default those of the session.
-            progress: told, in the session's thread, of the tokens read so far and of how many there are.
+            text: the user's message.
+            max_tokens: most tokens of this answer; by default those of the session.
+            progress: called in the session's thread with the prompt tokens that are prefilled, and with all.
 
         Raises:
-            ConfigError: `text` is no UTF-8 text, the conversation would exceed the model's positions, a turn is in
+            ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context, a turn is in
                 progress, or the session is closed.
         """
-        if self._closed:
+        if self._is_closed:
             raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
         check_text(text, "message")
         self._length_limit.check(len(text), "message", used=len(self._transcript.ids))
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
-        check_answer(max_tokens)
+        check_max_tokens(max_tokens)
         self._check_idle()
-        self._busy, self._stopping = True, False
+        self._is_busy, self._is_stopping = True, False
+        progress = progress or (lambda done, total: None)
         try:
-            yield from self._worker.steps(self._answer(text, max_tokens, progress), self.stop)
+            yield from self._worker.iterate(self._answer(text, max_tokens, progress), self.stop)
         finally:
-            self._busy = False
-        self._tell()
+            self._is_busy = False
+        self._warn_after_turn()
 
-    def _check_idle(self) -> None:
-        if self._busy:
-            raise ConfigError("a turn is in progress; read its answer to the end, or close it, before anything else.")
-
-    def _answer(self, text: str, max_tokens: int, progress: Progress | None) -> Generator[str]:
-        began = time.perf_counter()
-        transcript, start, step = self._transcript, len(self._transcript.ids), self.prefill_step_size
-        before = self._around.between(transcript.ids[-1]) if start else self._around.opening()
-        message = [*before, *self._plain.encode(text), *self._around.closing()]
-        room = self._room(len(message))
-        self._ranks.check_equal("the tokens of the turn", np.array(message))
-        document = self._ranks.broadcast(lambda: self._document(message))  # the first alone knows of a service
-        turn, looks = TurnStats(len(message)), Looks(self.cache, Recalled())
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(compressed(self.model))
-                stored = stack.enter_context(self._reading(message[: document or -1]))
-                known, document = stored.restored, max(document, stored.restored)
-                told = self._told(stored, known, len(message), progress)
-                read_document(self.model, self.cache, transcript, message[:document], known, step, told)
-                question, at = message[document:], 0 if document else len(before)
-                brought = self._bring_back(text, question, at, room)
-                quotation = brought.rehydration.ids
-                question[at:at] = quotation
-                looks = Looks(self.cache, brought.recalled, quoted=brought.rehydration.ranges)
-                looks.begin()  # on the caches that the store may have given
-                turn = turn_of(brought, document + len(question), known)
-                told = self._told(stored, document, turn.prompt_tokens, progress)
-                most = min(room - len(quotation), max_tokens if max_tokens >= 0 else room)
-                for reply in stack.enter_context(closing(self._replies(question, most, told))):
-                    if not turn.generation_tokens:
-                        ttft = time.perf_counter() - began
-                        rate = (turn.prompt_tokens - known) / ttft if document > known else reply.prompt_tps
-                        turn = replace(turn, ttft=ttft, prompt_tps=rate)
-                    transcript.read([reply.token])
-                    tell_departed(transcript, self.cache)
-                    looks.token()
-                    turn = replace(
-                        turn,
-                        generation_tokens=reply.generation_tokens,
-                        generation_tps=reply.generation_tps,
-                        finish_reason=reply.finish_reason or "interrupted",
-                    )
-                    yield reply.text
-                    if self._stopping:
-                        break
-            for cache in compressed_caches(self.cache):
-                cache.check_health()
-        except _Stopped:
-            pass
-        finally:
-            self._ranks.synchronize()
-            looks.end()
-            hold(self.cache, None)
-            settled = self._settle(start, answered=turn.generation_tokens > 0)
-            tell_departed(transcript, self.cache)  # of what was undone nothing is told to the service
-            release(self.cache)
-            if settled:
-                self._asked = (start + len(before), start + turn.prompt_tokens - len(self._around.closing()))
-                self.turns.append(turn.ended(looks, time.perf_counter() - began))
-
-    def _document(self, message: list[int]) -> int:
-        """Tokens of a long message that are read before its question, so that it can ask for what they push out."""
-        returns = self.config.evict is not None and (self.config.evict.recalls or self._client is not None)
-        whole = not returns or self.shadow is not None or len(message) <= LONGEST_QUESTION
-        return 0 if whole else len(question_of(self.tokenizer, message)[0])
-
-    def _bring_back(self, text: str, question: list[int], at: int, room: int) -> Brought:
-        """Bring back what a question needs; a quotation is held, and is part of it from index `at` on."""
-        transcript = self._transcript
-        brought = bring_back(self.model, self.cache, transcript, text, question, self.prefill_step_size, room)
-        quotation = brought.rehydration
-        hold(self.cache, quotation.at(len(transcript.ids) + at))
-        transcript.read([*question[:at], *quotation.ids, *question[at:]], quotation, at)
-        return brought
-
-    def rehydrate(self, query: str) -> Rehydration:
-        """What of the evicted text a question needs, quoted. `respond` does this by itself."""
-        return self._transcript.quoted(find(self.model, self._transcript, query, self._live()), self._live())
-
-    def stop(self) -> None:
-        """End the current answer after its next token; safe in a signal handler and from other threads."""
-        self._stopping = True
-
-    def _live(self) -> np.ndarray:
-        """Positions that the cache still holds; where no layer is compressed, all."""
-        return live_positions(self.cache, len(self._transcript.ids))
-
-    def _told(self, stored: ReusedPrefix, known: int, whole: int, progress: Progress | None) -> Progress:
-        """Is told of the tokens that were read behind those `known`, of a prompt of so many."""
-
-        def told(done: int, _: int) -> None:
-            stored.note(known + done)
-            if self._stopping and known + done < whole:
-                raise _Stopped
-            if progress is not None:
-                progress(known + done, whole)
-
-        return told
-
-    def _replies(self, ids: list[int], most: int, told: Progress) -> Generator[Any]:
-        """What mlx-lm says of each token of the answer to `ids`, which are at the end of the transcript."""
-        if self.shadow is not None:
-            self.shadow.begin(ids[-1], len(self._transcript.ids) - 1)
-        replies = stream_generate(
+    def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
+        transcript, start = self._transcript, len(self._transcript.ids)
+        before = self._template.between(transcript.ids[-1]) if start else self._template.opening
+        message = [*before, *self._plain.encode(text), *self._template.closing]
+        room = self._room_after(len(message))
+        can_restore = self.config.evict is not None and (self.config.evict.recalls or self.client is not None)
+        turn = Turn(
             self.model,
             self.tokenizer,
-            ids,
-            max_tokens=most,
-            prompt_cache=self.cache,
-            prefill_step_size=self.prefill_step_size,
-            sampler=self.sampler,
-            prompt_progress_callback=told,
+            self.cache,
+            transcript,
+            self.prefill_step_size,
+            prefix_cache=None if start else self._open_prefix_cache(),
+            shadow=self.shadow,
+            progress=progress,
+            is_stopped=lambda: self._is_stopping,
         )
-        for reply in replies:
-            if self.shadow is not None:
-                self.shadow.token(reply.token, reply.text, reply.logprobs)
-            yield reply
+        try:
+            with turn:
+                split = can_restore and self.shadow is None and len(message) > LONGEST_QUESTION
+                turn.prepare(message, text, split=split, quote_at=len(before), room=room)
+                for response in turn.decode(max_tokens, sampler=self.sampler):
+                    yield response.text
+        finally:
+            self._end_turn(turn, len(before))
 
-    def _reading(self, ids: list[int]) -> AbstractContextManager[ReusedPrefix]:
-        """With the store of prefixes, if there is one and the conversation begins."""
-        store = None
-        if self._store_folder is not None and self.plan is not None and not self._transcript.ids:
-            store = self._store
-            if store is None or store.plan is not self.plan:
-                store = self._store = PrefixCache(self.model, self.plan, self._store_folder, self._warn_once)
-        return reuse_prefix(store, self.cache, ids, self.prefill_step_size)
+    def _end_turn(self, turn: Turn, before: int) -> None:
+        """Take note of a turn that is settled; `before` is the number of its tokens before the user's words."""
+        if not turn.is_consistent:
+            raise CacheFormatError(
+                "the turn was interrupted where this model's cache cannot go back. Reset the session."
+            )
+        if not turn.is_undone:
+            stats = turn.stats
+            stop = turn.start + stats.prompt_tokens - len(self._template.closing)
+            self._last_question = (turn.start + before, stop)
+            self.turns.append(stats)
+        elif not turn.start:
+            self._begin(self.session_id, self._make_caches())
 
-    def _room(self, tokens: int) -> int:
-        """Positions that are left after `tokens` more."""
-        if self.positions is None:
-            return 2**31
-        room = self.positions - len(self._transcript.ids) - tokens
+    def _room_after(self, tokens: int) -> int:
+        """Return the positions that are left behind `tokens` more; raise a ConfigError if there are none."""
+        if self.context_length is None:
+            return UNLIMITED
+        used = len(self._transcript.ids)
+        room = self.context_length - used - tokens
         if room < 1:
             fits = max(0, tokens + room - 1)  # one is for the answer
             raise ConfigError(
-                f"the conversation has {len(self._transcript.ids):,} tokens and this turn {tokens:,}; the model has "
-                f"{self.positions:,} positions, which evicted tokens keep: {fits:,} tokens would fit. Shorten the "
+                f"the conversation has {used:,} tokens and this turn {tokens:,}; the model has "
+                f"{self.context_length:,} positions, which evicted tokens keep: {fits:,} tokens would fit. Shorten the "
                 "turn, start a new conversation (reset), or take a model with a longer context."
             )
         return room
 
-    def _settle(self, start: int, *, answered: bool) -> bool:
-        """Make cache and tokens agree again after an interruption; False for a turn that was undone.
+    def _open_prefix_cache(self) -> PrefixCache | None:
+        if self._prefix_folder is None or self.plan is None:
+            return None
+        if self._prefix_cache is None or self._prefix_cache.plan is not self.plan:
+            self._prefix_cache = PrefixCache(self.model, self.plan, self._prefix_folder, self._warn_once)
+        return self._prefix_cache
 
-        It is where nothing was answered, if it can be.
+    def stop(self) -> None:
+        """End the current answer after its next token; safe in a signal handler and from other threads."""
+        self._is_stopping = True
 
-        Ctrl-C may come in the middle of a forward pass, when some layers have a token that others have not.
-        """
-        if not answered and not start:  # the buffers go too
-            self._begin(self.session_id, self._fresh_caches())
-            return False
-        offsets = [part.offset for part in cache_parts(self.cache) if hasattr(part, "offset")]
-        length = min([len(self._transcript.ids), *offsets])
-        undone = not answered and can_trim_prompt_cache(self.cache) and self._trim(start)
-        if undone:
-            length = start
-        elif any(offset != length for offset in offsets) and not self._trim(length):
-            raise CacheFormatError(
-                "the turn was interrupted where this model's cache cannot go back. Reset the session."
-            )
-        self._transcript.cut(length)
-        return not undone
+    def quote(self, query: str) -> Quotation:
+        """Return the evicted text that a question needs, quoted. `respond` does this by itself."""
+        live = self._live_positions()
+        return self._transcript.quote(search_evicted(self.model, self._transcript, query, live), live)
 
-    def _trim(self, length: int) -> bool:
-        """Take the caches back to `length` tokens, if all can."""
-        parts = [part for part in cache_parts(self.cache) if hasattr(part, "offset")]
-        with suppress(CacheFormatError):
-            for part in parts:
-                part.trim(part.offset - length)
-        return all(part.offset == length for part in parts)
+    def _live_positions(self) -> np.ndarray:
+        return live_positions(self.cache, len(self._transcript.ids))
 
-    def _tell(self) -> None:
-        """Warn once of each thing that is worth it."""
-        said = len(self._transcript.ids)
-        if self.positions is not None and said > _NEARLY * self.positions:
+    def _check_idle(self) -> None:
+        if self._is_busy:
+            raise ConfigError("a turn is in progress; read its answer to the end, or close it, before anything else.")
+
+    def _warn_after_turn(self) -> None:
+        tokens = len(self._transcript.ids)
+        if self.context_length is not None and tokens > _NEARLY_FULL * self.context_length:
             self._warn_once(
-                f"the conversation has {said:,} of the model's {self.positions:,} positions; it ends there, evicted "
-                "tokens included."
+                f"the conversation has {tokens:,} of the model's {self.context_length:,} positions; it ends there, "
+                "evicted tokens included.",
+                topic="context",
             )
         recalls = self.config.evict is not None and self.config.evict.recalls
-        evicted = said - len(self._live())
-        if evicted and self._client is None and not recalls and self.shadow is None:
+        evicted = tokens - len(self._live_positions())
+        if evicted and self.client is None and not recalls and self.shadow is None:
             self._warn_once(
                 f"{evicted:,} tokens were evicted and are lost to the model. Recall and rescue bring "
-                "back what a turn needs: choose --kv-recall auto, or --rescue auto."
+                "back what a turn needs: choose --kv-recall auto, or --rescue auto.",
+                topic="eviction",
             )
-        warnings = (archive_warning(self.cache), self._client.take_warning() if self._client else None)
-        for warning in filter(None, warnings):
-            self._warn_once(warning)
+        for warning in (take_archive_warning(self.cache), self.client.take_warning() if self.client else None):
+            if warning is not None:
+                self._warn_once(warning)
 
-    def _warn_once(self, message: str) -> None:
-        subject = message.lstrip("0123456789,. ")[:20]
-        if subject not in self._warned:
-            self._warned.add(subject)
+    def _warn_once(self, message: str, topic: str | None = None) -> None:
+        """Warn once of a topic; by default the message is one."""
+        if (topic or message) not in self._warned:
+            self._warned.add(topic or message)
             self._warn(message)
 
     # The conversation.
 
     @property
     def ids(self) -> list[int]:
-        """All tokens of the conversation by position, also those that left the cache."""
+        """All tokens of the conversation by position, evicted ones included."""
         return list(self._transcript.ids)
 
     @property
     def last_exchange(self) -> tuple[str, str] | None:
-        """The last question and its answer, also of a loaded conversation; None where there is none."""
-        start, stop = self._asked
+        """The last question and its answer, also of a loaded conversation; None if there is none."""
+        start, stop = self._last_question
         if not stop:
             return None
-        ids = self._transcript.first_said(start, stop), self._transcript.ids[stop + len(self._around.closing()) :]
-        question, answered = (self.tokenizer.decode(part, skip_special_tokens=True) for part in ids)
-        return question, answered
+        question = self._transcript.ids_without_quotations(start, stop)
+        answer = self._transcript.ids[stop + len(self._template.closing) :]
+        decode = self.tokenizer.decode
+        return decode(question, skip_special_tokens=True), decode(answer, skip_special_tokens=True)
 
     @property
-    def client(self) -> RescueClient | None:
-        """The client of the rescue service, or None without rescue."""
-        return self._client
+    def stats(self) -> CacheStats:
+        """The tokens and bytes of the cache."""
+        return self._worker.run(lambda: cache_stats(self.cache, self.plan))
 
     @property
-    def stats(self) -> SessionStats:
-        """What the conversation takes."""
-        cache = self._worker.do(lambda: cache_stats(self.cache, self.plan))
-        tokens, live = len(self._transcript.ids), len(self._live())
-        return SessionStats(
-            turns=len(self.turns),
-            tokens=tokens,
-            live=live,
-            recalled=len(self.turns[-1].recalled) if self.turns else 0,
-            rescued=sum(stop - start for start, stop in self._transcript.copies),
-            positions=self.positions,
-            nbytes=cache.nbytes,
-            fp16_nbytes=cache.fp16_nbytes,
-            tiers=cache.tiers,
-            rescue=self._client.stats if self._client else None,
-        )
+    def recalled_tokens(self) -> int:
+        """How many tokens the last turn recalled."""
+        return len(self.turns[-1].recalled) if self.turns else 0
+
+    @property
+    def quoted_tokens(self) -> int:
+        """How many tokens the quotations of the conversation have."""
+        return sum(stop - start for start, stop in self._transcript.quoted)
 
     def reset(self) -> None:
-        """Begin anew; the service forgets the conversation. Raises ConfigError while a turn is in progress."""
+        """Start a new conversation; the service forgets this one. Raises a ConfigError while a turn is in progress."""
         self._check_idle()
         self._forget()
         self.turns = []
-        self._begin(uuid.uuid4().hex, self._worker.do(self._fresh_caches))
+        self._begin(uuid.uuid4().hex, self._worker.run(self._make_caches))
 
     def save(self, path: str | Path) -> None:
-        """Write cache, tokens and name of the conversation to a .safetensors file.
+        """Write the conversation to a .safetensors file: a prompt cache with the tokens in its metadata.
 
         Raises:
-            ConfigError: there is nothing to save, or a turn is in progress.
-            CacheFormatError: the file cannot be written, or is there and no conversation.
+            ConfigError: there is nothing to save, a turn is in progress, or the session has a shadow.
+            CacheFormatError: the file cannot be written, or exists and is no conversation.
         """
         self._check_idle()
         if not self._transcript.ids:
             raise ConfigError("there is nothing to save; say something first.")
-        refuse_files(self.shadow)
-        name = str(getattr(self.tokenizer, "name_or_path", ""))
-        saved = SavedSession(
-            self.session_id,
-            self.cache,
-            self.config,
-            self._transcript.ids,
-            self._transcript.copies,
-            self.rescue,
-            self._asked,
-        )
-        self._worker.do(lambda: save_session(path, saved, self.model, name))
-        self._keep = True
+        self._check_no_shadow()
+        session = {
+            "id": self.session_id,
+            "ids": self._transcript.ids,
+            "quoted": self._transcript.quoted,
+            "rescue": asdict(self.rescue),
+            "last_question": self._last_question,
+        }
+        metadata = {"model": str(getattr(self.tokenizer, "name_or_path", "")), CONVERSATION: json.dumps(session)}
+        options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
+        self._worker.run(lambda: save_prompt_cache(path, self.cache, **options))
+        self._keeps_text = True
 
     def load(self, path: str | Path) -> None:
-        """Go on with a conversation that was saved, also by another process, as it was saved.
+        """Continue a conversation that `save` wrote, also in another process, with the configuration that it had.
 
-        The service gets its evicted text again; waits for that, but not forever.
+        Sends its evicted text to the service again, and waits for that up to a minute.
 
         Raises:
             CacheFormatError: the file is damaged, or holds no conversation with this model.
-            ConfigError: a turn is in progress.
+            ConfigError: a turn is in progress, or the session has a shadow.
         """
         self._check_idle()
-        refuse_files(self.shadow)
-        saved = self._worker.do(lambda: load_session(path, self.model))
-        plan = self._worker.do(lambda: self._planned(saved.config))
+        self._check_no_shadow()
+        if not Path(path).is_file():
+            raise CacheFormatError(f"No such file: {path}")
+        loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
+        if CONVERSATION not in loaded.metadata:
+            raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")
+        saved = json.loads(loaded.metadata[CONVERSATION])
+        ids, rescue, (start, stop) = saved["ids"], RescueConfig(**saved["rescue"]), saved["last_question"]
+        lengths = {part.offset for part in cache_parts(loaded.caches) if hasattr(part, "offset")}
+        if lengths - {len(ids)}:
+            raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
+        plan = self._worker.run(lambda: self._make_plan(loaded.config))
         self._forget()
-        self._take_rescue(saved.rescue)
-        self.turns, self.config, self.plan, self._keep = [], saved.config, plan, True
-        self._begin(saved.session_id, saved.caches)
-        self._transcript.ids, self._transcript.copies = saved.ids, saved.copies
-        self._asked = saved.asked
-        gone = np.setdiff1d(np.arange(len(saved.ids)), self._live())
-        self._transcript.tell(gone)  # to a service that may never have seen it
-        if self._transcript.told and self._client is not None and not self._client.flush(_LOAD_S):
+        self._take_rescue(rescue)
+        self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
+        self._begin(saved["id"], loaded.caches)
+        self._transcript.ids = ids
+        self._transcript.quoted = [(first, last) for first, last in saved["quoted"]]
+        self._last_question = (start, stop)
+        self._transcript.send_evicted(np.setdiff1d(np.arange(len(ids)), self._live_positions()))
+        if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
             self._warn_once(
-                f"the rescue service has not taken all of the evicted text within {_LOAD_S:g} s; until it has, answers "
-                "may miss some of it."
+                f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
+                "answers may miss some of it."
             )
 
     def _take_rescue(self, saved: RescueConfig) -> None:
-        """Rescue as a conversation had it, where the session was not told; a file sends no text to other machines."""
-        if not self._may_choose_rescue or self._client is not None or saved.service == OFF:
+        """Use the rescue service of a loaded conversation, but let no file choose one on another machine."""
+        if not self._may_take_rescue or self.client is not None or saved.service == OFF:
             return
         if saved.service != AUTO:
             self._warn_once(
-                f"the conversation had rescue by {saved.service}, which a file cannot choose: it goes on without. Give "
-                f"--rescue {saved.service} to go on with it."
+                f"the conversation had rescue by {saved.service}, which a file cannot choose. Give --rescue "
+                f"{saved.service} to use it."
             )
             return
-        self.rescue, self._client = saved, _client(saved)
+        self.rescue, self.client = saved, _open_client(saved)
+
+    def _check_no_shadow(self) -> None:
+        if self.shadow is not None:
+            raise ConfigError("a conversation with --kv-shadow cannot be saved or loaded. Start again without it.")
 
     def close(self) -> None:
-        """End the conversation; the service forgets it unless it was saved or named."""
-        self._closed = True
-        if self._client is not None:
+        """End the conversation. The service forgets it unless it was saved or has a name."""
+        self._is_closed = True
+        if self.client is not None:
             self._forget()
-            self._client.close()
+            self.client.close()
 
     def __enter__(self) -> Self:
         return self
@@ -491,9 +400,32 @@ class Session:
         self.close()
 
     def _forget(self) -> None:
-        if self._client is not None and self._transcript.told and not self._keep:
-            self._client.forget(self.session_id)
+        if self.client is not None and self._transcript.has_sent and not self._keeps_text:
+            self.client.forget(self.session_id)
 
 
-def _client(rescue: RescueConfig) -> RescueClient | None:
+def _open_client(rescue: RescueConfig) -> RescueClient | None:
     return None if rescue.service == OFF else RescueClient(open_service(rescue.service))
+
+
+def _check_settings(
+    system_prompt: Any, session_id: Any, max_tokens: Any, sampler: Any, seed: Any, prefill_step_size: Any
+) -> None:
+    if system_prompt is not None:
+        check_text(system_prompt, "system prompt")
+    check_max_tokens(max_tokens)
+    if session_id is not None and not (isinstance(session_id, str) and SESSION_ID.fullmatch(session_id)):
+        raise ConfigError(f"session_id is {session_id!r:.80}; it must be 1 to 64 letters, digits, _ and -.")
+    if not _is_whole_number(prefill_step_size, 1):
+        raise ConfigError(f"prefill_step_size is {prefill_step_size!r}; it must be a whole number of 1 or more.")
+    if seed is not None and not (_is_whole_number(seed, 0) and seed < 2**64):
+        raise ConfigError(f"seed is {seed!r}; it must be a whole number from 0 to 2^64 - 1, or None.")
+    if sampler is not None and not callable(sampler):
+        raise ConfigError(
+            f"sampler is of type {type(sampler).__name__}; it must be a function of log-probabilities, such as one of "
+            "mlx_lm.sample_utils.make_sampler, or None."
+        )
+
+
+def _is_whole_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from cli.tools import FLOAT32, command, copy_model, environment
@@ -16,8 +17,7 @@ from processes import read_until
 
 from mlx_tq import __main__
 from mlx_tq.cli.memory_bar import memory_bar
-from mlx_tq.prompt_cache.tiers import Tiers
-from mlx_tq.session import SessionStats
+from mlx_tq.prompt_cache.statistics import CacheStats
 
 PATIENCE = 2  # seconds after which people press a key again
 ENDING = 60  # a program that ends has given up its handler: another Ctrl-C then kills it
@@ -66,16 +66,16 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     assert "of 4,096" in stats
     for words in (
         "saved to chat.safetensors",
-        "the conversation is forgotten",
+        "started a new conversation",
         "/save needs a file",
-        "/nope is no command; valid are /stats",
-        "there is no conversation nowhere.safetensors",
+        "unknown command /nope; valid are /stats",
+        "No such file: nowhere.safetensors",
         "the message is not UTF-8 text",
         "([load_safetensors]",
         " live  0 evicted  0 rescued",
     ):
         assert words in err
-    assert "thesis.txt is not a conversation and is not replaced" in " ".join(err.split())
+    assert "thesis.txt is no conversation, and is not replaced" in " ".join(err.split())
     assert (tmp_path / "thesis.txt").read_text() == "thesis"
 
 
@@ -98,7 +98,7 @@ def test_paths_and_what_a_loaded_conversation_said_last(talk, tmp_path, monkeypa
     question = "/etc/hosts is a file. The access code is 417295. What is the access code?"
     out, err = talk(question, "/tmp is a folder.", " /nope", "/save ~/chat.safetensors", "/save ~nobody-here/x")
     assert len(out.splitlines()) >= 3
-    assert "is no command" not in err
+    assert "unknown command" not in err
     assert "nobody-here" in err
     out, err = talk("Go on.", words=("--load", str(tmp_path / "chat.safetensors")))
     before, _, _ = err.partition("type a message")
@@ -133,7 +133,7 @@ def test_what_is_pasted_is_one_message(popen):
     assert "\x1b[?2004h" in read_until(ours, "> ")  # asks the terminal for the marks
     os.write(ours, b"\x1b[200~The access code is 417295.\nIt is new.\nWhat is the access code?\x1b[201~")
     os.write(ours, b"\r")
-    said = read_until(ours, "tokens read")
+    said = read_until(ours, "generated")
     os.write(ours, b"/stats\r")
     said += read_until(ours, "KV cache")
     assert said.partition("turns")[2].split()[0] == "1"
@@ -226,13 +226,14 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     os.write(ours, b"What is the access code?\n")
     said = read_until(ours, " rescued", read_until(ours, "417295"))
     read_until(ours, "> ", said.rpartition("rescued")[2])
-    press_until(lambda: "once more leaves" in read_all(ours))
+    press_until(lambda: "again to exit" in read_all(ours))
     press_until(lambda: has_ended(process))
     assert process.returncode == 130
     os.close(ours)
 
 
 def test_the_bar():
-    stats = SessionStats(3, 3000, 1000, 0, 96, 4000, 812_000, 9_300_000, None, Tiers(1000, 812_000))
-    text = memory_bar(stats).plain
+    stats = CacheStats(3000, 812_000, 9_300_000, evicted=2000)
+    session = SimpleNamespace(stats=stats, context_length=4000, recalled_tokens=0, quoted_tokens=96)
+    text = memory_bar(session).plain
     assert text == f"{'█' * 10}{'▒' * 20}{'·' * 10} 1,000 live  2,000 evicted  96 rescued  812.0 kB, fp16 9.3 MB"

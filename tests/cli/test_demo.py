@@ -22,7 +22,7 @@ def test_the_fact_is_evicted_and_comes_back(capsys, monkeypatch, words):
     assert fp16["answer"] == compressed["answer"] == rescued["answer"] == report["expected"]
     assert not evicted["found"]
     assert evicted["evicted"] == rescued["evicted"] > 0
-    assert rescued["brought_back"] > 0 == evicted["brought_back"]
+    assert rescued["quoted_tokens"] > 0 == evicted["quoted_tokens"]
     assert evicted["nbytes"] < compressed["nbytes"] < fp16["nbytes"]
 
 

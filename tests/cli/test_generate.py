@@ -226,12 +226,12 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     assert 0 < len(found["recalled"]["positions"]) <= 96 < found["recalled"]["archived"]
     assert found["stats"]["prompt_tokens"] == lost["stats"]["prompt_tokens"]
     for each, disk in ((lost, False), (found, True)):
-        tiers, evicted = each["stats"]["tiers"], each["stats"]["cache"]["evicted"]
-        assert (tiers["cold"], tiers["recompute"]) == ((evicted, 0) if disk else (0, evicted))
-        assert (tiers["cold_nbytes"] > 0, tiers["recompute_seconds"] > 0) == (disk, not disk)
-        assert each["plan"]["tiers"]["recompute" if disk else "cold"] == 0
+        cache, evicted = each["stats"]["cache"], each["stats"]["cache"]["evicted"]
+        assert (cache["archived"], cache["dropped"]) == ((evicted, 0) if disk else (0, evicted))
+        assert (cache["archived_nbytes"] > 0) == disk
+        assert each["plan"]["cache"]["dropped" if disk else "archived"] == 0
         back = len(each["recalled"]["positions"]) if disk else 0  # their bytes are live, too
-        assert tiers["hot"] == each["stats"]["cache"]["tokens"] - evicted + back
+        assert cache["live"] == cache["tokens"] - evicted + back
     # In one step of the whole document, whose round is held before the question.
     at_once = quick(*words[:-2], "--json", "--kv-recall", 96).json
     assert ("417295" in at_once["text"], at_once["recalled"]["archived"] > 96) == (True, True)
@@ -241,11 +241,11 @@ def test_a_document_and_its_question_in_one_prompt(quick):
     just = [*words[: words.index("--kv-budget")], "--kv-budget", tokens - 128 - 8, *words[words.index("--kv-sinks") :]]
     due = quick(*just, "--json", "--kv-recall", 96).json  # by the question alone
     assert due["recalled"]["archived"]
-    assert found["recalled"]["by"] == {"queries": found["recalled"]["positions"], "meaning": []}
+    assert found["recalled"]["by_search"] == []
     shown = quick(*words)
     assert "417295" in shown.out
     assert re.search(r"recalled: tokens [\d, -]+ of [\d,]+ archived", shown.err)
-    assert re.search(r"tiers: [\d,]+ tokens live in .*B; [\d,]+ on disk in .*B; 0 in neither", shown.err)
+    assert re.search(r"Tokens: [\d,]+ in memory \(.*B\), [\d,]+ archived \(.*B\), 0 dropped", shown.err)
     assert "archived on disk until the run ends, up to 20.00 GB or a tenth of the free disk" in shown.err
     assert quick(*words, "--json", "--kv-archive", "off").json["text"] == lost["text"]
     refused(quick(*words, "--kv-archive", "off", "--kv-recall", 96), "--kv-recall 96 has nothing to bring back with")
@@ -276,7 +276,7 @@ def test_the_rescue_service_is_asked_when_a_prompt_is_read(quick, service):
     words = (*words, "--rescue", service.url, "--rescue-timeout", 60)
     rows = quick(*words, "--kv-recall", 32, "--json").json
     assert "417295" in rows["text"]
-    assert (len(rows["recalled"]["by"]["meaning"]) > 16, rows["rescued"]["tokens"]) == (True, 0)
+    assert (len(rows["recalled"]["by_search"]) > 16, rows["rescued"]["tokens"]) == (True, 0)
     quoted = quick(*words, "--kv-recall", "off", "--json").json
     assert ("417295" in quoted["text"], quoted["recalled"]) == (True, None)
     more = quoted["stats"]["prompt_tokens"] - rows["stats"]["prompt_tokens"]

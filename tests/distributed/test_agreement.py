@@ -18,7 +18,8 @@ from mlx_tq.prompt_cache import recall
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
-from mlx_tq.session.recall import Named, named_blocks
+from mlx_tq.session.restore import blocks_of_hits
+from mlx_tq.session.transcript import SearchHits
 
 from .together import run
 
@@ -196,7 +197,9 @@ def losing():
         first, other = (extent.positions for extent in sequence.archived[:2])
         lose(0)
         sequence.agree()
-        blocks = named_blocks(caches, Named(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64))
+        blocks = blocks_of_hits(
+            caches, SearchHits(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64)
+        )
         sequence.recall(layers, blocks)
         found.append(sequence.recalled.tolist())
         lose(0)

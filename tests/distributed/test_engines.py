@@ -23,7 +23,7 @@ from mlx_tq.server.engine import Engine
 from mlx_tq.server.job import Failed, SessionStart
 from mlx_tq.server.metrics import Metrics
 from mlx_tq.server.sampling import Sampling
-from mlx_tq.session.transcript import Rehydration
+from mlx_tq.session.transcript import Quotation
 
 from .test_agreement import random_model
 from .together import run
@@ -117,7 +117,7 @@ async def ask_all(engine, tokenizer):
         texts.append(texts_of(turn, await run_job(engine, turn)))
         result = await turn.session_result.get()
         tokens, quoted = result.tokens, tokenizer.encode(" the gate")
-        quotation = Rehydration([(0, 2)], ["x"], quoted)
+        quotation = Quotation([(0, 2)], ["x"], quoted)
         session = SessionStart(result.caches, len(tokens), 1, quote=lambda live, rows, made=quotation: made)
         assert result.stats.evicted > 0
     return texts

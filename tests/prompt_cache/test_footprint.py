@@ -18,8 +18,7 @@ from mlx_tq.prompt_cache.footprint import layer_footprint
 from mlx_tq.prompt_cache.memory_report import memory_report
 from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
 from mlx_tq.prompt_cache.recall import holding, positions_of
-from mlx_tq.prompt_cache.statistics import cache_stats, tokens_seen
-from mlx_tq.prompt_cache.tiers import Tiers, planned_tiers
+from mlx_tq.prompt_cache.statistics import cache_stats, predict_stats, tokens_seen
 from prompt_cache.driving import MODEL, config, fresh, read
 
 SMALL = KVConfig(key="tq4", value="tq4", sinks=4, window=24)
@@ -169,7 +168,7 @@ def test_statistics_of_a_sequence():
     assert stats.nbytes == sum(cache.nbytes for cache in caches)
     assert stats.fp16_nbytes == 2 * 130 * 2 * 2 * 64 * 2  # of a float32 model, those that left too
     assert stats.ratio == stats.fp16_nbytes / stats.nbytes
-    assert stats.tiers == Tiers(130 - stats.evicted, stats.nbytes, recompute=stats.evicted)
+    assert (stats.live, stats.archived, stats.dropped) == (130 - stats.evicted, 0, stats.evicted)
     assert tokens_seen(caches) == 130
     keeps = fresh(policy=None)
     assert cache_stats(keeps, None).ratio == cache_stats(keeps, None).retention == 1
@@ -187,14 +186,14 @@ def test_tiers_of_a_plan_are_those_of_what_was_read(limit):
     caches = build_caches(plan)
     with compressed(MODEL):
         read(caches, 0, 390)
-    planned, held = planned_tiers(plan, 390), cache_stats(caches, plan).tiers
-    for tiers in (planned, held):
-        assert tiers.hot + tiers.cold + tiers.recompute == 390
-        assert (tiers.recompute > 0) == (limit is not None)
-        assert tiers.cold_nbytes <= (limit or 10**9)
-    assert abs(planned.hot - held.hot) <= 40, "a step of 20 tokens came behind the last round"
-    assert held.hot_nbytes <= 1.1 * planned.hot_nbytes
-    assert planned.cold_nbytes / planned.cold == pytest.approx(held.cold_nbytes / held.cold, rel=0.1)
+    planned, held = predict_stats(plan, 390), cache_stats(caches, plan)
+    for stats in (planned, held):
+        assert stats.live + stats.archived + stats.dropped == 390
+        assert (stats.dropped > 0) == (limit is not None)
+        assert stats.archived_nbytes <= (limit or 10**9)
+    assert abs(planned.live - held.live) <= 40, "a step of 20 tokens came behind the last round"
+    assert held.nbytes <= 1.1 * planned.nbytes
+    assert planned.archived_nbytes / planned.archived == pytest.approx(held.archived_nbytes / held.archived, rel=0.1)
 
 
 @pytest.mark.parametrize("recall", ["auto", 200, "off"])

@@ -291,7 +291,7 @@ weakref.finalize(owner, worker.end)  # as a session ends its thread
 archive = ArchiveFile([], Path(sys.argv[1]))
 weakref.finalize(owner, leaving.set)  # the first to be called, as the newest
 look = lambda: (leaving.wait(), archive._queue.put(threading.Event()), archive.settle(), print("settled"))
-threading.Thread(target=lambda: worker.do(look), daemon=True).start()
+threading.Thread(target=lambda: worker.run(look), daemon=True).start()
 """
 
 

@@ -18,7 +18,7 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server.api_errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.job import Piece, SessionResult, Started
-from mlx_tq.session.recall import recall
+from mlx_tq.session.restore import recall_rows
 
 from .engines import (
     CONFIG,
@@ -217,9 +217,9 @@ def record_stored_prompts(monkeypatch, note):
 
 
 @pytest.mark.parametrize(("recall", "shared"), [("auto", 60), ("off", 0)])
-def test_eviction_in_a_batch(loaded, monkeypatch, recall, shared):
+def test_eviction_in_a_batch(loaded, monkeypatch, recall_rows, shared):
     """A prompt that shares a prefix which lost tokens has them recalled, or is prefilled in full."""
-    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, recall))
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, recall_rows))
     engine, stored = make_engine(loaded, config), []
     record_stored_prompts(
         monkeypatch, lambda tokens, caches: stored.append((len(tokens), caches[0].offset, caches[0].size()))
@@ -297,7 +297,7 @@ def test_a_repeated_request_recalls_with_its_whole_question(loaded, monkeypatch)
     engine, calls = make_engine(loaded, RECALL), []
 
     def spied(model, caches, ids, *arguments, **options):
-        recalled = recall(model, caches, ids, *arguments, **options)
+        recalled = recall_rows(model, caches, ids, *arguments, **options)
         calls.append((ids, recalled.positions))
         return recalled
 

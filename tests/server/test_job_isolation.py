@@ -12,7 +12,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.server.api_errors import ModelFailedError
 from mlx_tq.server.job import Failed, Job, Piece, SessionResult, SessionStart
 from mlx_tq.server.sampling import Sampling
-from mlx_tq.session.looks import Looks
+from mlx_tq.session.restore import RecallDuringDecode
 
 from .engines import GREEDY, make_engine, make_job, outcome, run_job, serve, text_of
 from .harness import together
@@ -148,7 +148,7 @@ def test_detokenizer_and_admission_errors_fail_one_job(loaded, expected):
     check_only_these_fail([make_job(40), broken], engine, expected)
 
 
-class BrokenLooks(Looks):
+class BrokenLooks(RecallDuringDecode):
     """Fails for prompts of 40 tokens at the start of the answer, of 41 at a token, and of 42 at the end."""
 
     def __init__(self, caches, *args, **options):

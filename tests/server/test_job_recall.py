@@ -12,9 +12,8 @@ from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.server.job import Piece, Quoted, SessionStart, Started
-from mlx_tq.session.looks import Looks
-from mlx_tq.session.recall import question_of, read, recall
-from mlx_tq.session.transcript import Rehydration
+from mlx_tq.session.restore import RecallDuringDecode, prefill, recall_rows, split_question
+from mlx_tq.session.transcript import Quotation
 
 from .engines import LIMITS, job_of, make_engine, metric, outcome, serve, text_of
 
@@ -33,12 +32,12 @@ def generate_alone(loaded, ids):
     """Return the answer's tokens as `mlx_tq.generate` makes them, and what was recalled meanwhile."""
     model, tokenizer = loaded
     caches = make_prompt_cache(model, CONFIG)
-    document, question = question_of(tokenizer, ids)
+    document, question = split_question(tokenizer, ids)
     with compressed(model):
-        read(model, caches, document, STEP)
-        looks = Looks(caches, recall(model, caches, question, STEP))
+        prefill(model, caches, document, STEP)
+        looks = RecallDuringDecode(caches, recall_rows(model, caches, question, STEP))
         looks.begin()
-        read(model, caches, question[:-1], STEP)
+        prefill(model, caches, question[:-1], STEP)
         tokens, options = [], {"prompt_cache": caches, "max_tokens": TOKENS, "logits_processors": ENDLESS}
         for token, _ in generate_step(mx.array(question[-1:]), model, **options):
             tokens.append(token)
@@ -90,7 +89,7 @@ def turn_of(result, user_start, ids, quote, max_quotation, **fields):
 def test_a_quotation_repeats_no_recalled_row(loaded, session):
     """It is made after the recall, precedes the user's words, and is reported to the session."""
     tokenizer, (engine, first), calls = loaded[1], session, []
-    quotation = Rehydration([(20, 24)], ["trees and a gate"], tokenizer.encode("trees and a gate"))
+    quotation = Quotation([(20, 24)], ["trees and a gate"], tokenizer.encode("trees and a gate"))
     before = tokenizer.encode("\n\n")
 
     def quote(live, recalled_tokens):
@@ -111,7 +110,7 @@ def test_a_quotation_repeats_no_recalled_row(loaded, session):
         assert result.tokens[start + index :][: len(quotation.ids)] == quotation.ids
         assert result.tokens[start + index + len(quotation.ids) :][: len(ids) - index] == ids[index:]
         recalled, (live, recalled_by_search) = events[-1].recalled, calls[-1]
-        assert recalled_by_search == len(recalled.meaning) == 0
+        assert recalled_by_search == len(recalled.by_search) == 0
         assert recalled.positions
         assert {*recalled.positions} <= {*live.tolist()} < {*range(start + index)}
         assert sequence_in(result.caches).held is None, "the answer is complete"
@@ -124,7 +123,7 @@ def test_a_quotation_repeats_no_recalled_row(loaded, session):
 
     _, (short_index, long_index, long_ids) = serve(engine, [first], then)
     assert short_index == len(before)
-    question = question_of(tokenizer, long_ids)[1]
+    question = split_question(tokenizer, long_ids)[1]
     assert long_index == len(long_ids) - len(question), "the document of a long turn comes before the quotation"
 
 
@@ -132,7 +131,7 @@ def test_a_quotation_is_not_evicted_while_the_answer_is_decoded(loaded, session)
     """Its neighbors are."""
     tokenizer, (engine, first) = loaded[1], session
     quoted = tokenizer.encode("The gate of house 3 is red.")
-    quotation = Rehydration([(0, 9)], ["x"], quoted)
+    quotation = Quotation([(0, 9)], ["x"], quoted)
 
     async def then():
         result = await first.session_result.get()

@@ -13,7 +13,7 @@ from mlx_tq.__main__ import main
 from mlx_tq.errors import ConfigError
 from mlx_tq.server.api_errors import QueueFullError
 from mlx_tq.server.guard import LargeRequests, default_max_body
-from mlx_tq.session.prompt_length import PromptLengthLimit
+from mlx_tq.session.text import PromptLengthLimit
 
 from .conftest import PACKED
 from .harness import running, together

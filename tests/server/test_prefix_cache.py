@@ -12,7 +12,7 @@ from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.job import Progress
 from mlx_tq.server.stored_prompts import salt_of
-from mlx_tq.session.recall import question_of
+from mlx_tq.session.restore import split_question
 
 from .conftest import question
 from .engines import (
@@ -104,7 +104,7 @@ def test_with_recall_the_document_is_stored_without_its_question(loaded, store):
     tokenizer = loaded[1]
     message = {"role": "user", "content": question(20, 593_847)}
     ids = tokenizer.apply_chat_template([message], add_generation_prompt=True)
-    document, _ = question_of(tokenizer, ids)
+    document, _ = split_question(tokenizer, ids)
     evict = EvictConfig("recency:granularity=16:trigger=32", 2000, recall=96)
     config = KVConfig("q8", "tq4", sinks=16, window=32, evict=evict)
     plain, _ = answers(make_engine(loaded, config), [job_of(ids, max_tokens=8)])

@@ -15,7 +15,7 @@ from mlx_tq.server.answers import Answer, MessageReader, ResponseWriter
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
 from mlx_tq.server.schemas import ResponseRequest, parse, with_response_names
-from mlx_tq.session.recall import Recalled
+from mlx_tq.session.restore import RecallResult
 
 from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
 from .test_response_formats import CODE
@@ -89,7 +89,7 @@ def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     text = f"I add.</think>Let me see.{CALL}{CALL}"
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
     block = Scored(Extent(np.arange(40), 0, 0, Places(0)), 1.0, 0, True)
-    pieces.append(Piece("", finish_reason="stop", recalled=Recalled((5, 6), (9,), (block,), seconds=0.002)))
+    pieces.append(Piece("", finish_reason="stop", recalled=RecallResult((5, 6), (9,), (block,), seconds=0.002)))
     events = writer.start_events()
     for piece in pieces:
         if (update := answer.add(piece, str)) is not None:

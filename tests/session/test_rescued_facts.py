@@ -62,10 +62,10 @@ def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
         assert rescued.client.flush(60)
         service.wait_until_embedded()
         assert found(rescued, case.answer)
-        quoted = rescued.turns[-1].rehydration.ranges
+        quoted = rescued.turns[-1].quotation.ranges
         assert any(first <= start and start + len(fact) <= last for first, last in quoted)
-        assert rescued.client.stats.retrieved > 0
+        assert rescued.client.stats.found > 0
         assert not found(alone, case.answer)
-        assert not alone.turns[-1].rehydration.ids
+        assert not alone.turns[-1].quotation.ids
         "".join(whole.respond(text, max_tokens=2))
         assert found(whole, case.answer)  # else the case would say nothing

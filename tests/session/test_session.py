@@ -1,4 +1,4 @@
-"""A conversation over one cache: what is read, what is kept, what comes back, and what an interruption leaves."""
+"""A conversation over one cache: what is prefilled, evicted and recalled, and what an interruption leaves."""
 
 import signal
 import threading
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
 from rescue.harness import Server
 
@@ -14,9 +13,10 @@ from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
 from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
-from mlx_tq.session.quote import MARK, OPENING
+from mlx_tq.session.transcript import QUOTATION_MARK, QUOTATION_START
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
 SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
@@ -32,6 +32,18 @@ def page(letters=1200, fact=FACT):
 
 def say(session, text, **options):
     return "".join(session.respond(text, **options))
+
+
+def live(session):
+    """Return the positions in a session's cache."""
+    return compressed_caches(session.cache)[0].positions.tolist()
+
+
+def last_quotation(session):
+    """Return the positions of the last turn's quotation."""
+    quoted, ids = session.turns[-1].quotation.ids, session.ids
+    start = next(i for i in reversed(range(len(ids))) if ids[i : i + len(quoted)] == quoted)
+    return set(range(start, start + len(quoted)))
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +99,22 @@ def test_what_was_evicted_comes_back(chat, service):
         session = chat(EVICTS, rescue=rescue)
         say(session, page())
         fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
-        assert fact not in session._live()  # `recency` leaves the newest alone
+        assert fact not in live(session)  # `recency` leaves the newest alone
         answers[rescue] = say(session, QUESTION)
         turn = session.turns[-1]
-        assert bool(turn.rehydration.ids) == (rescue != "off")
+        assert bool(turn.quotation.ids) == (rescue != "off")
         assert turn.finish_reason == "stop"
     assert "417295" not in answers["off"]
     assert "417295" in answers[at(service)]
-    quoted = session.tokenizer.decode(turn.rehydration.ids)
-    assert quoted.startswith(OPENING)
-    assert MARK in quoted
+    quoted = session.tokenizer.decode(turn.quotation.ids)
+    assert quoted.startswith(QUOTATION_START)
+    assert QUOTATION_MARK in quoted
     assert "417295" in quoted
-    assert any(first <= fact < last for first, last in turn.rehydration.ranges)
+    assert any(first <= fact < last for first, last in turn.quotation.ranges)
     stats = session.stats
     assert stats.live + stats.evicted == stats.tokens == len(session.ids)
-    assert stats.rescued == sum(len(turn.rehydration.ids) for turn in session.turns)
-    assert stats.rescue.found >= 1
+    assert session.quoted_tokens == sum(len(turn.quotation.ids) for turn in session.turns)
+    assert session.client.stats.found >= 1
     assert stats.nbytes < stats.fp16_nbytes
     assert [w for w in chat.warned if "or --rescue auto" in w] == chat.warned[:1]
 
@@ -124,12 +136,12 @@ def test_rows_come_back_for_a_question_and_leave_again(chat):
     say(session, page())
     fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
     for _ in range(2):
-        assert fact not in session._live()
+        assert fact not in live(session)
         assert "417295" in say(session, QUESTION)
         turn = session.turns[-1]
         assert fact in turn.recalled
         assert len(turn.recalled) <= 64 < turn.archived
-        assert (turn.prompt_tokens, turn.rehydration.ids) == (19, [])
+        assert (turn.prompt_tokens, turn.quotation.ids) == (19, [])
     assert session.stats.live + session.stats.evicted == len(session.ids)
     assert not [w for w in chat.warned if "--kv-recall" in w]
 
@@ -143,34 +155,33 @@ def test_what_the_service_names_comes_back_as_rows_and_else_as_text(chat, servic
     fact = session.ids.index(session.tokenizer.encode("417295")[0], 5)
     seen = []
     for _ in session.respond(QUESTION, max_tokens=evict.recall_every + 8):
-        seen.append(set(map(int, session._live())))
+        seen.append(set(live(session)))
     turn = session.turns[-1]
     assert "417295" in session.last_exchange[1]
-    assert (fact in turn.by_meaning, bool(turn.rehydration.ids)) == (limit is None, limit is not None)
-    assert all(set(turn.by_meaning) <= live for live in seen)  # a look takes none of it away
-    assert not any(set(range(*span)) <= set(turn.recalled) for span in turn.rehydration.ranges)
-    assert not set(turn.by_meaning) & set(map(int, session._live()))
+    assert (fact in turn.by_search, bool(turn.quotation.ids)) == (limit is None, limit is not None)
+    assert all(set(turn.by_search) <= live for live in seen)  # a look takes none of it away
+    assert not any(set(range(*span)) <= set(turn.recalled) for span in turn.quotation.ranges)
+    assert not set(turn.by_search) & set(live(session))
 
 
 def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, service):
     """It is far larger than the budget, and the answer longer than the window."""
     session = chat(EVICTS, rescue=at(service, max_tokens=200))
     say(session, page())
-    live = []
+    seen = []
     for _ in session.respond(QUESTION, max_tokens=48):
-        live.append(set(map(int, session._live())))
-    turn = session.turns[-1]
-    (start, stop) = session._transcript.copies[-1]
-    assert stop - start == len(turn.rehydration.ids) > 100
-    assert all(set(range(start, stop)) <= now for now in live)
+        seen.append(set(live(session)))
+    quotation = last_quotation(session)
+    assert len(quotation) > 100
+    assert all(quotation <= now for now in seen)
     assert sequence_in(session.cache).held is None
     say(session, "Go on.", max_tokens=60)
-    assert not set(range(start, stop)) <= set(map(int, session._live()))  # and then it goes as others do
+    assert not quotation <= set(live(session))  # and then it goes as others do
     session.client.flush(30)
     kept = service.dump(session.session_id)["token_ranges"]
     stored = {position for first, last in kept for position in range(first, last)}
     assert stored
-    assert not stored & {p for first, last in session._transcript.copies for p in range(first, last)}
+    assert not stored & (quotation | last_quotation(session))
 
 
 @pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
@@ -198,7 +209,7 @@ def test_a_document_and_its_question_in_one_turn(chat, service, back, later):
     answer = say(session, message, progress=lambda *said: told.append(said))
     turn = session.turns[-1]
     assert ("417295" in answer) == (back != "nothing")
-    assert (bool(turn.recalled), bool(turn.rehydration.ids)) == (back == "rows", back == "text")
+    assert (bool(turn.recalled), bool(turn.quotation.ids)) == (back == "rows", back == "text")
     assert told == sorted(told)
     assert told[-1] == (turn.prompt_tokens, turn.prompt_tokens)
     assert turn.prompt_tokens == len(session.ids) - start - turn.generation_tokens
@@ -214,14 +225,14 @@ def test_stopping_before_the_answer_undoes_the_turn(chat):
     threading.Timer(0.3, session.stop).start()
     assert list(replies) == []
     stats = session.stats
-    assert (stats.turns, stats.tokens, stats.live, stats.nbytes, stats.fp16_nbytes) == (0, 0, 0, 0, 0)
+    assert (session.turns, stats.tokens, stats.live, stats.nbytes, stats.fp16_nbytes) == ([], 0, 0, 0, 0)
     say(session, FACT)
     before = session.ids
     replies = session.respond(page(4000, ""))
     threading.Timer(0.3, session.stop).start()
     assert list(replies) == []
     assert session.ids == before
-    assert session.stats.turns == 1
+    assert len(session.turns) == 1
     assert all(cache.offset == len(before) for cache in session.cache)
     assert "417295" in say(session, QUESTION)
 
@@ -234,9 +245,9 @@ def test_a_turn_is_undone_past_an_eviction_where_rows_are_archived(chat):
     assert not list(session.respond(page(), progress=lambda read, _: session.stop() if read > 200 else None))
     assert sequence_in(session.cache).stats.rounds > rounds
     assert session.ids == before
-    assert session.stats.turns == 1
+    assert len(session.turns) == 1
     assert all(cache.offset == len(before) for cache in session.cache)
-    assert session._live()[-1 - EVICTS.window] == len(before) - 1 - EVICTS.window
+    assert live(session)[-1 - EVICTS.window] == len(before) - 1 - EVICTS.window
     assert "417295" in say(session, QUESTION)
     assert session.turns[-1].recalled
 
@@ -291,7 +302,7 @@ def test_what_cannot_be_met(chat, exact):
         (name,) = wrong
         with pytest.raises(ConfigError, match=f"^{name} is .* must be "):
             chat(**wrong)
-    assert session.stats.turns == 0
+    assert session.turns == []
     session.close()
     with pytest.raises(ConfigError, match="closed"):
         say(session, QUESTION)
@@ -315,16 +326,16 @@ def test_saved_and_resumed_it_goes_on_as_if_nothing_happened(chat, service, tmp_
     session = chat(EVICTS, rescue=at(service))
     say(session, page())
     session.save(tmp_path / "chat.safetensors")
-    ids, live, evicted = session.ids, session._live(), session.stats.evicted
+    ids, positions, evicted = session.ids, live(session), session.stats.evicted
     answer = say(session, QUESTION)
     assert session.client.forget(session.session_id, 30)
     resumed = chat(SMALL, rescue=at(service))
     say(resumed, "something else")
     resumed.load(tmp_path / "chat.safetensors")
     assert (resumed.ids, resumed.session_id, resumed.config) == (ids, session.session_id, EVICTS)
-    assert np.array_equal(resumed._live(), live)
+    assert live(resumed) == positions
     assert resumed.stats.evicted == evicted > 0
-    assert resumed.stats.rescue.queued == 0  # the first question finds all
+    assert resumed.client.stats.queued == 0  # the first question finds all
     assert say(resumed, QUESTION) == answer
     assert "417295" in answer
     assert resumed.ids == session.ids
@@ -366,9 +377,9 @@ def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, exact):
         theirs[file] = content
     (tmp_path / "link").symlink_to("1.txt")
     for file in [*theirs, tmp_path / "link"]:
-        with pytest.raises(CacheFormatError, match=r"is not a conversation and is not replaced.*or remove it"):
+        with pytest.raises(CacheFormatError, match=r"is no conversation, and is not replaced.*another file, or remove"):
             session.save(file)
-    for file, says in ((tmp_path / "none", "no conversation"), (tmp_path / "1.txt", "damaged"), (cache, "not a conv")):
+    for file, says in ((tmp_path / "none", "No such file: "), (tmp_path / "1.txt", "damaged"), (cache, "not a conv")):
         with pytest.raises(CacheFormatError, match=says):
             session.load(file)
     with pytest.raises(CacheFormatError, match=f"{tmp_path}: .*it is a folder"):
@@ -378,7 +389,75 @@ def test_only_a_conversation_is_loaded_and_replaced(chat, tmp_path, exact):
     session.save(saved)
     say(session, QUESTION)
     session.save(saved)
-    with pytest.raises(CacheFormatError, match="is not a prompt cache and is not replaced"):
+    with pytest.raises(CacheFormatError, match="is no prompt cache, and is not replaced"):
         save_prompt_cache(saved, session.cache, **about)
     session.load(saved)
     assert len(list(tmp_path.iterdir())) == len(theirs) + 2
+
+
+def talk(exact, prefix_cache=None):
+    """Run two turns; return the answers, the cached tokens, the calls of `progress`, and the tokens of the prompt."""
+    calls = []
+    with Session(*exact, SMALL, max_tokens=6, prefill_step_size=128, prefix_cache=prefix_cache) as session:
+        answers = [say(session, load_text()[:1200], progress=lambda *call: calls.append(call)), say(session, "Go on.")]
+        assert session.cache[0].offset == len(session.ids)
+        return answers, [turn.cached_tokens for turn in session.turns], calls, session.turns[0].prompt_tokens
+
+
+def test_the_first_prompt_of_a_second_session_is_in_the_prefix_cache(exact, tmp_path):
+    """The answers are those without one."""
+    plain, *_ = talk(exact)
+    first, first_cached, _, _ = talk(exact, str(tmp_path))
+    second, second_cached, calls, tokens = talk(exact, Folder(tmp_path))
+    assert plain == first == second
+    assert (first_cached, second_cached) == ([0, 0], [tokens - 1, 0])
+    assert calls[0] == (tokens - 1, tokens)
+    assert calls[-1] == (tokens, tokens)
+
+
+def test_a_cached_prompt_recalls_while_decoding(exact, tmp_path):
+    """The restored caches replace those that the session began with."""
+    evict = EvictConfig("recency:granularity=32:trigger=32", 128, recall=64)
+    word = exact[1].encode("the")[-1]
+    turns = []
+    for _ in range(2):
+        with Session(
+            *exact,
+            replace(SMALL, evict=evict),
+            max_tokens=evict.recall_every + 1,
+            prefill_step_size=64,
+            prefix_cache=str(tmp_path),
+            sampler=lambda _: mx.array([word]),
+        ) as session:
+            assert len(list(session.respond(load_text()[:800]))) >= evict.recall_every
+            turns.append(session.turns[0])
+    assert not turns[0].cached_tokens
+    assert turns[1].cached_tokens >= 64
+    assert turns[0].searches == turns[1].searches == 1
+    assert turns[0].recalled == turns[1].recalled != ()
+
+
+def test_a_warning_comes_once_whatever_its_numbers_and_hides_no_other(exact, monkeypatch):
+    said = iter(["the archive is full on disk A", "the archive is full on disk B", "the archive is full on disk B"])
+    monkeypatch.setattr("mlx_tq.session.session.take_archive_warning", lambda _: next(said))
+    warned = []
+    with Session(*exact, EVICTS, max_tokens=2, warn=warned.append) as session:
+        for _ in range(3):
+            say(session, page(800))
+    assert [words.partition(" tokens were")[1] or words for words in warned] == [
+        " tokens were",
+        "the archive is full on disk A",
+        "the archive is full on disk B",
+    ]
+
+
+def test_quote_searches_alone(chat, service):
+    """Without a turn, and without a service it returns nothing."""
+    for rescue in ("off", at(service)):
+        session = chat(EVICTS, rescue=rescue)
+        say(session, page())
+        tokens = session.ids
+        if session.client is not None:
+            session.client.flush(30)
+        assert ("417295" in session.quote(QUESTION).text) == (rescue != "off")
+        assert session.ids == tokens

@@ -12,7 +12,7 @@ from zoo import build
 from mlx_tq import EvictConfig, KVConfig, Session, compressed, make_prompt_cache
 from mlx_tq.errors import ConfigError
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.session.shadow import Shadow
+from mlx_tq.session.shadow_mode import Shadow
 
 CONFIG = KVConfig(key="tq3", value="tq3", sinks=8, window=8, normalize=False)
 EVICT = EvictConfig("recency:trigger=8:granularity=1", 96, "off")
@@ -111,7 +111,7 @@ def test_copies_go_on_as_the_model_would(exact):
         ({"config": KVConfig(key="tq4~tq3")}, "one format"),
         ({"config": KVConfig(evict=EvictConfig(recall=96))}, "--kv-recall off"),
         ({"config": OFF}, "nothing is compressed"),
-        ({"store": "auto"}, "drop it"),
+        ({"prefix_cache": "auto"}, "drop it"),
     ],
 )
 def test_what_cannot_be_shadowed(changes, says, exact, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from mlx_tq.prompt_cache.compressed import compressed
 from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.passes import compressed_caches
 from mlx_tq.prompt_cache.statistics import cache_stats
-from mlx_tq.session.prompt_length import PromptLengthLimit
+from mlx_tq.session.text import PromptLengthLimit
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq.cli.args import (
@@ -29,7 +28,7 @@ from mlx_tq.cli.joining import collect_stats, join_ranks, show_ranks
 from mlx_tq.cli.preflight import check_arguments, check_memory, check_positions, free_memory
 from mlx_tq.cli.prompt_cache import PromptCache, chosen_config, open_prompt_cache, saved_model
 from mlx_tq.cli.prompts import encode, read_prompt, render, template_config
-from mlx_tq.cli.runs.answering import Answering
+from mlx_tq.cli.runs.answering import answer_prompt
 from mlx_tq.cli.screen import (
     console,
     plan_dict,
@@ -51,10 +50,9 @@ from mlx_tq.prefix_cache.prefix_cache import PrefixCache
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 from mlx_tq.rescue import OFF, open_service
-from mlx_tq.session.bring_back import Brought
-from mlx_tq.session.prompt_length import PromptLengthLimit
-from mlx_tq.session.recall import archive_warning
-from mlx_tq.session.shadow import chosen_shadow
+from mlx_tq.session.restore import take_archive_warning
+from mlx_tq.session.shadow_mode import make_shadow
+from mlx_tq.session.text import PromptLengthLimit
 
 _NEARLY = 0.9  # of the model's positions
 _ALONE = ("--draft-model", "--image", "--prompt-cache-file")
@@ -93,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
     if args.image:
         text, embeddings = embed_images(model, tokenizer, model_config, text, args.image)
     ids = encode(tokenizer, text, args)
-    ranks.check_equal("the tokens of the prompt", np.array(ids))
     check_positions(len(ids), position_limit(model))
     ask_beforehand(model, tokenizer, chosen_config(args))
     opened = open_prompt_cache(model, args)
@@ -104,41 +101,38 @@ def run(args: argparse.Namespace) -> int:
     elif args.verbose:
         console.print(_describe_native(args), style="dim")
 
-    options: dict[str, Any] = {"sampler": _sampler(tokenizer, args, ranks), "prefill_step_size": args.prefill_step_size}
+    options: dict[str, Any] = {"sampler": _sampler(tokenizer, args, ranks)}
     if schema is not None:
         options["logits_processors"] = [_held_to(schema, tokenizer, ids, args)]
     if embeddings is not None:
         options["input_embeddings"] = embeddings
     store = None if folder is None or opened.plan is None else PrefixCache(model, opened.plan, folder, warn)
-    shadow = chosen_shadow(model, opened.plan, option_value(args, SHADOW), stores=store is not None)
+    shadow = make_shadow(model, opened.plan, option_value(args, SHADOW), has_prefix_cache=store is not None)
     if shadow is not None:
         opened = opened._replace(caches=shadow.caches)
-        shadow.begin(ids[-1], len(ids) - 1)
-    answering = Answering(model, tokenizer, opened, args, options, ranks, store=store, shadow=shadow)
-    answer = answering.answer(prompt, ids, max_tokens, chosen_rescue(args))
+    rescue, plan = chosen_rescue(args), opened.plan
+    turn_options: dict[str, Any] = {"rescue": rescue, "prefix_cache": store, "shadow": shadow}
+    answer = answer_prompt(model, tokenizer, opened, prompt, ids, max_tokens, args, options, **turn_options)
+    turn = answer.turn
     ranks.synchronize()
-    together = collect_stats(ranks, answer.stats.cache, archive_warning(opened.caches))
+    together = collect_stats(ranks, answer.cache, take_archive_warning(opened.caches))
     if args.json:
-        plan = plan_dict(opened.plan, answer.stats.cache.tokens) if opened.plan else None
-        report: dict[str, Any] = {"text": answer.text, "stats": answer.stats.to_dict(), "plan": plan}
-        report |= _report(answer.brought, chosen_rescue(args), opened.plan)
+        report = answer.to_dict() | {"plan": plan_dict(plan, answer.cache.tokens) if plan else None}
         if shadow is not None:
             report["shadow"] = shadow.report().to_dict()
         if not ranks.is_alone:
-            report["ranks"] = [each.to_dict() for each in together]
+            report["ranks"] = together
         sys.stdout.write(json.dumps(report) + "\n")
     elif args.verbose:
-        if answer.brought is not None:
-            recalled = answer.brought.recalled
-            if opened.plan is not None and opened.plan.recalls:
-                show_recalled(recalled.positions, recalled.meaning, recalled.archived, recalled.seconds)
-            show_quoted(answer.brought.rehydration, answer.brought.rescue_seconds)
-        show_stats(answer.stats)
+        if answer.can_recall:
+            show_recalled(turn.recalled, turn.by_search, turn.archived, turn.recall_seconds)
+        show_quoted(turn.quotation, turn.rescue_seconds)
+        show_stats(turn, answer.cache)
         if shadow is not None:
             show_shadow(shadow.report())
         if not ranks.is_alone:
             show_ranks(together)
-    return INTERRUPTED if answer.stats.finish_reason == "interrupted" else DONE
+    return INTERRUPTED if answer.turn.finish_reason == "interrupted" else DONE
 
 
 def _describe_native(args: argparse.Namespace) -> str:
@@ -274,14 +268,3 @@ def _sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
     return ranks.share_sampler(sampler)
-
-
-def _report(brought: Brought | None, rescue: RescueConfig, plan: Plan | None) -> dict[str, Any]:
-    """What came back, as plain data; None for each way in which nothing could."""
-    recalled = rescued = None
-    if brought is not None and plan is not None and plan.recalls:
-        recalled = brought.recalled.to_dict()
-    if brought is not None and rescue.service != OFF:
-        quoted = brought.rehydration
-        rescued = {"ranges": quoted.ranges, "tokens": len(quoted.ids), "seconds": brought.rescue_seconds}
-    return {"recalled": recalled, "rescued": rescued}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_tq.session.plain_text import PlainText
-from mlx_tq.session.quote import CLOSING, MARK, OPENING, quote
+from mlx_tq.session.text import PlainText
+from mlx_tq.session.transcript import QUOTATION_END, QUOTATION_MARK, QUOTATION_START, format_quotation
 
 LETTER = 10_000  # the id of the character U+0000 in `CharacterTokenizer`
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -66,13 +66,13 @@ def test_the_time_is_proportional_to_the_text(text, plain):
 
 
 @given(text=hostile)
-def test_a_quotation_cannot_be_left(text, plain):
-    lines = quote([text, text]).split("\n")
-    assert (lines[0], lines[-3:]) == (OPENING, [CLOSING, "", ""])
-    assert all(line.startswith(MARK.strip()) for line in lines[1:-3])
+def test_no_text_can_end_a_quotation_from_inside(text, plain):
+    lines = format_quotation([text, text]).split("\n")
+    assert (lines[0], lines[-3:]) == (QUOTATION_START, [QUOTATION_END, "", ""])
+    assert all(line.startswith(QUOTATION_MARK.strip()) for line in lines[1:-3])
     assert not set("\r\v\f\x1c\x1d\x1e\x85\u2028\u2029") & set("".join(lines))
-    assert plain.control.isdisjoint(plain.encode(quote([text])))
-    assert quote([]) == ""
+    assert plain.control.isdisjoint(plain.encode(format_quotation([text])))
+    assert format_quotation([]) == ""
 
 
 def test_ordinary_text_is_encoded_as_ever(embedded, plain):
