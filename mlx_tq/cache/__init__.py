@@ -1,4 +1,4 @@
-"""One layer: its stored tokens as sinks, packed body and tail, alone or as a row of a batch, and in files."""
+"""The compressed KV cache of one layer, alone or as a row of a batch."""
 
 import mlx_lm.models.cache as _native
 

@@ -1,21 +1,20 @@
 """`BatchCompressedKVCache`: several sequences of different lengths, each stored and attended to as if alone.
 
 Every row is a `CompressedKVCache` of its own, left-aligned: padding is dropped on append, so a row's blocks do not
-depend on its neighbours, and rows join and leave without a copy.
+depend on its neighbors, and rows join and leave the batch without a copy.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.cache as native
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
-from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.view import Handle, StepView, check_attention_is_patched, make_handles
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
@@ -25,12 +24,13 @@ from mlx_tq.kernels.regions import Mask
 
 @dataclass(frozen=True)
 class BatchView:
-    """The regions of each row, None where a row got no token in this step.
+    """The views of all rows.
 
     Attributes:
-        rows: one for each sequence.
-        counts: how many of the L queries are the row's own; the rest is padding on the right.
-        key_heads: [H, Dk] and [H, Dv] of the model.
+        rows: view of each row, None if it got no token in this pass.
+        counts: number of the L queries that are the row's own; the rest is padding on the right.
+        key_heads: [H, Dk].
+        value_heads: [H, Dv].
     """
 
     rows: list[StepView | None]
@@ -43,6 +43,7 @@ class BatchView:
         return len(self.rows), heads[0], tokens, heads[1]
 
     def _shape(self, heads: tuple[int, int]) -> tuple[int, ...]:
+        """Return [B, H, S, D]; raise UnsupportedModelError if rows have different S."""
         rows = {(row and row.tokens, count) for row, count in zip(self.rows, self.counts, strict=True)}
         if len(rows) > 1:
             raise UnsupportedModelError(
@@ -52,30 +53,26 @@ class BatchView:
         return self._longest(heads)
 
     def key_shape(self) -> tuple[int, ...]:
-        """[B, H, S, Dk]; refused where rows have different S."""
         return self._shape(self.key_heads)
 
     def value_shape(self) -> tuple[int, ...]:
-        """[B, H, S, Dv]; refused where rows have different S."""
         return self._shape(self.value_heads)
 
     @property
     def wants_queries(self) -> bool:
-        """A row's observer has not seen the queries of this step."""
         return any(row.wants_queries for row in self.rows if row is not None)
 
-    def observed(self, queries: mx.array, rope: Any) -> "BatchView":
-        """The same regions, whose observers have seen queries [B, Hq, L, D] as they were before `rope`."""
+    def notify_before_rope(self, queries: mx.array, rope: Any) -> "BatchView":
         rows = [
-            row and row.observed(queries[i : i + 1, :, :count], rope)
+            row and row.notify_before_rope(queries[i : i + 1, :, :count], rope)
             for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True))
         ]
         return replace(self, rows=rows)
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
-        """Attention of each row; queries of padding give zeros. [B, Hq, L, Dk] -> [B, Hq, L, Dv].
+        """Return attention of each row, zeros for padding: [B, Hq, L, Dk] -> [B, Hq, L, Dv].
 
-        A step of all rows is one call; prompts, of which rows have more or fewer tokens, are one each.
+        A decode step of all rows is one call; prompts, whose rows differ in length, are one call each.
         """
         if isinstance(mask, mx.array):
             raise ConfigError(
@@ -85,11 +82,8 @@ class BatchView:
         length = queries.shape[2]
         if self._steps_together(length):
             rows = [row for row in self.rows if row is not None]
-            for i, each in enumerate(rows):
-                if each.hear is not None:
-                    each.hear(queries[i : i + 1], scale)
-            out = attend_batch(queries, [row.undivided() for row in rows], scale=scale, mask=mask, sinks=sinks)
-            pending = [array for i, row in enumerate(rows) for array in row.awaited(queries[i : i + 1])]
+            out = attend_batch(queries, [row.merged_regions() for row in rows], scale=scale, mask=mask, sinks=sinks)
+            pending = [array for i, row in enumerate(rows) for array in row.notify(queries[i : i + 1], scale)]
             return mx.depends(out, pending) if pending else out
         outputs = []
         for i, (row, count) in enumerate(zip(self.rows, self.counts, strict=True)):
@@ -102,7 +96,7 @@ class BatchView:
         return mx.concatenate(outputs, axis=0)
 
     def _steps_together(self, length: int) -> bool:
-        """Every row attends to packed tokens with L = `length` queries of its own, and all rows are laid out alike."""
+        """Return whether all rows attend to packed tokens of one layout with L = `length` queries each."""
         return (
             length <= thresholds.current().packed_queries
             and all(row is not None and row.earlier is None for row in self.rows)
@@ -112,7 +106,7 @@ class BatchView:
         )
 
     def materialize(self) -> tuple[mx.array, mx.array]:
-        """Decoded keys and values, padded on the right with zeros: [B, H, S, D] each."""
+        """Decode keys and values, padded on the right with zeros: [B, H, S, D] each."""
         keys, values = mx.zeros(self._longest(self.key_heads)), mx.zeros(self._longest(self.value_heads))
         for i, row in enumerate(self.rows):
             if row is not None:
@@ -122,54 +116,17 @@ class BatchView:
         return keys, values
 
 
-class Row(Protocol):
-    """One sequence of a batch: a `CompressedKVCache`."""
-
-    spec: CacheSpec
-    offset: int
-    nbytes: int
-    state_in_place: tuple[Any, ...]
-
-    def arrays(self) -> list[mx.array]:
-        """All that is stored; rows that caches share are the same array in each."""
-        ...
-
-    def append(self, keys: mx.array, values: mx.array) -> StepView:
-        """Store tokens; returns what they attend to."""
-        ...
-
-    def fork(self) -> Any:
-        """A copy that shares no change with this one."""
-        ...
-
-    def trim(self, n: int) -> int:
-        """Drop the last n tokens."""
-        ...
-
-    def size(self) -> int:
-        """Tokens stored."""
-        ...
-
-    def empty(self) -> bool:
-        """Whether nothing has been stored yet."""
-        ...
-
-
 class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
-    """A drop-in for mlx-lm's `BatchKVCache`.
-
-    Attributes:
-        rows: the sequences.
-    """
+    """A drop-in for mlx-lm's `BatchKVCache`; each of its `rows` is the `CompressedKVCache` of a sequence."""
 
     def __init__(self, rows: Sequence[Any]) -> None:
         self.rows: list[Any] = list(rows)
         self._remaining: list[int] | None = None  # tokens of each row still to come in a padded prompt
-        self._last: tuple[BatchView, str] | None = None  # what the last step attended to, where layers share it
+        self._last_view: tuple[BatchView, str] | None = None  # of the last pass and its dtype, if layers share it
 
     def counts(self, length: int) -> list[int]:
-        """Of `length` tokens of the next pass, how many are each row's own; the rest is padding on the right."""
-        return [min(length, left) for left in self._remaining or [length] * len(self.rows)]
+        """Return how many of the next `length` tokens are each row's own; the rest is padding on the right."""
+        return [min(length, rest) for rest in self._remaining or [length] * len(self.rows)]
 
     @property
     def offset(self) -> mx.array:
@@ -178,32 +135,32 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         """Append keys [B, H, L, Dk] and values [B, H, L, Dv], without the padding that `prepare` announced."""
-        check_seam()
+        check_attention_is_patched()
         length = keys.shape[2]
         counts = self.counts(length)
-        regions = [
+        views = [
             row.append(keys[i : i + 1, :, :count], values[i : i + 1, :, :count]) if count else None
             for i, (row, count) in enumerate(zip(self.rows, counts, strict=True))
         ]
         if self._remaining is not None:
-            self._remaining = [left - count for left, count in zip(self._remaining, counts, strict=True)]
-        view = BatchView(regions, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-        self._last = (view, dtype_name(keys.dtype)) if any(row.spec.shared for row in self.rows) else None
-        return handles(view, keys.dtype)
+            self._remaining = [rest - count for rest, count in zip(self._remaining, counts, strict=True)]
+        view = BatchView(views, counts, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+        self._last_view = (view, dtype_name(keys.dtype)) if any(row.spec.shared for row in self.rows) else None
+        return make_handles(view, keys.dtype)
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        """Handles of what the last step attended to, for later layers that share it.
+        """Return handles of the last pass's view, for later layers that share it.
 
         Raises:
-            UnsupportedModelError: no layer was known to share this cache.
+            UnsupportedModelError: this cache was not planned to be shared.
         """
-        if self._last is None:
+        if self._last_view is None:
             raise UnsupportedModelError(
                 "a layer reads the batch of another layer, which the cache was not planned for. Make the caches with "
                 "mlx_tq.make_prompt_cache on this model."
             )
-        view, dtype = self._last
-        return handles(view, dtype_of(dtype))
+        view, dtype = self._last_view
+        return make_handles(view, dtype_of(dtype))
 
     def prepare(
         self,
@@ -212,11 +169,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         lengths: list[int] | None = None,
         right_padding: list[int] | None = None,
     ) -> None:
-        """Announce a prompt padded on the right: `lengths` are the tokens of each row.
-
-        Raises:
-            ConfigError: padding on the left, which rows here never have.
-        """
+        """Announce a prompt padded on the right: `lengths` are the tokens of each row."""
         if left_padding is not None and max(left_padding) > 0:
             raise ConfigError(f"left padding {left_padding} cannot be stored; pad a batch's prompts on the right.")
         if right_padding is not None and max(right_padding) > 0:
@@ -229,11 +182,7 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._remaining = None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
-        """None for one token and "causal" for more: rows have no padding, and each knows its own length.
-
-        Raises:
-            ConfigError: a sliding window on a layer that stores everything.
-        """
+        """Return None for one token and "causal" for more: rows have no padding, and each knows its own length."""
         if window_size is not None:
             raise ConfigError(
                 f"a batch on a compressed cache was asked for a sliding window of {window_size} tokens, which its rows "
@@ -246,52 +195,49 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.rows = [self.rows[int(i)] for i in np.array(batch_indices)]
 
     def extend(self, other: "BatchCompressedKVCache") -> None:
-        """Add the rows of another batch."""
         self.rows += other.rows
 
     def extract(self, idx: int) -> Any:
-        """A copy of one row."""
+        """Return a copy of one row."""
         return self.rows[idx].fork()
 
     @classmethod
-    def merge(cls, caches: Sequence[Row]) -> "BatchCompressedKVCache":
-        """A batch of copies of `caches`."""
+    def merge(cls, caches: Sequence[Any]) -> "BatchCompressedKVCache":
+        """Return a batch of copies of `caches`."""
         return cls([cache.fork() for cache in caches])
 
     def is_trimmable(self) -> bool:
-        """The last tokens of every row can be dropped."""
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens of each row; returns the largest number dropped."""
+        """Drop the last n tokens of each row; return the largest number dropped."""
         return max((row.trim(n) for row in self.rows), default=0)
 
     def size(self) -> int:
-        """Tokens stored of the row that has most."""
+        """Return the number of stored tokens of the row that has most."""
         return max((row.size() for row in self.rows), default=0)
 
     def empty(self) -> bool:
-        """Nothing has been stored in any row."""
         return all(row.empty() for row in self.rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, those that rows share once."""
+        """Bytes of all arrays; what rows share counts once."""
         return sum({id(array): array.nbytes for row in self.rows for array in row.arrays()}.values())
 
     @property
-    def state(self) -> tuple[Any, ...]:
-        """The states of the rows, their classes, and the tokens of a padded prompt still to come.
+    def state(self) -> dict[str, Any]:
+        """The states and classes of the rows, and the tokens of a padded prompt still to come.
 
-        mlx-lm reads it at each step of a prompt, so that what rows share is not copied for it.
+        mlx-lm reads it at each step of a prompt, so shared rows are not copied for it.
         """
-        about = {"classes": [type(row).__name__ for row in self.rows], "remaining": self._remaining}
-        return *(row.state_in_place for row in self.rows), json.dumps(about)
+        classes = json.dumps([type(row).__name__ for row in self.rows])
+        states = [row.state_in_place for row in self.rows]
+        return {"rows": states, "classes": classes, "remaining": json.dumps(self._remaining)}
 
     @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        *rows, text = state
-        about = json.loads(text)
-        self.rows = [getattr(native, name).from_state(row) for name, row in zip(about["classes"], rows, strict=True)]
-        self._remaining = about["remaining"]
-        self._last = None
+    def state(self, state: dict[str, Any]) -> None:
+        names = json.loads(state["classes"])
+        self.rows = [getattr(native, name).from_state(row) for name, row in zip(names, state.get("rows", []), strict=True)]
+        self._remaining = json.loads(state["remaining"])
+        self._last_view = None

@@ -1,16 +1,12 @@
-"""`CompressedKVCache`: one layer's keys and values as `sinks | packed body | tail`.
+"""`CompressedKVCache`: the keys and values of one layer as sinks | packed region | window; see `region_map`."""
 
-A token enters in the model's type. Once it is older than the window, it moves to the body in a block of 32, encoded;
-its original stays in the slack for one block more. So where a token is depends on the length alone, not on how the
-tokens arrived, and a trim of up to 32 tokens leads back to exactly the cache that never saw them.
-"""
-
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -18,13 +14,12 @@ from mlx_lm.models.cache import _BaseCache
 from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.body import Body, Stored
-from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_tokens
-from mlx_tq.cache.gaps import NO_GAPS, Gaps
-from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
-from mlx_tq.cache.links import SavedPart, SequencePart
+from mlx_tq.cache.blocks import LayerRows, LayerShape
 from mlx_tq.cache.normalizer import KeyNormalizer
-from mlx_tq.cache.spec import LEARNED, READY, SHORT_PASS, CacheSpec
+from mlx_tq.cache.packed_rows import PackedRows, Pair, SharedBuffers, StoredRows, join_tokens, row_capacity, write_tokens
+from mlx_tq.cache.region_map import SCALE_READY, SCALE_TOKENS, SHORT_PASS, RegionMap
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.view import Handle, QueryListener, StepView, check_attention_is_patched, make_handles
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
@@ -33,58 +28,84 @@ from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.regions import Regions
 
-# Bytes of a cache's two counters.
-HEALTH = 8
+HEALTH_BYTES = 8  # of a cache's two counters
+
+
+class Group(Protocol):
+    """The layers that evict together, as one of them sees them: `prompt_cache.LayerGroup`."""
+
+    def check_announced(self, stop: int) -> None:
+        """Raise CacheFormatError unless a forward pass up to position `stop` was announced."""
+        ...
+
+    def rewind(self, layer: Any, length: int) -> bool:
+        """Reload what `layer` needs after a trim to `length`; return False, without any change, if it cannot."""
+        ...
+
+    def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]:
+        """Return the listeners to the queries of layer `number` at positions [start, stop)."""
+        ...
+
+    def part(self, number: int) -> "Group":
+        """Return what a copy of layer `number` takes along."""
+        ...
+
+    def part_state(self, number: int) -> dict[str, Any]:
+        """Return the same as arrays and text, for files."""
+        ...
 
 
 class CompressedKVCache(_BaseCache):  # type: ignore[misc]
-    """A drop-in for mlx-lm's `KVCache`.
+    """A drop-in for mlx-lm's `KVCache` that packs the keys and values of older tokens.
 
     Attributes:
-        spec: formats and sizes.
-        offset: tokens seen; the logical position of the next one, which RoPE uses.
-        number: of the layer among those of its sequence, from 0.
-        gaps: what has left.
-        sequence: that the layer belongs to, where tokens may leave; None where all stay.
+        spec: formats and region sizes.
+        regions: where the tokens are.
+        number: number of the layer among those of its model, from 0.
+        group: the layers that it evicts together with; None if it keeps all tokens.
     """
 
-    def __init__(self, spec: CacheSpec, number: int = 0, sequence: SequencePart | None = None) -> None:
-        self.spec = spec
-        self.offset = 0
-        self.number = number
-        self.sequence = sequence
-        self.gaps = NO_GAPS
-        # Positions [0, sinks) and [packed, offset) lie side by side in the model's type, in a pair of buffers
-        # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]. Those in [sinks, packed) lie in the body; the slack
-        # [B, H, packed - kept, D] holds the originals of [kept, packed).
-        self._kept = spec.sinks
+    # State arrays that grow with the packed tokens, along axis 2, and the tokens of an entry. The prefix cache stores
+    # them in blocks. A class whose packed rows change later has none.
+    growing_state: ClassVar[dict[str, int]] = {"rows": 1, "normalizer.means": MEAN_TOKENS}
+
+    def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
+        self.spec, self.number, self.group = spec, number, group
+        self.regions = RegionMap.empty(spec)
+        self._saved_part: dict[str, Any] | None = None  # of the group, from a state, until the next pass restores it
+        # Sinks and window lie next to each other, [B, H, capacity, D]; the slack is [B, H, packed - originals, D].
         self._full: Pair | None = None
         self._slack: Pair | None = None
-        self._body = Body()
-        self._fitted: RowLayout | None = None  # the layout of the body, where a format learns from the first tokens
-        self._known = KeyNormalizer()
-        self._mean_of_row: mx.array | None = None  # int32 [body_tokens], where tokens have left
+        self._rows = PackedRows()
+        self._fitted: RowLayout | None = None  # the layout, if a format learns from the first tokens
+        self._normalizer = KeyNormalizer()
+        self._mean_index: mx.array | None = None  # int32 [packed_tokens], if tokens were evicted
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
-        self._last: StepView | None = None  # what the last step attended to, where later layers share it
+        self._last_view: StepView | None = None  # of the last pass, if later layers share it
 
-    # What mlx-lm calls.
+    # mlx-lm's interface.
+
+    @property
+    def offset(self) -> int:
+        """Tokens seen: the position of the next one, which RoPE uses."""
+        return self.regions.length
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        """Append keys [B, H, L, Dk] and values [B, H, L, Dv]; returns handles of all that these tokens attend to."""
-        check_seam()
-        return handles(self.append(keys, values), keys.dtype)
+        """Append keys [B, H, L, Dk] and values [B, H, L, Dv]; return handles of all that these tokens attend to."""
+        check_attention_is_patched()
+        return make_handles(self.append(keys, values), keys.dtype)
 
     def keys_and_values(self) -> tuple[Handle, Handle]:
-        """Handles of what is stored; in a layer that later layers share, of what the last step attended to."""
+        """Return handles of what is stored; in a layer that later layers share, of the last pass's view."""
         if self._full is None:
             raise CacheFormatError("the cache is empty; run the model on a prompt first.")
         packed = self._packed(self.offset)
-        view = self._last or self._view(self._full, packed, self.offset, packed)
-        return handles(view, self._full[0].dtype)
+        view = self._last_view or self._view(self._full, packed, self.offset, packed)
+        return make_handles(view, self._full[0].dtype)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """The mask of the next N tokens over those stored, as mlx-lm's own cache makes it."""
-        if not self.gaps.evicted or (window_size is None and not return_array):
+        """Make the mask of the next N tokens over those stored, as mlx-lm's own cache does."""
+        if not self.regions.evicted or (window_size is None and not return_array):
             return make_causal_mask(N, self.offset, return_array, window_size)  # type: ignore[no-any-return]
         queries = np.arange(self.offset, self.offset + N)[:, None]
         keys = np.concatenate([self.positions, queries[:, 0]])
@@ -92,11 +113,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         return mx.array(visible if window_size is None else visible & (keys > queries - window_size))
 
     def size(self) -> int:
-        """Tokens stored."""
-        return self.offset - self.gaps.evicted
+        """Return the number of stored tokens."""
+        return self.offset - self.regions.evicted
 
     def empty(self) -> bool:
-        """Whether nothing has been stored yet."""
         return self._full is None
 
     @property
@@ -104,222 +124,135 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Bytes of all arrays, unused capacity included."""
         return sum(array.nbytes for array in self.arrays())
 
-    @property
-    def positions(self) -> np.ndarray:
-        """Logical positions of the stored tokens, ascending, int64 [size()]."""
-        sinks = min(self.spec.sinks, self.offset)
-        rest = np.arange(max(self.gaps.floor, sinks), self.offset)
-        return np.concatenate([np.arange(sinks), self.gaps.kept, rest])
-
     def is_trimmable(self) -> bool:
-        """The last tokens can be dropped."""
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens; returns how many were dropped.
+        """Drop the last n tokens; return how many were dropped.
 
         Up to 32 tokens back from the longest length, this leads to exactly the cache that never saw them. Deeper,
-        tokens that were packed stay packed. Past an eviction, what the window then needs comes back from the archive.
+        tokens that were packed stay packed. Past an eviction, what the window then needs is reloaded from the archive.
 
         Raises:
-            ConfigError: n is no whole number from 0 on.
+            ConfigError: n is not a whole number from 0 on.
             CacheFormatError: that would lead back past an eviction, to tokens that are not in the archive.
         """
         if not isinstance(n, int) or n < 0:
             raise ConfigError(f"a trim of {n!r} tokens; it must be a whole number from 0 on.")
-        n, sinks = min(self.offset, n), self.spec.sinks
-        whole = self.sequence is None or self.sequence.rewind(self, self.offset - n)
-        floor = self.gaps.floor
-        if self.offset - n < floor and not whole:
+        n = min(self.offset, n)
+        length = self.offset - n
+        is_whole = self.group.rewind(self, length) if self.group is not None else self._saved_part is None
+        before = self.regions
+        if length < before.floor and not is_whole:
             raise CacheFormatError(
-                f"a trim of {n} tokens from {self.offset} leads back past an eviction: some positions before {floor} "
-                f"are gone, and not in the archive. Trim at most {self.offset - floor}, or read the text anew."
+                f"a trim of {n} tokens from {self.offset} leads back past an eviction: some positions before "
+                f"{before.floor} are evicted, and not in the archive. Trim at most {self.offset - before.floor}, or "
+                "read the text anew."
             )
-        self.gaps = self.gaps.before(self.offset - n, sinks)
-        start, packed, length = self._kept, self._packed(self.offset), self.offset
-        self.offset -= n
-        self._last = None
-        self._kept = max(sinks, min(start, self.offset))
+        packed = self._packed(self.offset)
+        self.regions = before.trimmed_to(length)
+        self._last_view = None
         if self.spec.normalize:
-            blocks = self.gaps.blocks(sinks, self._packed(self.offset))
-            self._known = self._known.trimmed(self.offset, len(blocks))
-        if self._full is not None and self._packed(self.offset) < packed:
-            self._lay_out(self._full, self._originals(self._full, start, packed, length), start)
+            num_means = len(self.regions.mean_blocks(self._packed(length)))
+            self._normalizer = self._normalizer.trimmed(length, num_means)
+        if self._full is not None and self._packed(length) < packed:
+            originals = self._originals(self._full, before.originals, packed, before.length)
+            self._lay_out(self._full, originals, before.originals)
         return n
 
     @classmethod
     def merge(cls, caches: list["CompressedKVCache"]) -> Any:
-        """A batch of copies of `caches`."""
+        """Return a batch of copies of `caches`."""
         return BatchCompressedKVCache.merge(caches)
 
     def __deepcopy__(self, memo: object) -> "CompressedKVCache":
         return self.fork()
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """Arrays without their spare capacity, ints and a string, from which `from_state` makes an equal cache."""
-        return self._state(self._body.between(0, self._row(self._packed(self.offset))))
+    def fork(self) -> "CompressedKVCache":
+        """Return a copy that shares packed rows, but no change, with this cache."""
+        twin = copy.copy(self)
+        twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
+        twin._rows, twin._health = self._rows.fork(), self._health[:]
+        twin._last_view = None
+        twin.group = None if self.group is None else self.group.part(self.number)
+        return twin
 
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        keys, values, rows, self._health, *learned = state[:6]
-        self._body = Body(rows)
-        self.offset, self._kept, text, kept, part, *known = state[6:]  # files of before have no statistics
-        about = json.loads(text)
-        self.spec = CacheSpec.from_dict(about["spec"])
-        self.number = about["number"]
-        self.sequence = None if part is None else SavedPart(tuple(part))
-        gone = None if kept is None else Gaps(about["evicted"], about["floor"], np.array(kept, np.int64).reshape(-1))
-        self.gaps = gone or NO_GAPS
-        self._known = KeyNormalizer(*(known[0] if known else ()))
-        self._full = self._slack = self._fitted = self._last = None
-        if keys is not None:
-            full, sinks = (keys, values), self.spec.sinks
-            self._lay_out(full, (keys[:, :, sinks:], values[:, :, sinks:]), self._kept)
-            if any(part is not None for part in learned):
-                self._fitted = self._layout(full).restore(*learned)
-        self._mean_of_row = self._row_index()
+    # The state: named arrays, numbers and text, from which `from_state` makes an equal cache.
 
     @property
-    def state_in_place(self) -> tuple[Any, ...]:
-        """The same, but for rows that lie in several buffers: these are a list, and nothing is copied to read it."""
-        return self._state(self._body.in_place(self._row(self._packed(self.offset))))
+    def state(self) -> dict[str, Any]:
+        """Arrays without spare capacity, numbers and text."""
+        return self._state(self._rows.between(0, self._num_rows))
 
-    def _state(self, rows: Stored) -> tuple[Any, ...]:
-        full: tuple[mx.array | None, ...] = (None, None)
+    @property
+    def state_in_place(self) -> dict[str, Any]:
+        """The same, but rows that lie in several buffers are a list, so that nothing is copied to read it."""
+        return self._state(self._rows.in_place(self._num_rows))
+
+    def _state(self, rows: StoredRows) -> dict[str, Any]:
+        regions, full = self.regions, (None, None)
         if self._full is not None:
-            originals = self._originals(self._full, self._kept, self._packed(self.offset), self.offset)
+            originals = self._originals(self._full, regions.originals, self._packed(self.offset), self.offset)
             sinks = (x[:, :, : min(self.offset, self.spec.sinks)] for x in self._full)
             full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(sinks, originals, strict=True))
         learned = (None, None) if self._fitted is None else self._fitted.learned
-        about = {
-            "spec": self.spec.to_dict(),
+        part = self._saved_part if self.group is None else self.group.part_state(self.number)
+        state = {
+            "keys": full[0],
+            "values": full[1],
+            "rows": rows,
+            "health": self._health,
+            "learned": _drop_none(dict(zip(("key", "value"), learned, strict=True))) or None,
+            "normalizer": self._normalizer.arrays or None,
+            "kept": mx.array(regions.kept, mx.int32) if regions.evicted else None,
+            "length": regions.length,
+            "originals": regions.originals,
+            "evicted": regions.evicted,
+            "floor": regions.floor,
             "number": self.number,
-            "evicted": self.gaps.evicted,
-            "floor": self.gaps.floor,
+            "spec": json.dumps(self.spec.to_dict()),
+            "group": part,
         }
-        part = None if self.sequence is None else self.sequence.part_state(self.number)
-        kept = mx.array(self.gaps.kept, mx.int32) if self.gaps.evicted else None  # `mx.compile` could not read it
-        known = (self._known.queries, self._known.scale, self._known.means)
-        return *full, rows, self._health, *learned, self.offset, self._kept, json.dumps(about), kept, part, known
+        return _drop_none(state)
 
-    # What the rest of mlx_tq calls.
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.spec = CacheSpec.from_dict(json.loads(state["spec"]))
+        self.number, self.group, self._saved_part = state["number"], None, state.get("group")
+        self.regions = RegionMap(self.spec, state["length"], state["originals"])
+        if state["evicted"]:
+            kept = np.array(state["kept"], np.int64).reshape(-1)
+            self.regions = replace(self.regions, evicted=state["evicted"], floor=state["floor"], kept=kept)
+        self._rows, self._health = PackedRows(state.get("rows")), state["health"]
+        self._normalizer = KeyNormalizer(**state.get("normalizer", {}))
+        self._full = self._slack = self._fitted = self._last_view = None
+        if "keys" in state:
+            full, sinks = (state["keys"], state["values"]), self.spec.sinks
+            self._lay_out(full, (full[0][:, :, sinks:], full[1][:, :, sinks:]), self.regions.originals)
+            if learned := state.get("learned"):
+                self._fitted = self._layout(full).restore(learned.get("key"), learned.get("value"))
+        self._mean_index = self._make_mean_index()
 
-    @property
-    def body_tokens(self) -> int:
-        """Tokens that attention reads packed."""
-        return self._row(self._packed(self.offset))
-
-    @property
-    def body_positions(self) -> np.ndarray:
-        """Logical positions of the packed tokens, ascending, int64 [body_tokens]."""
-        start = min(self.spec.sinks, self.offset)
-        return self.positions[start : start + self.body_tokens]
-
-    def body(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
-        """The packed rows uint32 [B, H, capacity, W], of which the first `body_tokens` count, and how they are made.
-
-        Raises:
-            CacheFormatError: nothing is packed.
-        """
-        rows = self._body.whole(self._row(self._packed(self.offset)))
-        if rows is None or self._full is None:
-            raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        return rows, self._layout(self._full), self._normalization(self._packed(self.offset))
-
-    def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
-        """Keep these rows of the body, ascending indices [N], and their positions [N]; returns the new rows.
-
-        Raises:
-            CacheFormatError: nothing is packed.
-        """
-        rows, capacity = self.body()[0], body_capacity(max(1, len(kept)))
-        return self.replace_body(compact(rows, mx.array(kept, mx.int32), capacity), positions)
-
-    def replace_body(
-        self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray] | None = None
-    ) -> mx.array:
-        """Hold these rows as the body, of which all tokens have been seen; returns them.
-
-        Args:
-            rows: uint32 [B, H, capacity, W], the first of them those of `positions`.
-            positions: ascending, int64 [N]: some of those in [sinks, end of the body).
-            means: of blocks of MEAN_TOKENS positions that come back, fp16 [H, D] by their numbers.
-        """
-        packed, sinks = self._packed(self.offset), self.spec.sinks
-        before, evicted = self.gaps.blocks(sinks, packed), packed - sinks - len(positions)
-        self.gaps = Gaps(evicted, packed, positions) if evicted else NO_GAPS
-        self._known = self._known.rearranged(before, self.gaps.blocks(sinks, packed), means or {})
-        self._mean_of_row = self._row_index()
-        self._body = Body(rows)
-        # Originals of packed tokens would let a trim lead back to rows that are gone.
-        self._kept = packed
-        self._last = None
-        return rows
-
-    def settle(self) -> None:
-        """Wait for no queries of what is stored: where attention has not asked with the first tokens, weights are 1."""
-        if self._full is not None and self._learns:
-            self._known = self._known.unweighted(self._full[0]).settled(self.offset)
-            self._catch_up(self._full)
-
-    @property
-    def body_nbytes(self) -> int:
-        """Bytes of the packed tokens and of what their keys were normalized by, without spare capacity."""
-        packed = self._packed(self.offset)
-        rows, known = self._body.between(0, self._row(packed)), self._normalization(packed)
-        arrays = (rows,) if known is None else (rows, known.scale, known.means, known.index)
-        return sum(array.nbytes for array in arrays if array is not None)
-
-    @property
-    def clamped(self) -> int:
-        """Vectors whose norm or components exceeded fp16 and were clamped to it. Waits for the arrays."""
-        return int(self._health[0])
-
-    def check_health(self) -> None:
-        """Raise if a packed vector was not finite. Waits for the arrays.
-
-        Raises:
-            NonFiniteError: the model produced NaN or infinite keys or values.
-        """
-        broken = int(self._health[1])
-        if broken:
-            raise NonFiniteError(
-                f"{broken} key or value vectors before position {self.offset} are NaN or infinite; only finite values "
-                "can be cached. Check the model's weights, or load it in bfloat16 or float32."
-            )
-
-    def fork(self) -> "CompressedKVCache":
-        """A copy that shares no change with this one, but the rows of both; see `body`."""
-        twin = type(self)(self.spec)
-        twin.offset, twin._kept = self.offset, self._kept
-        twin._full = None if self._full is None else (self._full[0][:], self._full[1][:])
-        twin._slack, twin._fitted = self._slack, self._fitted  # never written to
-        twin._body = self._body.fork()
-        twin._health = self._health[:]
-        twin.gaps, twin.number = self.gaps, self.number
-        twin._known, twin._mean_of_row = self._known, self._mean_of_row
-        twin.sequence = None if self.sequence is None else self.sequence.part(self.number)
-        return twin
+    # Appending.
 
     def append(self, keys: mx.array, values: mx.array) -> StepView:
-        """Store L tokens, pack those that leave the window, and return what the L attend to.
+        """Store L tokens, pack those that leave the window, and return what the L tokens attend to.
 
-        Up to `SHORT_PASS` tokens see each what it would have seen had it come alone. More (a prefill) see one another,
-        and what was not packed before them, in the model's type.
+        Up to `SHORT_PASS` tokens see each what it would have seen alone. More tokens (a prefill) see one another, and
+        what was not packed before them, in full precision.
         """
-        self._last = None
+        self._last_view = None
         before, after = self.offset, self.offset + keys.shape[2]
-        if self.sequence is not None:
-            self.sequence.admit(after)
+        if self._saved_part is not None:
+            raise unannounced_pass()
+        if self.group is not None:
+            self.group.check_announced(after)
         packed = self._packed(before)
         full = self._extend(keys, values)
-        self.offset = after
-        if self._learns and self._known.asked < min(before, LEARNED):
-            self._known = self._known.unweighted(keys)  # nobody asked with tokens that were stored before
-        if self._learns and after >= READY and before >= LEARNED:
-            self._learn(full)
-        listens, self._known = self._learns and before < LEARNED, self._known.settled(after)
+        self.regions = self.regions.grown_to(after)
+        if self.spec.normalize:
+            self._normalizer = self._normalizer.before_pass(full[0], before, after, self.spec.key_options.pairs)
+        listeners = self._listeners(before, after)
         target = self._packed(after)
         if target > packed:
             self._pack(full, packed, target)
@@ -327,128 +260,74 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             view = self._view(full, packed, after, packed)
             self._retain(full, packed, target)
         else:
-            alone, earlier = self._packed(before + 1), None
-            if target > alone:
-                leaves = target + self.spec.window  # the length at which the last block is packed
-                earlier = (leaves - 1 - before, self._view(full, packed, leaves - 1, alone))
-            view = replace(self._view(self._retain(full, packed, target), target, after, target), earlier=earlier)
-        if target > packed:
-            view = replace(view, pending=tuple(self.arrays()))
-        if listens:
-            view = replace(view, told=partial(self._observe, before, after))
-        if self.sequence is not None:
-            observer, hear = self.sequence.observer(self.number, before, after), self.sequence.listener(self.number)
-            view = replace(view, observer=observer, hear=hear)
+            view = self._short_view(full, before, packed, target)
+        pending = tuple(self.arrays()) if target > packed else ()
+        view = replace(view, pending=pending, listeners=listeners)
         if self.spec.shared:
-            self._last = view
+            self._last_view = view
         return view
 
-    # Statistics of keys and queries.
+    def _short_view(self, full: Pair, before: int, packed: int, target: int) -> StepView:
+        """Return the view of a short pass, in the middle of which a block may be packed."""
+        first, earlier = self._packed(before + 1), None
+        if target > first:
+            length = target + self.spec.window  # at which the last block is packed
+            earlier = (length - 1 - before, self._view(full, packed, length - 1, first))
+        full = self._retain(full, packed, target)
+        return replace(self._view(full, target, self.offset, target), earlier=earlier)
+
+    def _listeners(self, start: int, stop: int) -> tuple[QueryListener, ...]:
+        own: tuple[QueryListener, ...] = ()
+        if self._is_learning and start < SCALE_TOKENS:
+            own = (QueryListener(partial(self._learn_from, start, stop)),)
+        return own if self.group is None else (*own, *self.group.listeners(self.number, start, stop))
 
     @property
-    def _learns(self) -> bool:
-        """Keys are to be normalized, and it is not yet known by what: until then nothing is packed."""
-        return self.spec.normalize and self._known.scale is None
+    def _is_learning(self) -> bool:
+        """True until the key scale is known; nothing is packed before."""
+        return self.spec.normalize and self._normalizer.scale is None
 
-    def _observe(self, start: int, stop: int, queries: mx.array) -> list[mx.array]:
-        """Take in queries [B, Hq, L, Dk] of the last pass, positions [start, stop); returns what follows from them.
-
-        Where a long pass goes beyond READY, that is all that it packs.
-        """
-        if self._full is None or self.offset != stop or not self._learns:
+    def _learn_from(self, start: int, stop: int, queries: mx.array, scale: float) -> list[mx.array]:
+        """Learn the key scale from queries [B, Hq, L, Dk] of positions [start, stop), and pack what waited for it."""
+        if self._full is None or self.offset != stop or not self._is_learning:
             return []
-        self._known = self._known.observe(queries, self._full[0].shape[1], start)
-        if stop >= READY:
-            self._learn(self._full)
-            self._catch_up(self._full)
+        pairs = self.spec.key_options.pairs
+        self._normalizer = self._normalizer.after_pass(self._full[0], queries, start, stop, pairs)
+        self._pack_waiting(self._full)
         return self.arrays()
 
-    def _learn(self, full: Pair) -> None:
-        """Find the weights of keys; all tokens are in the full buffers yet."""
-        self._known = self._known.learn(full[0][:, :, :LEARNED], self.spec.key_options.pairs).settled(self.offset)
+    def stop_learning(self) -> None:
+        """Pack without the queries of stored tokens; if they were not seen, the key scale is 1."""
+        if self._full is not None and self._is_learning:
+            unit = self._normalizer.with_unit_scale(self._full[0])
+            self._normalizer = unit.without_settled_queries(self.offset)
+            self._pack_waiting(self._full)
 
-    def _catch_up(self, full: Pair) -> None:
-        """Pack what waited for weights."""
-        target = self._packed(self.offset)
-        if target > self.spec.sinks:
-            self._pack(full, self.spec.sinks, target)
-        self._retain(full, self.spec.sinks, target)
-
-    def _normalization(self, packed: int) -> KeyNormalization | None:
-        """That of the body's rows when tokens before `packed` are packed."""
-        if self._known.means is None or packed == self.spec.sinks:
-            return None
-        return self._known.normalization(-self._row(self.spec.sinks), self._mean_of_row)
-
-    def _row_index(self) -> mx.array | None:
-        """Which mean each row of the body has, int32 [body_tokens], where that does not follow from its number."""
-        if not self.spec.normalize or not self.gaps.evicted:
-            return None
-        blocks = self.gaps.blocks(self.spec.sinks, self._packed(self.offset))
-        return mx.array(np.searchsorted(blocks, (self.body_positions - self.spec.sinks) // MEAN_TOKENS), mx.int32)
-
-    # Regions and buffers.
-
-    def arrays(self) -> list[mx.array]:
-        """All that is stored; rows that caches share are the same array in each."""
-        learned = self._fitted.learned if self._fitted else ()
-        arrays = (*(self._full or ()), *(self._slack or ()), *learned, self._health, self._mean_of_row)
-        return [*(array for array in arrays if array is not None), *self._body.arrays, *self._known.arrays]
-
-    def _packed(self, length: int) -> int:
-        """The position before which tokens are in the body when `length` have been seen."""
-        return self._kept if self._learns else max(self.spec.packed_until(length), self._kept)
-
-    def _row(self, position: int) -> int:
-        """The row of a packed position, or that of the first position behind the body."""
-        return position - self.spec.sinks - self.gaps.evicted
-
-    def _index(self, position: int, tail: int) -> int:
-        """Where a position lies in the full buffers when position `tail` follows the sinks."""
-        sinks = self.spec.sinks
-        return position if position < sinks else sinks + position - tail
-
-    def _layout(self, full: Pair) -> RowLayout:
-        return self._fitted or self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
-
-    def _extend(self, keys: mx.array, values: mx.array) -> Pair:
-        """The full buffers with new tokens behind the last; longer than the cache's own where they do not fit."""
-        full = self._full or self._lay_out((keys, values), (keys, values), self._kept)
-        start = self._index(self.offset, self._packed(self.offset))
-        return write_tokens(full, (keys, values), start)
-
-    def _view(self, full: Pair, tail: int, length: int, packed: int) -> StepView:
-        """What a token attends to when `length` have been seen and those before `packed` are in the body."""
-        sinks = self.spec.sinks
-        start, stop = self._index(packed, tail), self._index(length, tail)
-        if start == sinks or length <= sinks:
-            keys, values, beside = full[0][:], full[1][:], stop
-        else:
-            keys, values = (mx.concatenate([x[:, :, :sinks], x[:, :, start:stop]], axis=2) for x in full)
-            beside = sinks + stop - start
-        body, layout, known = self._row(packed), self._layout(full), self._normalization(packed)
-        shared, own = self._body.shared(body), self._body.own
-        return StepView(Regions(own, body, layout, keys, values, sinks, beside, known, shared))
+    def _pack_waiting(self, full: Pair) -> None:
+        sinks, target = self.spec.sinks, self._packed(self.offset)
+        if not self._is_learning:
+            if target > sinks:
+                self._pack(full, sinks, target)
+            self._retain(full, sinks, target)
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
-        """Encode positions [packed, target) into the body."""
+        """Encode positions [packed, target) into the packed region."""
         if packed > self.spec.sinks:
-            with suppress(ValueError):  # from mlx inside of `mx.compile`, where nothing has been computed
-                self.check_health()  # of earlier blocks, long computed: nothing waits
+            with suppress(ValueError):  # from mlx inside `mx.compile`, where nothing has been computed
+                self.check_health()  # of earlier blocks, computed long ago: nothing waits
         else:
             self._fit(full)
-        sinks, normalization = self.spec.sinks, None
+        sinks, layout, normalization = self.spec.sinks, self._layout(full), None
         keys, values = (x[:, :, sinks : sinks + target - packed] for x in full)
         if self.spec.normalize:
-            rotation = self._layout(full).key.rotation
-            self._known, normalization, clamped = self._known.extended(
-                full[0][:, :, sinks:], packed, target, self.spec, self.gaps, rotation
+            self._normalizer, normalization, clamped = self._normalizer.add_means(
+                full[0][:, :, sinks:], packed, target, self.regions, layout.key.rotation
             )
             self._health = self._health + mx.stack([clamped, mx.array(0, mx.int32)])
-        encoded = encode(keys, values, self._layout(full), normalization)
+        encoded = encode(keys, values, layout, normalization)
         self._health = self._health + encoded.health
-        self._body.write(mx.depends(encoded.rows, self._health), self._row(packed))
-        self._mean_of_row = self._row_index()
+        self._rows.write(mx.depends(encoded.rows, self._health), self._row(packed))
+        self._mean_index = self._make_mean_index()
 
     def _fit(self, full: Pair) -> None:
         """Let formats learn from sinks and first block: the same tokens, however many arrive at a time."""
@@ -456,39 +335,252 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         layout, sinks = self._layout(full), self.spec.sinks
         keys, values = (x[:, :, : sinks + BLOCK] for x in full)
         if self.spec.normalize and layout.learned_bytes:
-            keys = self._known.centred(keys, full[0][:, :, sinks : sinks + self.spec.mean_tokens])
+            keys = self._normalizer.center(keys, full[0][:, :, sinks : sinks + self.spec.mean_tokens])
         fitted = layout.fit(keys, values)
         self._fitted = None if fitted is layout else fitted
 
-    def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
-        """Keep what is behind `packed`, and one block before it as slack; returns the buffers."""
-        if packed == tail and full is self._full:
+    # The packed region.
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Positions of the stored tokens, ascending, int64 [size()]."""
+        return self.regions.positions
+
+    @property
+    def packed_tokens(self) -> int:
+        """Number of tokens that attention reads packed."""
+        return self._num_rows
+
+    @property
+    def packed_positions(self) -> np.ndarray:
+        """Positions of the packed tokens, ascending, int64 [packed_tokens]."""
+        start = min(self.spec.sinks, self.offset)
+        return self.positions[start : start + self.packed_tokens]
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the packed tokens and of their key normalization, without spare capacity."""
+        packed = self._packed(self.offset)
+        rows, known = self._rows.between(0, self._row(packed)), self._normalization(packed)
+        arrays = (rows,) if known is None else (rows, known.scale, known.means, known.index)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
+        """Return uint32 [B, H, capacity, W], of which the first `packed_tokens` rows are in use, and their layout.
+
+        Raises:
+            CacheFormatError: nothing is packed.
+        """
+        rows = self._rows.first(self._num_rows)
+        if rows is None or self._full is None:
+            raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
+        return rows, self._layout(self._full), self._normalization(self._packed(self.offset))
+
+    def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
+        """Keep these packed rows, ascending indices [N], whose positions are given; return the new rows."""
+        rows = compact(self.packed_rows()[0], mx.array(kept, mx.int32), row_capacity(max(1, len(kept))))
+        return self.replace_packed(rows, positions)
+
+    def replace_packed(
+        self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray] | None = None
+    ) -> mx.array:
+        """Make these rows the packed region; return them.
+
+        `rows` uint32 [B, H, capacity, W] begin with those of `positions`, ascending int64 [N]. `means` are those of
+        reloaded blocks of MEAN_TOKENS positions, fp16 [H, D] by block number.
+        """
+        packed = self._packed(self.offset)
+        before = self.regions.mean_blocks(packed)
+        self.regions = self.regions.with_packed(positions, packed)
+        self._normalizer = self._normalizer.with_blocks(before, self.regions.mean_blocks(packed), means or {})
+        self._mean_index = self._make_mean_index()
+        self._rows = PackedRows(rows)
+        self._last_view = None
+        return rows
+
+    def shareable_buffers(self) -> SharedBuffers:
+        """Return the packed rows that copies of this cache share while nothing is evicted, in whole steps."""
+        return self._rows.shareable(self._num_rows)
+
+    # Rows for the archive. A subclass may restrict which packed rows can be evicted and reloaded.
+
+    @property
+    def num_evictable(self) -> int:
+        """Number of packed tokens that can be evicted and reloaded: the first ones."""
+        return self.packed_tokens
+
+    def evictable_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
+        """Return what `packed_rows` returns, of the evictable tokens alone."""
+        return self.packed_rows()
+
+    def archived_normalization(self, means: np.ndarray, index: mx.array) -> KeyNormalization | None:
+        """Return the normalization of archived rows from the means of their pieces, fp16 [n, H, D], and each row's."""
+        _, _, known = self.evictable_rows()
+        return None if known is None else KeyNormalization(known.scale, mx.array(means.swapaxes(0, 1))[None], index)
+
+    def row_shape(self) -> LayerShape:
+        """Return the shape of this layer's rows in a block."""
+        rows, layout, _ = self.evictable_rows()
+        key_words, value_words = layout.split_sizes
+        return LayerShape(rows.shape[1], key_words, value_words, layout.key.head_dim if self.spec.normalize else 0)
+
+    def split_into_blocks(self, index: np.ndarray) -> list[tuple[int, LayerRows]]:
+        """Copy evictable rows by their ascending indices [N], a piece for each block, with the piece's first index.
+
+        Waits for them.
+        """
+        rows, layout, known = self.evictable_rows()
+        keys, values = (np.array(part[0]) for part in layout.split(mx.take(rows, mx.array(index), axis=2)))
+        blocks = (self.packed_positions[index] - self.spec.sinks) // BLOCK
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        means = [None] * len(starts)
+        if known is not None:
+            mean_index = np.array(known.mean_index(self.num_evictable))[index[starts]]
+            means = list(np.array(known.means[0])[:, mean_index].swapaxes(0, 1))
+        return [
+            (int(start), LayerRows(keys[:, start:stop], values[:, start:stop], mean))
+            for start, stop, mean in zip(starts, [*starts[1:], len(index)], means, strict=True)
+        ]
+
+    def reload(self, pieces: Sequence[tuple[np.ndarray, LayerRows]]) -> mx.array:
+        """Put evicted rows back at their positions [n], pieces in any order; return the new rows."""
+        (rows, layout, _), count = self.evictable_rows(), self.num_evictable
+        keys, values = (
+            mx.array(np.concatenate(side, axis=1))[None]
+            for side in ([piece.keys for _, piece in pieces], [piece.values for _, piece in pieces])
+        )
+        positions = np.concatenate([self.packed_positions[:count], *(positions for positions, _ in pieces)])
+        order = np.argsort(positions)
+        together = mx.concatenate([rows[:, :, :count], layout.unsplit(keys, values)], axis=2)
+        ordered = join_tokens([mx.take(together, mx.array(order), axis=2)], row_capacity(len(order)))
+        sinks = self.spec.sinks
+        means = {
+            (int(own[0]) - sinks) // MEAN_TOKENS: piece.mean for own, piece in pieces if piece.mean is not None
+        }
+        return self._replace_evictable(ordered, positions[order], means)
+
+    def _replace_evictable(
+        self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]
+    ) -> mx.array:
+        return self.replace_packed(rows, positions, means)
+
+    # Health.
+
+    @property
+    def clamped(self) -> int:
+        """Number of vectors whose norm or components exceeded fp16 and were clamped to it. Waits for the arrays."""
+        return int(self._health[0])
+
+    def check_health(self) -> None:
+        """Raise NonFiniteError if a packed vector was not finite. Waits for the arrays."""
+        broken = int(self._health[1])
+        if broken:
+            raise NonFiniteError(
+                f"{broken} key or value vectors before position {self.offset} are NaN or infinite; only finite values "
+                "can be cached. Check the model's weights, or load it in bfloat16 or float32."
+            )
+
+    # Regions and buffers.
+
+    def arrays(self) -> list[mx.array]:
+        """Return all stored arrays; rows that caches share are the same array in each."""
+        learned = self._fitted.learned if self._fitted else ()
+        arrays = (*(self._full or ()), *(self._slack or ()), *learned, self._health, self._mean_index)
+        known = self._normalizer.arrays.values()
+        return [*(array for array in arrays if array is not None), *self._rows.arrays, *known]
+
+    def _packed(self, length: int) -> int:
+        """Return the position before which tokens are packed at a length."""
+        return self.regions.originals if self._is_learning else self.regions.packed_until(length)
+
+    def _row(self, position: int) -> int:
+        """Return the row of a packed position, or of the first position behind the packed region."""
+        return self.regions.stored_before(position)
+
+    @property
+    def _num_rows(self) -> int:
+        return self._row(self._packed(self.offset))
+
+    def _layout(self, full: Pair) -> RowLayout:
+        return self._fitted or self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
+
+    def _normalization(self, packed: int) -> KeyNormalization | None:
+        """Return the normalization of the packed rows when tokens before `packed` are packed."""
+        if self._normalizer.means is None or packed == self.spec.sinks:
+            return None
+        return self._normalizer.normalization(-self._row(self.spec.sinks), self._mean_index)
+
+    def _make_mean_index(self) -> mx.array | None:
+        """Return which mean each packed row has, int32 [packed_tokens], if that does not follow from its index."""
+        if not self.spec.normalize or not self.regions.evicted:
+            return None
+        blocks = self.regions.mean_blocks(self._packed(self.offset))
+        return mx.array(np.searchsorted(blocks, (self.packed_positions - self.spec.sinks) // MEAN_TOKENS), mx.int32)
+
+    def _extend(self, keys: mx.array, values: mx.array) -> Pair:
+        """Return full-precision buffers with new tokens behind the last; longer ones than the cache's if needed."""
+        full = self._full or self._lay_out((keys, values), (keys, values), self.regions.originals)
+        return write_tokens(full, (keys, values), self.regions.full_index(self.offset, self._packed(self.offset)))
+
+    def _view(self, full: Pair, window_start: int, length: int, packed: int) -> StepView:
+        """Return what a token attends to at a length, when those before `packed` are packed.
+
+        In the buffers `full` the window begins at position `window_start`.
+        """
+        sinks = self.spec.sinks
+        start, stop = (self.regions.full_index(position, window_start) for position in (packed, length))
+        if start == sinks or length <= sinks:
+            keys, values, full_tokens = full[0][:], full[1][:], stop
+        else:
+            keys, values = (mx.concatenate([x[:, :, :sinks], x[:, :, start:stop]], axis=2) for x in full)
+            full_tokens = sinks + stop - start
+        count, layout, known = self._row(packed), self._layout(full), self._normalization(packed)
+        rows, shared = self._rows.own, self._rows.shared(count)
+        return StepView(Regions(rows, count, layout, keys, values, sinks, full_tokens, known, shared))
+
+    def _retain(self, full: Pair, window_start: int, packed: int) -> Pair:
+        """Keep what is behind `packed` in full precision, and one block before it as slack; return the buffers."""
+        if packed == window_start and full is self._full:
             return full
-        kept = max(self._kept, self.spec.originals_from(packed))
-        start = tail if kept >= tail else self._kept
-        originals = self._originals(full, start, tail, self.offset)
-        self._kept = kept
+        before = self.regions.originals
+        after = max(before, self.spec.originals_from(packed))
+        start = window_start if after >= window_start else before
+        originals = self._originals(full, start, window_start, self.offset)
+        self.regions = replace(self.regions, originals=after)
         return self._lay_out(full, originals, start)
 
-    def _originals(self, full: Pair, start: int, tail: int, length: int) -> Pair:
-        """Tokens [start, length) in the model's type, where those before position `tail` are in the slack."""
+    def _originals(self, full: Pair, start: int, window_start: int, length: int) -> Pair:
+        """Return tokens [start, length) in full precision; those before `window_start` are in the slack."""
         sinks = self.spec.sinks
-        keys, values = (x[:, :, sinks : max(sinks, self._index(length, tail))] for x in full)
-        if self._slack is None or start == tail:
+        stop = max(sinks, self.regions.full_index(length, window_start))
+        keys, values = (x[:, :, sinks:stop] for x in full)
+        if self._slack is None or start == window_start:
             return keys, values
-        slack_keys, slack_values = (x[:, :, : tail - start] for x in self._slack)
+        slack_keys, slack_values = (x[:, :, : window_start - start] for x in self._slack)
         return mx.concatenate([slack_keys, keys], axis=2), mx.concatenate([slack_values, values], axis=2)
 
     def _lay_out(self, full: Pair, originals: Pair, start: int) -> Pair:
-        """Make the buffers anew: the sinks of `full`; from the originals of [start, offset) the slack and the tail."""
+        """Make the buffers anew from the sinks of `full` and the originals of [start, offset): slack and window."""
         length = max(self.offset - start, 0)
         packed = min(max(self._packed(self.offset) - start, 0), length)
-        kept = min(max(self._kept - start, 0), packed)
+        first = min(max(self.regions.originals - start, 0), packed)
         sinks, capacity = self.spec.sinks, self.spec.full_capacity(self._packed(self.offset), self.offset)
         keys, values = (
-            buffer([x[:, :, : min(sinks, self.offset)], y[:, :, packed:length]], capacity)
+            join_tokens([x[:, :, : min(sinks, self.offset)], y[:, :, packed:length]], capacity)
             for x, y in zip(full, originals, strict=True)
         )
-        slack_keys, slack_values = (buffer([x[:, :, kept:packed]], 0) for x in originals)
+        slack_keys, slack_values = (join_tokens([x[:, :, first:packed]], 0) for x in originals)
         self._full, self._slack = (keys, values), (slack_keys, slack_values)
         return self._full
+
+
+def _drop_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def unannounced_pass() -> CacheFormatError:
+    """Return the error of a forward pass that the group of layers was not told about."""
+    return CacheFormatError(
+        "a forward pass wrote to a cache that evicts without having been announced to it, so no round could come "
+        "before it. Call the model itself, not one of its parts, inside `with mlx_tq.compressed(model):`."
+    )

@@ -1,52 +1,39 @@
 """How one layer stores its tokens: formats, region sizes and seeds, from which every codec follows."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import mlx.core as mx
 
+from mlx_tq.cache.region_map import RegionSizes
 from mlx_tq.codec.formats import Codec, CodecOptions, get_format
 from mlx_tq.codec.formats.base import dtype_name, dtype_of
-from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.config import BLOCK, COLD, KVConfig
+from mlx_tq.config import COLD, KVConfig
 from mlx_tq.errors import ConfigError
 
-# Up to so many tokens of a pass see each what it would have seen alone, which speculative decoding counts on.
-SHORT_PASS = 8
-# Normalized keys are packed by the statistics of so many first tokens, ...
-LEARNED = 128
-# ... and not before this length: queries come after their keys, and those of a short pass are not needed in it.
-READY = LEARNED + SHORT_PASS
-# Tokens by which the buffer of a cache grows that has packed none.
-FULL_STEP = 2 * BLOCK
 
-
-@dataclass(frozen=True)
-class CacheSpec:
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec(RegionSizes):
     """The storage of one layer.
 
     Attributes:
-        key, value: formats of the body.
-        sinks, window: tokens in the model's type at the start and at the end.
-        key_options, value_options: of the codecs.
-        shared: later layers read this cache with `keys_and_values`, so it holds on to what each step attended to.
-        cold: format of the keys of older tokens, or "" where they have no other.
-        recent: packed tokens that are not older.
-        normalize: keys are normalized (see `codec.normalization`); by means alone where `key_options` has no pairs.
+        key: format of packed keys.
+        value: format of packed values.
+        key_options: options of the key codec; without RoPE pairs, normalized keys are centered but not rescaled.
+        value_options: options of the value codec.
+        shared: whether later layers read this cache with `keys_and_values`, so that it keeps the view of each pass.
+        cold: format of the keys of older tokens, or "" if they have the same.
+        recent: number of packed tokens whose keys are not cold.
     """
 
     key: str
     value: str
-    sinks: int
-    window: int
     key_options: CodecOptions
     value_options: CodecOptions
     shared: bool = False
     cold: str = ""
     recent: int = 0
-    normalize: bool = False
 
     @classmethod
     def for_layer(
@@ -59,15 +46,9 @@ class CacheSpec:
         shared: bool = False,
         pairs: tuple[tuple[int, int], ...] | None = None,
     ) -> "CacheSpec":
-        """The storage of layer number `layer`; its seed is `config.seed + 1000 layer`, and one more for values.
+        """Return the storage of layer number `layer`; its seed is `config.seed + 1000 layer`, one more for values.
 
-        Args:
-            config: of the model.
-            layer: its number.
-            key: format of its keys, or two as in `KVConfig`.
-            value: format of its values.
-            shared: see above.
-            pairs: the dims that its RoPE turns together, where they are known.
+        `key` is one format, or two as in `KVConfig`. `pairs` are the dims that RoPE rotates together, if known.
         """
         seed = config.seed + 1000 * layer
         key, _, cold = key.partition(COLD)
@@ -76,7 +57,7 @@ class CacheSpec:
             key=key,
             value=value,
             sinks=config.sinks,
-            window=max(config.window, 1),  # the newest token stays unpacked: attention needs one such
+            window=max(config.window, 1),
             key_options=CodecOptions(seed=seed, scale=config.key_scale, pairs=pairs, **common),  # type: ignore[arg-type]
             value_options=CodecOptions(seed=seed + 1, scale=config.value_scale, **common),  # type: ignore[arg-type]
             shared=shared,
@@ -87,12 +68,11 @@ class CacheSpec:
 
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> "CacheSpec":
-        """The inverse of `to_dict`."""
         options = {name: CodecOptions(**fields[name]) for name in ("key_options", "value_options")}  # type: ignore[arg-type]
         return cls(**{**fields, **options})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
-        """The storage as plain numbers and strings, for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     @property
@@ -101,61 +81,20 @@ class CacheSpec:
         return f"{self.key}{COLD}{self.cold}" if self.cold else self.key
 
     def layout(self, key_dim: int, value_dim: int, dtype: mx.Dtype) -> RowLayout:
-        """The row layout for a model's head dims and type; one object for each."""
+        """Return the row layout for a model's head dims and dtype; one object for each."""
         return _layout(self, key_dim, value_dim, dtype_name(dtype))
 
     def cold_layout(self, layout: RowLayout, dtype: mx.Dtype) -> RowLayout:
-        """The layout of cold rows, beside that of the recent ones.
+        """Return the layout of cold rows, next to that of recent ones.
 
         Raises:
-            ConfigError: a size that the format cannot take, or a format that learns from a cache's first tokens.
+            ConfigError: a head dim that the format does not support, or a format that learns from the first tokens.
         """
         return RowLayout(_cold_codec(self, layout.key.head_dim, dtype_name(dtype)), layout.value)
 
     def cold_until(self, packed: int) -> int:
-        """The position before which keys are cold when tokens before `packed` are packed."""
+        """Return the position before which keys are cold when tokens before `packed` are packed."""
         return max(self.sinks, packed - self.recent) if self.cold else self.sinks
-
-    def body_nbytes(self, packed: int, layout: RowLayout, dtype: mx.Dtype, capacity: Callable[[int], int] = int) -> int:
-        """Bytes of a KV head's rows when tokens before `packed` are packed, in buffers with so much room for them.
-
-        What went cold last is there in both formats, as long as its originals are kept.
-        """
-        cold = self.cold_until(packed) - self.sinks
-        recent = packed - self.cold_until(self.originals_from(packed))
-        nbytes = capacity(recent) * layout.nbytes
-        return nbytes + capacity(cold) * self.cold_layout(layout, dtype).nbytes if cold else nbytes
-
-    def packed_until(self, length: int) -> int:
-        """The logical position before which tokens are packed once `length` have been seen: a multiple of BLOCK."""
-        packed = max(self.sinks, (length - self.window) // BLOCK * BLOCK)
-        return self.sinks if self.normalize and packed + self.window < READY else packed
-
-    def originals_from(self, packed: int) -> int:
-        """The position from which originals are kept for trims when tokens before `packed` are packed."""
-        return self.packed_until(packed + self.window - BLOCK)
-
-    def needed_from(self, length: int) -> int:
-        """The position from which no token may miss that left, at a new end `length`: blocks come back whole."""
-        return self.sinks + max(0, length - self.window - self.sinks) // BLOCK * BLOCK
-
-    def full_capacity(self, packed: int, length: int) -> int:
-        """Tokens that sinks and tail have room for when `length` have been seen, and those before `packed` packed.
-
-        Once there are such: the window, the rest of a block, and a block of new tokens. Before that it grows with use.
-        """
-        if packed > self.sinks:
-            return self.sinks + self.window + 2 * BLOCK
-        return -(-length // FULL_STEP) * FULL_STEP
-
-    def blocks(self, packed: int) -> int:
-        """Blocks of keys that have a mean when tokens before `packed` are packed and none has left."""
-        return -(-(packed - self.sinks) // MEAN_TOKENS) if self.normalize else 0
-
-    @property
-    def mean_tokens(self) -> int:
-        """First tokens of a block of keys that its mean is taken of: those that are there when its first are packed."""
-        return min(MEAN_TOKENS, BLOCK - self.sinks % BLOCK + self.window)
 
 
 @lru_cache(maxsize=4096)

@@ -1,32 +1,29 @@
-"""`TieredKVCache`: recent tokens packed with one format of keys, older ones with a smaller one.
+"""`TieredKVCache`: recent tokens packed with one key format, older ones with a smaller one.
 
-    sinks | cold | recent | tail
+    sinks | cold | recent | window
 
-Once a token is older than `recent` packed ones, its key is decoded and stored again in the cold format; its value stays
-as it is, to the bit. A normalized key is decoded to what was encoded of it, so it stays normalized by its weights and
-its mean. The block that went cold last keeps its recent form for one block more, so that a trim of up to 32 tokens
-leads back to exactly the cache that never saw them. Attention decodes the cold tokens for each step.
+Once a token is older than `recent` packed ones, its key is decoded and encoded again in the cold format; its value
+stays as it is, to the bit. A normalized key keeps its scale and mean. The block that went cold last keeps its recent
+form for one block more, so that a trim of up to 32 tokens leads back to exactly the cache that never saw them.
+Attention decodes the cold tokens at each step.
 
-Tokens may leave, cold and recent ones by the same scores: those of the decoded keys. Where they are to come back, only
-cold ones leave, as a row that left with its recent key would come back to where keys are cold.
+Cold and recent tokens are evicted by the same scores, of their decoded keys. If they are archived, only cold ones are
+evicted: a row with a recent key would be reloaded to where keys are cold.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.body import Body
-from mlx_tq.cache.buffers import Pair, body_capacity, buffer
-from mlx_tq.cache.handles import StepView
-from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.cache.links import SequencePart
+from mlx_tq.cache.layer import CompressedKVCache, Group
+from mlx_tq.cache.packed_rows import PackedRows, Pair, SharedBuffers, join_tokens, row_capacity
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.view import StepView
 from mlx_tq.codec.formats import get_format
-from mlx_tq.codec.normalization import KeyNormalization, decode_keys, denormalize
-from mlx_tq.codec.rotation import Rotation
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys, denormalize, rerotate_means
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.kernels.compact import compact
@@ -35,12 +32,12 @@ from mlx_tq.kernels.regions import Regions, splice
 
 @dataclass(frozen=True, kw_only=True)
 class TieredView(StepView):
-    """A view whose body, the recent tokens, comes after a run of cold ones.
+    """A view whose packed region, the recent tokens, follows a run of cold ones.
 
     Attributes:
         cold: rows of the cold tokens, uint32 [B, H, n, W].
-        cold_layout: of these rows.
-        cold_normalization: of their keys: what was subtracted from these before they were first encoded.
+        cold_layout: their layout.
+        cold_normalization: normalization that was applied to their keys before these were first encoded.
     """
 
     cold: mx.array
@@ -49,17 +46,16 @@ class TieredView(StepView):
 
     @property
     def tokens(self) -> int:
-        """All that the last query sees."""
         return self.regions.tokens + self.cold.shape[2]
 
     def cold_keys(self) -> mx.array:
-        """The keys of the cold tokens as they were before they were normalized, fp32 [B, H, n, D]."""
+        """Decode and denormalize the cold keys, fp32 [B, H, n, D]."""
         keys = self.cold_layout.key.decode(self.cold_layout.keys(self.cold))
         known = self.cold_normalization
         return keys if known is None else denormalize(keys, known, self.regions.layout.key.rotation)
 
-    def undivided(self) -> Regions:
-        """The same tokens, the cold ones decoded and put behind the sinks."""
+    def merged_regions(self) -> Regions:
+        """Return the same tokens, with the cold ones decoded and put behind the sinks."""
         layout, rows, recent = self.cold_layout, self.cold, self.regions
         return replace(
             recent,
@@ -71,199 +67,188 @@ class TieredView(StepView):
 
 
 class TieredKVCache(CompressedKVCache):
-    """A compressed cache with two formats of keys: `spec.key` for recent tokens, `spec.cold` for older ones."""
+    """A compressed cache with two key formats: `spec.key` for recent tokens, `spec.cold` for older ones."""
 
-    def __init__(self, spec: CacheSpec, number: int = 0, sequence: SequencePart | None = None) -> None:
-        super().__init__(spec, number, sequence)
-        # What is stored of [sinks, cold end) lies in a buffer of its own; the body's rows are of [cooled, packed).
-        self._cold = Body()
-        self._cooled = spec.sinks
+    growing_state: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
+        super().__init__(spec, number, group)
+        # Cold rows lie in buffers of their own. The other rows begin at position `_recent_start`, which is earlier than
+        # the end of the cold ones for as long as a trim may lead back to recent keys.
+        self._cold = PackedRows()
+        self._recent_start = spec.sinks
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens; returns how many were dropped. Deeper than 32, cold tokens stay cold."""
+        """Drop the last n tokens; return how many were dropped. Deeper than 32, cold tokens stay cold."""
         trimmed = super().trim(n)
-        self._cooled = max(self.spec.sinks, min(self._cooled, self.offset))
+        self._recent_start = max(self.spec.sinks, min(self._recent_start, self.offset))
         return trimmed
 
+    def fork(self) -> "TieredKVCache":
+        twin: Any = super().fork()
+        twin._cold = self._cold.fork()
+        return twin  # type: ignore[no-any-return]
+
     @property
-    def state(self) -> tuple[Any, ...]:
-        """As of `CompressedKVCache`, then the cold rows and where the body's own begin."""
-        return *super().state, self._cold_body(), self._cooled
+    def state(self) -> dict[str, Any]:
+        return self._with_cold(super().state, self._cold_rows())
 
     @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        *base, cold, self._cooled = state
-        self._cold = Body(cold)
-        CompressedKVCache.state.fset(self, tuple(base))  # type: ignore[attr-defined]
+    def state(self, state: dict[str, Any]) -> None:
+        self._cold, self._recent_start = PackedRows(state.get("cold")), state["recent_start"]
+        CompressedKVCache.state.fset(self, state)  # type: ignore[attr-defined]
 
     @property
-    def state_in_place(self) -> tuple[Any, ...]:
-        """As of `CompressedKVCache`."""
-        end = self._stored(self._cold_end(self._packed(self.offset)))
-        return *super().state_in_place, self._cold.in_place(end), self._cooled
+    def state_in_place(self) -> dict[str, Any]:
+        return self._with_cold(super().state_in_place, self._cold.in_place(self.num_evictable))
+
+    def _with_cold(self, state: dict[str, Any], cold: Any) -> dict[str, Any]:
+        return state | {"recent_start": self._recent_start} | ({} if cold is None else {"cold": cold})
 
     @property
-    def body_tokens(self) -> int:
-        """Tokens that attention reads packed, cold ones too."""
-        return self._stored(self._packed(self.offset))
+    def packed_tokens(self) -> int:
+        """Number of tokens that attention reads packed, cold ones included."""
+        return self.regions.stored_before(self._packed(self.offset))
 
-    def body(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
-        """All packed tokens with keys in the model's type, for scores: rows of two formats have no layout in common.
+    @property
+    def packed_nbytes(self) -> int:
+        cold = self._cold_rows()
+        return super().packed_nbytes + (0 if cold is None else cold.nbytes)
+
+    def packed_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
+        """Return all packed tokens with keys in the model's dtype, for scores: two formats have no common layout.
 
         Raises:
             CacheFormatError: nothing is packed.
         """
-        view = self._whole_view()
+        view = self._current_view()
         if not isinstance(view, TieredView):
-            return super().body()
+            return super().packed_rows()
         recent, cold = view.regions, view.cold_layout
         exact = get_format("fp16").codec(recent.layout.key.head_dim, self.spec.key_options, recent.full_keys.dtype)
-        layout, parts = RowLayout(exact, recent.layout.value), []
-        parts.append(layout.join(exact.encode(view.cold_keys()), cold.values(view.cold)))
+        layout = RowLayout(exact, recent.layout.value)
+        parts = [layout.join(exact.encode(view.cold_keys()), cold.values(view.cold))]
         if recent.packed_tokens:
             rows, own = recent.rows(), recent.layout
             keys = decode_keys(own.key, own.keys(rows), recent.normalization)
             parts.append(layout.join(exact.encode(keys), own.values(rows)))
         return mx.concatenate(parts, axis=2), layout, None
 
-    @property
-    def cold_tokens(self) -> int:
-        """Packed tokens with cold keys."""
-        return self._stored(self._cold_end(self._packed(self.offset)))
-
-    @property
-    def body_rotation(self) -> Rotation | None:
-        """That in whose domain the means of keys are, cold ones too."""
-        return None if self._full is None else self._layout(self._full).key.rotation
-
-    def cold_body(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
-        """The rows of cold tokens, uint32 [B, H, cold_tokens, W], and how they are made; see `TieredView`.
-
-        Raises:
-            CacheFormatError: nothing is packed.
-        """
-        if self._full is None or not self._body:
-            raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        layout, known = self._cold_layout(self._full), super()._normalization(self._packed(self.offset))
-        rows = self._cold.between(0, self.cold_tokens)
-        if rows is None:
-            rows = mx.zeros((*self._full[0].shape[:2], 0, layout.words), mx.uint32)
-        return rows, layout, None if known is None else replace(known, index=self._mean_of_row, first=0)
-
-    def replace_cold(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
-        """As `replace_body`, but of the cold tokens alone; returns arrays that wait for all rows."""
-        packed, later = self._packed(self.offset), self.body_positions[self.cold_tokens :]
-        end = self._cold_end(packed)
-        recent = self._body.between(self._row(end), self._row(packed))
-        body = mx.zeros_like(rows[:, :, :0]) if recent is None else recent
-        self._cooled, self._cold = end, Body(rows)  # no trim leads back to what went cold last
-        body = buffer([body], body_capacity(max(1, len(later))))
-        both: mx.array = mx.depends(self.replace_body(body, np.concatenate([positions, later]), means), rows)
-        return both
-
     def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
-        """As of `CompressedKVCache`: each of the tiers keeps its own; returns arrays that wait for both."""
-        view = self._whole_view()
+        """Keep these packed rows of both tiers; return arrays that wait for both."""
+        view = self._current_view()
         if not isinstance(view, TieredView):
             return super().compact(kept, positions)
-        cold, rows = view.cold.shape[2], view.regions.rows()
-        stay, later = kept[kept < cold], kept[kept >= cold] - cold
-        self._cooled = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
-        colder = compact(view.cold, mx.array(stay, mx.int32), body_capacity(max(1, len(stay))))
-        self._cold = Body(colder)
-        body = compact(rows, mx.array(later, mx.int32), body_capacity(max(1, len(later))))
-        both: mx.array = mx.depends(self.replace_body(body, positions), colder)
+        num_cold, rows = view.cold.shape[2], view.regions.rows()
+        kept_cold, kept_recent = kept[kept < num_cold], kept[kept >= num_cold] - num_cold
+        self._recent_start = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
+        cold = compact(view.cold, mx.array(kept_cold, mx.int32), row_capacity(max(1, len(kept_cold))))
+        self._cold = PackedRows(cold)
+        recent = compact(rows, mx.array(kept_recent, mx.int32), row_capacity(max(1, len(kept_recent))))
+        both: mx.array = mx.depends(self.replace_packed(recent, positions), cold)
         return both
 
-    def _whole_view(self) -> StepView | None:
-        """What the next token would attend to; None where nothing is packed."""
-        if not self._body or self._full is None:
-            return None
-        packed = self._packed(self.offset)
-        return self._view(self._full, packed, self.offset, packed)
+    def shareable_buffers(self) -> SharedBuffers:
+        """Return none: rows move when they go cold, so copies soon share none."""
+        return []
+
+    # Rows for the archive: the cold ones.
 
     @property
-    def body_nbytes(self) -> int:
-        """Bytes of the packed tokens, without spare capacity."""
-        cold = self._cold_body()
-        return super().body_nbytes + (0 if cold is None else cold.nbytes)
+    def num_evictable(self) -> int:
+        return self.regions.stored_before(self._cold_end(self._packed(self.offset)))
 
-    def _cold_body(self) -> mx.array | None:
-        """The cold rows without spare capacity."""
-        return self._cold.between(0, self._stored(self._cold_end(self._packed(self.offset))))
+    def evictable_rows(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
+        if self._full is None or not self._rows:
+            raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
+        layout, known = self._cold_layout(self._full), super()._normalization(self._packed(self.offset))
+        rows = self._cold_rows()
+        if rows is None:
+            rows = mx.zeros((*self._full[0].shape[:2], 0, layout.words), mx.uint32)
+        return rows, layout, None if known is None else replace(known, index=self._mean_index, first=0)
 
-    def fork(self) -> "TieredKVCache":
-        """A copy that shares no change with this one."""
-        twin = super().fork()
-        twin._cold = self._cold.fork()
-        twin._cooled = self._cooled
-        return twin
+    def archived_normalization(self, means: np.ndarray, index: mx.array) -> KeyNormalization | None:
+        known = super().archived_normalization(means, index)
+        if known is None or self._full is None:
+            return known
+        layout = self._layout(self._full)  # means are in the domain of the recent format's codes
+        rotation = self._cold_layout(self._full).key.rotation
+        return replace(known, means=rerotate_means(known.means, layout.key.rotation, rotation))
+
+    def _replace_evictable(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
+        packed, later = self._packed(self.offset), self.packed_positions[self.num_evictable :]
+        end = self._cold_end(packed)
+        recent = self._rows.between(self._row(end), self._row(packed))
+        recent = mx.zeros_like(rows[:, :, :0]) if recent is None else recent
+        self._recent_start, self._cold = end, PackedRows(rows)  # no trim leads back to what went cold last
+        recent = join_tokens([recent], row_capacity(max(1, len(later))))
+        both: mx.array = mx.depends(self.replace_packed(recent, np.concatenate([positions, later]), means), rows)
+        return both
+
+    # Regions and buffers.
 
     def arrays(self) -> list[mx.array]:
-        """As of `CompressedKVCache`, and the cold rows."""
         return super().arrays() + self._cold.arrays
 
-    def _stored(self, position: int) -> int:
-        """How many tokens are stored between the sinks and a position."""
-        gaps = self.gaps
-        if position < gaps.floor:
-            return int(np.searchsorted(gaps.kept, position))
-        return position - self.spec.sinks - gaps.evicted
-
     def _row(self, position: int) -> int:
-        return self._stored(position) - self._stored(self._cooled)
+        return self.regions.stored_before(position) - self.regions.stored_before(self._recent_start)
 
     def _normalization(self, packed: int) -> KeyNormalization | None:
         known = super()._normalization(packed)
-        # Where tokens have left, the numbers of means begin with those of the cold rows.
-        return known if known is None or known.index is None else known.after(self._stored(self._cooled))
+        # The index of means covers the cold rows too.
+        skipped = self.regions.stored_before(self._recent_start)
+        return known if known is None or known.index is None else known.after(skipped)
 
     def _cold_end(self, packed: int) -> int:
-        """The position before which tokens are cold when those before `packed` are packed."""
-        return max(self.spec.cold_until(packed), self._cooled)
+        """Return the position before which tokens are cold when those before `packed` are packed."""
+        return max(self.spec.cold_until(packed), self._recent_start)
+
+    def _cold_rows(self) -> mx.array | None:
+        return self._cold.between(0, self.num_evictable)
 
     def _cold_layout(self, full: Pair) -> RowLayout:
         return self.spec.cold_layout(self._layout(full), full[0].dtype)
 
-    def _view(self, full: Pair, tail: int, length: int, packed: int) -> StepView:
-        view = super()._view(full, tail, length, packed)
+    def _current_view(self) -> StepView | None:
+        """Return what the next token would attend to, or None if nothing is packed."""
+        if not self._rows or self._full is None:
+            return None
+        packed = self._packed(self.offset)
+        return self._view(self._full, packed, self.offset, packed)
+
+    def _view(self, full: Pair, window_start: int, length: int, packed: int) -> StepView:
+        view = super()._view(full, window_start, length, packed)
         end, regions = self._cold_end(packed), view.regions
-        count = self._stored(end)
-        cold = self._cold.between(0, count)
-        if cold is None or not self._body or count == 0:
+        num_cold = self.regions.stored_before(end)
+        cold = self._cold.between(0, num_cold)
+        if cold is None or not self._rows or num_cold == 0:
             return view
-        twice = self._row(end)  # rows of cold tokens that have not left the body
-        normalization = regions.normalization
-        return TieredView(
-            replace(
-                regions,
-                packed_rows=regions.rows(twice),
-                shared=(),
-                packed_tokens=regions.packed_tokens - twice,
-                normalization=None if normalization is None else normalization.after(twice),
-            ),
-            cold=cold,
-            cold_layout=self._cold_layout(full),
-            cold_normalization=None
-            if normalization is None
-            else replace(normalization, index=self._mean_of_row, first=0),
+        twice, known = self._row(end), regions.normalization  # `twice`: cold tokens that still have recent rows, too
+        recent = replace(
+            regions,
+            packed_rows=regions.rows(twice),
+            shared=(),
+            packed_tokens=regions.packed_tokens - twice,
+            normalization=None if known is None else known.after(twice),
         )
+        known = None if known is None else replace(known, index=self._mean_index, first=0)
+        return TieredView(recent, cold=cold, cold_layout=self._cold_layout(full), cold_normalization=known)
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         super()._pack(full, packed, target)
         start, stop = self._cold_end(packed), self._cold_end(target)
-        rows = self._body.between(self._row(start), self._row(stop))
+        rows = self._rows.between(self._row(start), self._row(stop))
         if rows is None or self._row(stop) == self._row(start):
             return
         layout, cold = self._layout(full), self._cold_layout(full)
         rows = cold.join(cold.key.encode(layout.key.decode(layout.keys(rows))), layout.values(rows))
-        self._cold.write(rows, self._stored(start))
+        self._cold.write(rows, self.regions.stored_before(start))
 
-    def _retain(self, full: Pair, tail: int, packed: int) -> Pair:
-        kept = super()._retain(full, tail, packed)
-        cooled = max(self.spec.cold_until(self.spec.originals_from(packed)), self._cooled)
-        rows = self._body.between(self._row(cooled), self._row(packed))
-        if rows is not None and cooled > self._cooled:
-            self._cooled = cooled
-            self._body = Body(buffer([rows], body_capacity(rows.shape[2])))
-        return kept
+    def _retain(self, full: Pair, window_start: int, packed: int) -> Pair:
+        retained = super()._retain(full, window_start, packed)
+        start = max(self.spec.cold_until(self.spec.originals_from(packed)), self._recent_start)
+        rows = self._rows.between(self._row(start), self._row(packed))
+        if rows is not None and start > self._recent_start:
+            self._recent_start = start
+            self._rows = PackedRows(join_tokens([rows], row_capacity(rows.shape[2])))
+        return retained

@@ -1,0 +1,285 @@
+"""Prompt caches in files: one versioned safetensors file, written whole or not at all.
+
+A file names the model, the configuration and the storage of every layer, and is refused, with the reason, if it does
+not fit. A checksum finds what a disk or a copy changed. Caches that are not compressed are written as mlx-lm writes
+them, so it can read them; our header is then one string in their metadata.
+
+Archived blocks follow the arrays, as one more array of bytes that is never in memory as a whole. Each block has a
+checksum of its own, and a damaged one is left out.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import mlx.core as mx
+import mlx_lm.models.cache as native
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_tq.config import SCHEDULE, KVConfig
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.files import atomic_write, check_kind
+from mlx_tq.integration.probe import model_facts
+from mlx_tq.models import fingerprint
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches, evicting_layers, layer_group_of
+from mlx_tq.prompt_cache.plan import learn_ropes
+
+CONVERSATION = "session"  # a metadata key that only conversations have
+VERSION = "1"
+_FORMAT = "mlx_tq prompt cache"
+_REMEDY = "Take another copy of it, or begin anew without it."  # it may hold a prompt or a conversation
+_HEADER_KEY = "mlx_tq"  # in the metadata of a file that mlx-lm can read
+_CHECKED_FIELDS = ("version", "model", "config", "classes", "scalars", "metadata")
+_BLOCKS = "attached"  # the array of archived blocks, and the metadata key of their sizes
+
+
+class Header(NamedTuple):
+    """Who wrote a cache file."""
+
+    is_ours: bool  # else mlx-lm
+    model_name: str  # as it was given when the file was written, "" for the embedded model
+
+
+class CacheParts(NamedTuple):
+    """What caches consist of; scalars and arrays go by their path in the list of the caches' states."""
+
+    classes: list[str]
+    scalars: dict[str, Any]
+    arrays: dict[str, mx.array]
+
+
+class LoadedCache(NamedTuple):
+    """What a cache file holds."""
+
+    caches: list[Any]
+    config: KVConfig
+    metadata: dict[str, str]
+
+
+def save_prompt_cache(
+    path: str | Path, caches: list[Any], *, model: Any, config: KVConfig, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a prompt cache to a .safetensors file, including its archived rows.
+
+    A file of the same kind is replaced once the new one is complete.
+
+    Args:
+        path: path of the file.
+        caches: caches of `make_prompt_cache`, after use.
+        model: model of the caches; its weights are checked on load.
+        config: configuration of the caches, checked on load. The file names the formats that `mean_bits` chose.
+        metadata: further strings to store.
+
+    Raises:
+        CacheFormatError: the file cannot be written, or is of another kind.
+    """
+    group = layer_group_of(caches)
+    sizes, blocks = ([], ()) if group is None else group.archived_bytes()
+    if config.mean_bits is not None:  # another machine need not know the layers' sensitivity
+        specs = [cache.spec for cache in compressed_caches(caches)]
+        key, value = (SCHEDULE.join(getattr(spec, side) for spec in specs) for side in ("key", "value"))
+        config = replace(config, key=key, value=value, mean_bits=None, outlier=0.0)
+    metadata = metadata or {}
+    check_replaceable(path, conversation=CONVERSATION in metadata)
+    classes, scalars, arrays = split_caches(caches)
+    header = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "model": fingerprint(model),
+        "config": json.dumps(config.to_dict()),
+        "classes": json.dumps(classes),
+        "scalars": json.dumps(scalars),
+        "metadata": json.dumps(metadata),
+    }
+    header["checksum"] = checksum(arrays, header)
+    try:
+        with atomic_write(path, ".safetensors") as temporary:
+            if config.is_off and CONVERSATION not in metadata:
+                theirs = {"model": metadata.get("model", ""), "tokenizer_config": "{}"}
+                native.save_prompt_cache(str(temporary), caches, {**theirs, _HEADER_KEY: json.dumps(header)})
+            else:
+                mx.save_safetensors(str(temporary), arrays, header)
+            if sizes:
+                with atomic_write(temporary) as longer:
+                    _append_blocks(temporary, longer, sizes, blocks)
+    except (OSError, RuntimeError) as error:
+        raise CacheFormatError(
+            f"cannot write the cache file {path}: {error}. Free space, or choose another path."
+        ) from error
+
+
+def load_prompt_cache(path: str | Path, *, model: Any, config: KVConfig | None = None) -> LoadedCache:
+    """Read a prompt cache from a file. The archive warns of damaged blocks, which are left out.
+
+    Args:
+        path: path of the file.
+        model: model that the caches must be of.
+        config: configuration that the file must have, or None to accept any.
+
+    Raises:
+        CacheFormatError: no such file, a damaged or foreign one, another version, model or configuration.
+        ConfigError: `mean_bits` of `config` cannot be met.
+    """
+    loaded = _read(Path(path), model)
+    if config is not None:
+        check_config(path, loaded.config, with_formats(model, config))
+    group = layer_group_of(loaded.caches)
+    if group is not None and group.calibrators:
+        group.set_ropes(learn_ropes(model_facts(model)))
+    if group is not None and group.plan.config.recalls:
+        group.restore_archive(evicting_layers(loaded.caches), _read_blocks(Path(path)))
+    return loaded
+
+
+def _read(path: Path, model: Any) -> LoadedCache:
+    arrays, header = _load(path)
+    if header.get("format") != _FORMAT:
+        raise CacheFormatError(f"{path} is not a prompt cache of mlx_tq. Make one with mlx_tq.cache_prompt.")
+    if header.get("version") != VERSION:
+        raise CacheFormatError(f"{path} has version {header.get('version')}; this mlx_tq reads {VERSION}. {_REMEDY}")
+    if header.get("checksum") != checksum(arrays, header):
+        raise CacheFormatError(f"{path} is damaged (its checksum differs). {_REMEDY}")
+    if header.get("model") != fingerprint(model):
+        name = read_header(path).model_name or "the embedded model"
+        raise CacheFormatError(
+            f"{path} was made with {name}, whose weights are not this model's, or not in this type (--dtype, "
+            "--dequantize). Pass that model."
+        )
+    try:
+        config = KVConfig.from_dict(json.loads(header["config"]))
+        caches = join_caches(CacheParts(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
+        return LoadedCache(caches, config, json.loads(header["metadata"]))
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
+
+
+def split_caches(caches: list[Any]) -> CacheParts:
+    """Split caches of any class into plain parts, from which `join_caches` makes equal ones."""
+    leaves: list[tuple[str, Any]] = tree_flatten([cache.state for cache in caches])  # type: ignore[assignment]
+    arrays = {name: leaf for name, leaf in leaves if isinstance(leaf, mx.array)}
+    scalars = {name: leaf for name, leaf in leaves if not isinstance(leaf, mx.array)}
+    return CacheParts([type(cache).__name__ for cache in caches], scalars, arrays)
+
+
+def join_caches(parts: CacheParts) -> list[Any]:
+    """Return the caches that were split, evaluated."""
+    states = tree_unflatten(list({**parts.scalars, **parts.arrays}.items()))
+    classes = [getattr(native, name) for name in parts.classes]
+    caches = [cls.from_state(state) for cls, state in zip(classes, states, strict=True)]
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def with_formats(model: Any, config: KVConfig) -> KVConfig:
+    """Replace `mean_bits` by the formats that it chooses for a model.
+
+    Raises:
+        ConfigError: it cannot be met, or the sensitivity of the model's layers is not known.
+    """
+    return config if config.mean_bits is None else plan_caches(model, config).config
+
+
+def check_config(path: str | Path, stored: KVConfig, config: KVConfig) -> None:
+    """Raise CacheFormatError with the differences if a file has another configuration than `config`."""
+    if config != stored:
+        wanted = config.to_dict()
+        differs = [f"{k} is {v!r}, not {wanted[k]!r}" for k, v in stored.to_dict().items() if v != wanted[k]]
+        raise CacheFormatError(f"{path} was made with another configuration: {'; '.join(differs)}. Drop those options.")
+
+
+def check_replaceable(path: str | Path, *, conversation: bool) -> None:
+    """Raise CacheFormatError if a conversation, or a plain prompt cache, would replace a file of another kind."""
+
+    def is_same_kind(header: Mapping[str, str]) -> bool:
+        header = _own_header(header)
+        is_ours = header.get("format") == _FORMAT
+        return is_ours and (CONVERSATION in json.loads(header["metadata"])) == conversation
+
+    check_kind(path, "conversation" if conversation else "prompt cache", is_same_kind)
+
+
+def read_header(path: str | Path) -> Header:
+    """Return who wrote a cache file; raise CacheFormatError if neither mlx_tq nor mlx-lm did."""
+    _, header = _load(Path(path))
+    if header.get("format") == _FORMAT:
+        return Header(True, json.loads(header.get("metadata", "{}")).get("model", ""))
+    if "1.0" in header:  # mlx-lm flattens [metadata, class names, scalars]
+        return Header(False, header.get("0.model", ""))
+    raise CacheFormatError(f"{path} is not a prompt cache. Make one with mlx_tq.cache_prompt.")
+
+
+def checksum(arrays: dict[str, mx.array], header: dict[str, str]) -> str:
+    """Return 32 hex digits over the header's fields, and every array with its name, dtype and shape."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps([header.get(name) for name in _CHECKED_FIELDS]).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(np.array(array.flatten().view(mx.uint8)).data)
+    return digest.hexdigest()
+
+
+def _load(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    arrays: Any
+    header: Any
+    if not path.is_file():
+        raise CacheFormatError(f"there is no cache file {path}. Make one with mlx_tq.cache_prompt.")
+    try:
+        arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
+    except (RuntimeError, ValueError) as error:
+        raise CacheFormatError(f"{path} is damaged or no cache file ({error}). {_REMEDY}") from error
+    arrays.pop(_BLOCKS, None)
+    try:
+        header = _own_header(header)
+        for name in json.loads(header.get("scalars", "{}")):  # which mlx-lm writes as arrays
+            arrays.pop(name, None)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). {_REMEDY}") from error
+    return arrays, header
+
+
+def _own_header(header: Mapping[str, str]) -> dict[str, str]:
+    """Return our header, which is a part of the metadata in a file that mlx-lm can read."""
+    return dict(json.loads(header[f"0.{_HEADER_KEY}"]) if f"0.{_HEADER_KEY}" in header else header)
+
+
+# Archived blocks behind the arrays.
+
+
+def _append_blocks(source: Path, target: Path, sizes: list[int], blocks: Iterable[bytes]) -> None:
+    """Write the safetensors file `source` to `target`, with blocks of these sizes behind its arrays."""
+    with source.open("rb") as old, target.open("wb") as new:
+        header = _read_safetensors_header(old)
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        total = sum(sizes)
+        header[_BLOCKS] = {"dtype": "U8", "shape": [total], "data_offsets": [end, end + total]}
+        header["__metadata__"] = header.get("__metadata__", {}) | {_BLOCKS: json.dumps(sizes)}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        new.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(old, new)
+        for block in blocks:
+            new.write(block)
+
+
+def _read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the blocks behind the arrays of a safetensors file; shorter ones if it ends early."""
+    with path.open("rb") as file:
+        header = _read_safetensors_header(file)
+        if _BLOCKS not in header:
+            return
+        file.seek(header[_BLOCKS]["data_offsets"][0], 1)
+        for size in json.loads(header["__metadata__"][_BLOCKS]):
+            yield file.read(size)
+
+
+def _read_safetensors_header(file: BinaryIO) -> dict[str, Any]:
+    """Read the header of a safetensors file, up to the first byte of its arrays."""
+    length = int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(length))
+    return header
