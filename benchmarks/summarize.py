@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.rescue import ramp_cells
 from mlx_tq.evaluate.paired import Answered, compare
+
+from benchmarks.rescue import ramp_cells
 
 Record = dict[str, Any]
 SWEEP = ("name", "variant", "retention", "granularity", "trigger", "sinks", "once", "kind", "length")

@@ -22,10 +22,10 @@ _HOMES = {
     "TurboQuant": "mlx_tq.codec",
     "compressed": "mlx_tq.prompt_cache.compressed",
     "load": "mlx_tq.models",
-    "load_prompt_cache": "mlx_tq.prompt_cache.files",
+    "load_prompt_cache": "mlx_tq.prompt_cache.cache_file",
     "make_prompt_cache": "mlx_tq.prompt_cache.compressed",
-    "memory_report": "mlx_tq.prompt_cache.memory_report",
-    "save_prompt_cache": "mlx_tq.prompt_cache.files",
+    "memory_report": "mlx_tq.prompt_cache.memory",
+    "save_prompt_cache": "mlx_tq.prompt_cache.cache_file",
 }
 
 __all__ = list(_HOMES)

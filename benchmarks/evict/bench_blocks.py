@@ -19,7 +19,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import prefill
 from mlx_tq.policies import TriAttention
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.session.text import PlainText
 from mlx_tq.session.transcript import make_spans
 
@@ -32,12 +32,12 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
     policy = TriAttention(warmup=256, trigger=32, calibration="text", granularity=granularity)
     evict = EvictConfig(policy, budget="75%", recall="off")
     caches = make_prompt_cache(model, KVConfig(sinks=32, window=64, evict=evict))
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     assert sequence is not None
     rounds: list[np.ndarray] = []
     for start in range(0, len(ids) + 1, STEP):
         prefill(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
-        if len(departed := sequence.take_departed()):
+        if len(departed := sequence.take_evicted()):
             rounds.append(departed)
     spans = [span for positions in rounds for span in make_spans(positions, ids, plain.decode)]
     evicted = sum(map(len, rounds))

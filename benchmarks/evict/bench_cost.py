@@ -24,7 +24,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import before_pass, compressed_caches, sequence_in
+from mlx_tq.prompt_cache.layer_group import begin_pass, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import LayerPlan
 
 STEP = 256
@@ -61,11 +61,11 @@ def filled(model: Any, length: int, policy: str) -> list[Any]:
     caches = build_caches(plan)
     compressed_ones = compressed_caches(caches)
     for layer, cache in zip(plan.layers, compressed_ones, strict=True):
-        sequence, cache.sequence = cache.sequence, None  # no round comes meanwhile
+        group, cache.group = cache.group, None  # no round comes meanwhile
         fill(cache.append, cache, layer.slot, length, 4096, rng)
-        cache.settle()
+        cache.stop_learning()
         mx.eval(cache.state)
-        cache.sequence = sequence
+        cache.group = group
     for cache in caches:
         if cache not in compressed_ones:
             fill(cache.update_and_fetch, cache, plan.layers[0].slot, length, STEP, rng)
@@ -89,15 +89,15 @@ def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
     rounds = []
     for _ in range(ROUNDS):
         twins = copy.deepcopy(caches)
-        rounds.append(seconds(lambda twins=twins: before_pass(twins, 1)))
-        sequence = sequence_in(twins)
+        rounds.append(seconds(lambda twins=twins: begin_pass(twins, 1)))
+        sequence = layer_group_of(twins)
         assert sequence is not None
         gone = sequence.stats
         assert gone.rounds == 1
     ids = mx.array([[i * 7919 % 3000 for i in range(STEP)]])
     steps = []
     with compressed(model):
-        before_pass(caches, 1)
+        begin_pass(caches, 1)
         for _ in range(ROUNDS):
             twins = copy.deepcopy(caches)
             steps.append(seconds(lambda twins=twins: mx.eval(model(ids, cache=twins))))

@@ -27,7 +27,7 @@ from mlx_tq.policies import PackedLayer, PackedTokens, TriAttention
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
 LENGTH, SHARES = 2048, (0.1, 0.25)
@@ -56,10 +56,10 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
     """The same keys in another format, less the mean of their block where the format takes that."""
     pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
-    twin.append(*source.keys_and_values()[0].view.undivided().decode())
-    twin.settle()
-    rows, layout, normalization = twin.body()
-    return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, normalization=normalization)
+    twin.append(*source.keys_and_values()[0].view.merged_regions().decode())
+    twin.stop_learning()
+    rows, layout, normalization = twin.packed_rows()
+    return replace(layer, rows=rows[:, :, : twin.packed_tokens], layout=layout, normalization=normalization)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -73,7 +73,7 @@ def overlaps(name: str) -> Iterator[dict[str, Any]]:
     model, tokenizer = named_model(name)
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))[:LENGTH]
     caches = read(model, ids)
-    first, positions = caches[0], caches[0].body_positions
+    first, positions = caches[0], caches[0].packed_positions
     stats = [calibrator.stats for calibrator in calibrators(caches).values()]
     layers = layers_of(caches, stats)
     span = PositionRange(PREFIX, LENGTH - WINDOW)

@@ -42,7 +42,7 @@ from mlx_tq.policies import ExpectedAttention, Published, TriAttention
 from mlx_tq.policies.calibration import SKIP
 from mlx_tq.policies.selection import PositionRange, select
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
 RETENTIONS = (90, 75, 50, 25)
@@ -119,7 +119,7 @@ class Scene:
             yield f"aggregation maximum, {name}", as_maximum(by_head(caches, stats))
             yield f"virtual query alone, {name}", as_paper(by_head(caches, stats, norm=0), heads)
             yield f"norm term alone, {name}", as_paper(by_head(caches, stats, trig=0), heads)
-        yield "random", np.random.default_rng(self.seed).random(len(caches[0].body_positions))
+        yield "random", np.random.default_rng(self.seed).random(len(caches[0].packed_positions))
         seen = attention_of(caches, [x[:, -WINDOW:] for x in self.text], len(self.scene.ids) - WINDOW)
         yield "attention of the last 64 tokens", seen.mean(axis=2).max(axis=1).mean(axis=0)
         future = [attention_of(caches, asked, len(self.scene.ids)) for asked in self.asked]
@@ -129,7 +129,7 @@ class Scene:
     def measure(self, scores: np.ndarray, retention: float) -> dict[str, Any]:
         """Lose what a score says, and ask."""
         caches, policy = self.caches, TriAttention()
-        positions, offset = caches[0].body_positions, caches[0].offset
+        positions, offset = caches[0].packed_positions, caches[0].offset
         count = offset - int(retention / 100 * offset)
         gone = select(scores, positions, count, PositionRange(PREFIX, offset - WINDOW), policy)
         kept = np.delete(np.arange(len(positions)), gone)

@@ -14,7 +14,7 @@ from mlx_tq.kernels.score import score
 from mlx_tq.policies import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.calibration import Calibrator, QueryStats
 from mlx_tq.policies.triattention import query_spread, virtual_query
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 
 Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 
@@ -62,7 +62,7 @@ def recorded(caches: list[CompressedKVCache]) -> Queries:
 
 def calibrators(caches: list[CompressedKVCache]) -> dict[int, Calibrator]:
     """Those of the caches' sequence, by the number of the layer."""
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     assert sequence is not None
     return sequence.calibrators
 
@@ -82,12 +82,15 @@ def statistics(caches: list[CompressedKVCache], queries: Queries, policy: Calibr
 def layers_of(caches: list[CompressedKVCache], stats: Sequence[QueryStats]) -> list[PackedLayer]:
     """The bodies as policies see them, under these statistics."""
     own = calibrators(caches)
-    return [PackedLayer(*cache.body(), own[cache.number].rope, each) for cache, each in zip(caches, stats, strict=True)]
+    return [
+        PackedLayer(*cache.packed_rows(), own[cache.number].rope, each)
+        for cache, each in zip(caches, stats, strict=True)
+    ]
 
 
 def by_policy(caches: list[CompressedKVCache], stats: Sequence[QueryStats], policy: CalibratedPolicy) -> np.ndarray:
     """The scores of a policy of the package, [S]."""
-    positions = caches[0].body_positions
+    positions = caches[0].packed_positions
     return policy.score(PackedTokens(layers_of(caches, stats), positions, caches[0].offset, 0))
 
 
@@ -95,7 +98,7 @@ def by_head(
     caches: list[CompressedKVCache], stats: Sequence[QueryStats], *, trig: float = 1.0, norm: float = 1.0
 ) -> np.ndarray:
     """Scores of TriAttention before aggregation, [layers, Hq, S], with weights on its two terms."""
-    tokens, last = len(caches[0].body_positions), caches[0].offset - 1
+    tokens, last = len(caches[0].packed_positions), caches[0].offset - 1
     found = []
     for layer in layers_of(caches, stats):
         assert layer.rope is not None
@@ -114,7 +117,7 @@ def by_head(
 def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) -> np.ndarray:
     """Attention weights that queries at positions from `start` give to the body: [layers, Hq, L, S]."""
     sinks, found = caches[0].spec.sinks, []
-    tokens = len(caches[0].body_positions)
+    tokens = len(caches[0].packed_positions)
     own = calibrators(caches)
     for cache, each in zip(caches, queries, strict=True):
         turned = own[cache.number].rope.module(each[None], offset=start)[0]  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.integration.probe import native_caches
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 TOKENS, PROFILES_TIMED = (1024, 4096), ("off", "balanced", "small")
 ROUNDS, STEPS, READ = 6, 32, 512  # a round of steps packs one block
@@ -46,13 +46,13 @@ class Step(NamedTuple):
 def run_steps(model: Any, cache: list[Any], count: int) -> Iterator[Step]:
     token, layers = mx.array([[5]]), compressed_caches(cache)
     for _ in range(count):
-        before = layers[0].body_tokens if layers else 0
+        before = layers[0].packed_tokens if layers else 0
         began = time.perf_counter()
         token = model(token, cache=cache)[:, -1:].argmax(-1)
         built = time.perf_counter()
         mx.eval(token)
         ended = time.perf_counter()
-        yield Step(built - began, ended - built, bool(layers) and layers[0].body_tokens > before)
+        yield Step(built - began, ended - built, bool(layers) and layers[0].packed_tokens > before)
 
 
 def parts(name: str) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.models import load
 from mlx_tq.policies.rope import learn_rope
-from mlx_tq.prompt_cache.predictions import kl_divergence
+from mlx_tq.prompt_cache.measurements import kl_divergence
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "normalized_keys.json"
 PREFIX, FIRST, LEARNED, FLOOR = 32, 4, 128, 0.01

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from mlx_tq.cache.handles import Handle, handles
+from mlx_tq.cache.view import Handle, make_handles
 
 # Queries [1, Hq, L, D], keys and values [1, H, S, D], the scale of scores, the mask, and sinks.
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any, mx.array | None], mx.array]
@@ -43,4 +43,4 @@ class WholeCache(KVCache):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
         """Append a pass's keys and values, and hand out what attends to all."""
         keys, values = super().update_and_fetch(keys, values)
-        return handles(_View(keys, values, self._answer), keys.dtype)  # type: ignore[arg-type]
+        return make_handles(_View(keys, values, self._answer), keys.dtype)  # type: ignore[arg-type]

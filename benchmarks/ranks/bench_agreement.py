@@ -21,8 +21,7 @@ from mlx_tq.distributed.group import Ranks, join
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.layer_group import LayerGroup
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in, sequence_layers
+from mlx_tq.prompt_cache.layer_group import LayerGroup, begin_pass, evicting_layers, layer_group_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIVE = (1024, 8192)
@@ -55,13 +54,13 @@ def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache],
     """Layers with so many live tokens, and a round that is due."""
     evict = EvictConfig("knorm:granularity=32:trigger=127", live, recall)
     caches = build_caches(plan_caches(model, KVConfig(normalize=False, evict=evict)))
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     assert sequence is not None
     sequence.plan = replace(sequence.plan, positions=None)  # no model reads these
-    layers = sequence_layers(caches)
+    layers = evicting_layers(caches)
     for start in range(0, live + STEP, 8 * STEP):
         count = min(8 * STEP, live + STEP - start)
-        before_pass(caches, count)
+        begin_pass(caches, count)
         append(layers, count, start)
     return layers, sequence
 
@@ -75,7 +74,7 @@ def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
         for recall in ("off", "auto"):
             layers, sequence = filled(model, live, recall)
             counted = Counted(ranks)
-            sequence.make_room(layers, 0)
+            sequence.evict_if_due(layers, 0)
             found.append(counted.row(what="round", recall=recall, live=live))
             assert sequence.stats.rounds == 1
         found.append(look(layers, sequence, ranks, live))
@@ -84,13 +83,13 @@ def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
 
 def look(layers: list[CompressedKVCache], sequence: LayerGroup, ranks: Ranks, live: int) -> dict[str, Any]:
     """A look into an archive of a few blocks, and what comes back."""
-    sequence.listen(range(len(layers)), rounds=True)
+    sequence.capture_queries(range(len(layers)), rounds=True)
     for layer in layers:
-        hear = sequence.listener(layer.number)
-        assert hear is not None
-        hear(mx.random.normal((1, 2, QUERIES, 128), key=mx.random.key(7)), 0.1)
+        sequence.listeners(layer.number, 0, 0)[0].notify(
+            mx.random.normal((1, 2, QUERIES, 128), key=mx.random.key(7)), 0.1
+        )
     counted = Counted(ranks)
-    sequence.exchange(layers, sequence.look(layers, QUERIES, 128).chosen)
+    sequence.replace_recalled(layers, sequence.search_archive(layers, QUERIES, 128).blocks)
     return counted.row(what="look", archived=len(sequence.archived), live=live)
 
 

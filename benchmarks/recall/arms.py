@@ -18,9 +18,9 @@ import numpy as np
 
 from benchmarks.recall.bench_recall import BLOCK, STEP, read
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
-from mlx_tq.prompt_cache.archive import Extent
-from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
-from mlx_tq.prompt_cache.recall import Scored, choose, deciding, holding, positions_of
+from mlx_tq.prompt_cache.archive import ArchivedBlock
+from mlx_tq.prompt_cache.layer_group import evicting_layers, layer_group_of
+from mlx_tq.prompt_cache.recall import BlockScore, blocks_of_ranges, deciding_layers, positions_of, select_blocks
 from mlx_tq.session.restore import evict_before_question, recall_rows
 from mlx_tq.session.transcript import extend_to_sentences, format_quotation, make_spans
 
@@ -49,8 +49,12 @@ def likeness(embedder: Any, question: str, texts: Sequence[str]) -> np.ndarray:
 
 
 def named(
-    embedder: Any, question: str, ids: Sequence[int], blocks: Sequence[Extent], decode: Callable[[Sequence[int]], str]
-) -> list[Extent]:
+    embedder: Any,
+    question: str,
+    ids: Sequence[int],
+    blocks: Sequence[ArchivedBlock],
+    decode: Callable[[Sequence[int]], str],
+) -> list[ArchivedBlock]:
     """The blocks of the spans that a rescue service with this embedder would name, as a session would take them."""
     gone = positions_of(blocks)
     spans = make_spans(gone, ids, decode)
@@ -60,21 +64,21 @@ def named(
     best = [spans[i] for i in np.argsort(-alike, kind="stable")[:TOP_K] if alike[i] >= (embedder.floor or -1)]
     ranges = [extend_to_sentences((span.start, span.stop), ids, decode, MARGIN) for span in best]
     live = np.setdiff1d(np.arange(len(ids)), gone)
-    return holding(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
+    return blocks_of_ranges(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
 
 
-def by_rank(order: Sequence[Extent], sinks: int, most: int) -> list[Extent]:
+def by_rank(order: Sequence[ArchivedBlock], sinks: int, most: int) -> list[ArchivedBlock]:
     """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
-    return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), sinks, most)
+    return select_blocks([BlockScore(block, 0.0, 0, False) for block in order], [(-1, 1)] * len(order), sinks, most)
 
 
 def _words(text: str) -> list[str]:
     return "".join(c if c.isalnum() else " " for c in text.lower()).split()
 
 
-def places(order: Sequence[Extent], spans: Sequence[Span]) -> list[int | None]:
+def places(order: Sequence[ArchivedBlock], spans: Sequence[Span]) -> list[int | None]:
     """Of each span how many blocks without any evidence rank before its best block; None where none is archived."""
-    holds = [[inside(extent.positions, span) > 0 for span in spans] for extent in order]
+    holds = [[inside(block.positions, span) > 0 for span in spans] for block in order]
     strange = np.cumsum([0, *(not any(each) for each in holds)])
     best = [next((i for i, each in enumerate(holds) if each[part]), None) for part in range(len(spans))]
     return [None if i is None else int(strange[i]) for i in best]
@@ -135,9 +139,9 @@ def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, log
     return False
 
 
-def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str:
+def quoted(tokenizer: Any, ids: Sequence[int], blocks: Sequence[ArchivedBlock]) -> str:
     """Text of blocks as text rescue quotes it, neighbours as one."""
-    positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
+    positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(block.positions for block in blocks)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
     return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])
 
@@ -157,22 +161,22 @@ class Recalls:
 
     caches: list[Any]
     tokens: int
-    orders: dict[str, list[Extent]]
-    found: dict[str, list[Extent]]
+    orders: dict[str, list[ArchivedBlock]]
+    found: dict[str, list[ArchivedBlock]]
     seconds: float
-    deciding: int
+    deciding_layers: int
 
     def with_rows(self, arm: str) -> list[Any]:
         """A copy of the caches in which an arm's blocks are back."""
         caches = copy.deepcopy(self.caches)
-        sequence = sequence_in(caches)
+        sequence = layer_group_of(caches)
         if sequence is not None and self.found.get(arm):
-            sequence.recall(sequence_layers(caches), self.found[arm])
+            sequence.recall(evicting_layers(caches), self.found[arm])
         return caches
 
     def back(self, arm: str, spans: Sequence[Span]) -> list[float]:
         """Share of each span that an arm brings back."""
-        positions = np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in self.found[arm])])
+        positions = np.concatenate([np.zeros(0, np.int64), *(block.positions for block in self.found[arm])])
         return [inside(positions, span) / (span[1] - span[0]) for span in spans]
 
 
@@ -181,9 +185,9 @@ def recalls(
     caches: list[Any],
     question: Sequence[int],
     spans: Sequence[Span],
-    search: Callable[[list[Extent]], dict[str, list[Extent]]],
+    search: Callable[[list[ArchivedBlock]], dict[str, list[ArchivedBlock]]],
     rng: random.Random,
-    name: Callable[[list[Extent]], list[Extent]] | None = None,
+    name: Callable[[list[ArchivedBlock]], list[ArchivedBlock]] | None = None,
 ) -> Recalls:
     """Ask an archive in every way.
 
@@ -198,21 +202,21 @@ def recalls(
     """
     caches = copy.deepcopy(caches)
     evict_before_question(caches, len(question))
-    layer, sequence = sequence_layers(caches)[0], sequence_in(caches)
+    layer, sequence = evicting_layers(caches)[0], layer_group_of(caches)
     assert sequence is not None
-    most = sequence.plan.recall_tokens(len(question) + layer.offset)
+    most = sequence.plan.max_recalled(len(question) + layer.offset)
     asked = copy.deepcopy(caches)
     found = recall_rows(model, asked, list(question), STEP, most)
-    blocks = sorted((piece.extent for piece in found.ranked), key=lambda extent: int(extent.positions[0]))
+    blocks = sorted((piece.block for piece in found.ranked), key=lambda block: int(block.positions[0]))
     orders = {
-        "queries": [piece.extent for piece in found.ranked],
+        "queries": [piece.block for piece in found.ranked],
         **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
     others = {arm: by_rank(order, layer.spec.sinks, most) for arm, order in orders.items() if arm != "queries"}
     back = set(found.positions)
-    chosen = {"queries": [extent for extent in orders["queries"] if extent.positions[0] in back], **others}
+    chosen = {"queries": [block for block in orders["queries"] if block.positions[0] in back], **others}
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]
     if name is not None:
         chosen["both"] = list(dict.fromkeys([*chosen["queries"], *name(blocks)]))
-    return Recalls(caches, most, orders, chosen, found.seconds, len(deciding(found.ranked)))
+    return Recalls(caches, most, orders, chosen, found.seconds, len(deciding_layers(found.ranked)))

@@ -34,8 +34,8 @@ from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, plante
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.cli.asking import ask_beforehand
 from mlx_tq.evaluate.inspection import reseed_random
-from mlx_tq.prompt_cache.archive import Extent
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.archive import ArchivedBlock
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 from rescue_svc.embed.registry import embedder_class
 
 LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
@@ -106,7 +106,7 @@ class Cell:
         tokenizer, needle, spans = self.tokenizer, made.hidden.needles[number], made.evidence()[number]
         texts: list[str] = []
 
-        def search(blocks: list[Extent]) -> dict[str, list[Extent]]:
+        def search(blocks: list[ArchivedBlock]) -> dict[str, list[ArchivedBlock]]:
             texts[:] = [tokenizer.decode([made.ids[p] for p in block.positions]) for block in blocks]
             orders = {"words": [blocks[i] for i in words_order(texts, needle.question, rng)]}
             if self.embedder is not None:
@@ -114,21 +114,21 @@ class Cell:
                 orders["meaning"] = [blocks[i] for i in (-alike).argsort(kind="stable")]
             return orders
 
-        def name(blocks: list[Extent]) -> list[Extent]:
+        def name(blocks: list[ArchivedBlock]) -> list[ArchivedBlock]:
             return named(self.embedder, needle.question, made.ids, blocks, tokenizer.decode)
 
         asked = asked_of(tokenizer, self.frame, needle)
         found = recalls(self.model, caches, asked.ids, spans, search, rng, name if "both" in self.arms else None)
         live = set(compressed_caches(found.caches)[0].positions.tolist())
-        blocks = sorted(found.orders["queries"], key=lambda extent: int(extent.positions[0]))
+        blocks = sorted(found.orders["queries"], key=lambda block: int(block.positions[0]))
         row = {
             "live": [sum(p in live for p in range(*span)) / (span[1] - span[0]) for span in spans],
             "cut": [is_cut(span) for span in spans],
             "ranks": {arm: places(order, spans) for arm, order in found.orders.items()},
             "back": {arm: found.back(arm, spans) for arm in found.found},
-            "archived": sum(len(extent.positions) for extent in blocks),
+            "archived": sum(len(block.positions) for block in blocks),
             "blocks": len(blocks),
-            "recalled": sum(len(extent.positions) for extent in found.found["queries"]),
+            "recalled": sum(len(block.positions) for block in found.found["queries"]),
             "recall_seconds": found.seconds,
             "deciding": found.deciding,
             "arms": {arm: self.arm(arm, made, needle, found) for arm in self.arms if arm != "full"},

@@ -17,8 +17,8 @@ from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.bench_look import ROUNDS, STEPS, decided, filled, steps
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.passes import sequence_layers
-from mlx_tq.prompt_cache.recall import Listener, looking
+from mlx_tq.prompt_cache.layer_group import evicting_layers
+from mlx_tq.prompt_cache.recall import QueryBuffer, search_layers
 
 LIVE = (512, 4096, 7500)  # tokens that the steps attend to
 
@@ -26,15 +26,15 @@ LIVE = (512, 4096, 7500)  # tokens that the steps attend to
 def sums(caches: list[Any], heads: int, numbers: range) -> float:
     """Seconds in which the layers with these numbers add up the live weights of 64 queries."""
     asking = []
-    for layer in (sequence_layers(caches)[number] for number in numbers):
-        listener, dim = Listener(), layer.keys_and_values()[0].shape[-1]
+    for layer in (evicting_layers(caches)[number] for number in numbers):
+        listener, dim = QueryBuffer(), layer.keys_and_values()[0].shape[-1]
         queries = mx.random.normal((1, heads, STEPS, dim))
         mx.eval(queries)
-        listener.hear(queries, 0.125)
+        listener.append(queries, 0.125)
         asking.append((listener, layer))
     began = time.perf_counter()
     for listener, layer in asking:
-        listener.asked(layer, STEPS)
+        listener.last(layer, STEPS)
     return time.perf_counter() - began
 
 
@@ -42,7 +42,7 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
     """Of a model by live tokens."""
     model, _ = named_model(name)
     plan, heads = plan_caches(model, KVConfig()), model.args.num_attention_heads
-    numbers = looking(len(plan.layers))[: decided(NAMES[name])]
+    numbers = search_layers(len(plan.layers))[: decided(NAMES[name])]
     for live in LIVE:
         caches = filled(model, plan, 0, live)
         taken = [(sums(caches, heads, numbers), steps(model, caches)) for _ in range(ROUNDS)]

@@ -25,11 +25,11 @@ from benchmarks.named_models import ALL_NAMES, RESULTS, named_model
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.environment import environment
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in, sequence_layers
+from mlx_tq.prompt_cache.layer_group import begin_pass, evicting_layers, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.prompt_cache.recall import looking
+from mlx_tq.prompt_cache.recall import search_layers
 
 LIVE, STEP, ROUNDS = 512, 512, 5
 STEPS = EvictConfig().recall_every  # between two looks, whose queries the second asks with
@@ -43,19 +43,19 @@ def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]
     )
     caches = make_prompt_cache(model, config)
     slots = [planned.slot for planned in plan.layers]
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     assert sequence is not None
     sequence.plan = replace(sequence.plan, positions=None)  # no model reads these
     for start in range(0, archived + live, STEP):
-        before_pass(caches, STEP)
-        for slot, cache in zip(slots, sequence_layers(caches), strict=True):
+        begin_pass(caches, STEP)
+        for slot, cache in zip(slots, evicting_layers(caches), strict=True):
             shape = (1, slot.heads, STEP, slot.key_dim)
             pair = [mx.random.normal(shape, key=mx.random.key(2 * start + each)) for each in (0, 1)]
             view = cache.append(*pair)
             if start == 0:
                 view.attend(pair[0], 0.1, "causal", None)
             mx.eval(cache.state)
-    before_pass(caches, 1)  # what the last step brought is no more than its budget leaves, as in the steps beside it
+    begin_pass(caches, 1)  # what the last step brought is no more than its budget leaves, as in the steps beside it
     return caches
 
 
@@ -67,28 +67,26 @@ def decided(model: str) -> int:
 
 def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], asked: int) -> tuple[float, int]:
     """Seconds of a look of the latest `asked` queries of each of these layers, and the bytes of keys that it reads."""
-    sequence, layers = sequence_in(caches), sequence_layers(caches)
+    sequence, layers = layer_group_of(caches), evicting_layers(caches)
     assert sequence is not None
     assert sequence.archive is not None
     sequence.archive.settle()
-    sequence.listen(numbers, rounds=True)
+    sequence.capture_queries(numbers, rounds=True)
     for number in numbers:
-        hear = sequence.listener(number)
-        assert hear is not None
         queries = mx.random.normal((1, heads, asked, plan.layers[number].slot.key_dim))
         mx.eval(queries)
-        hear(queries, 0.125)
-    most, keys, nbytes = sequence.plan.recall_tokens(layers[0].offset), sequence.archive.keys, 0
+        sequence.listeners(number, 0, 0)[0].notify(queries, 0.125)
+    most, keys, nbytes = sequence.plan.max_recalled(layers[0].offset), sequence.archive.read_keys, 0
 
-    def counted(extents: Sequence[Extent], number: int) -> tuple[np.ndarray, np.ndarray]:
+    def counted(blocks: Sequence[ArchivedBlock], number: int) -> tuple[np.ndarray, np.ndarray]:
         nonlocal nbytes
-        found = keys(extents, number)
+        found = keys(blocks, number)
         nbytes += sum(each.nbytes for each in found)
         return found
 
-    with mock.patch.object(sequence.archive, "keys", counted):
+    with mock.patch.object(sequence.archive, "read_keys", counted):
         began = time.perf_counter()
-        sequence.look(layers, asked, most)
+        sequence.search_archive(layers, asked, most)
         return time.perf_counter() - began, nbytes
 
 
@@ -122,7 +120,7 @@ def main() -> None:
         model, _ = named_model(name)
         plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
-        every = looking(len(plan.layers))
+        every = search_layers(len(plan.layers))
         answering = every[: decided(ALL_NAMES[name])]
         sets = {("question", QUESTION): every, ("question", STEPS): every, ("answer", STEPS): answering}
         taken: dict[tuple[str, int], list[float]] = {each: [] for each in sets}

@@ -17,8 +17,8 @@ from benchmarks.recall.documents import COLLECTIONS, Document, chosen
 from benchmarks.recall.parts import Part
 from benchmarks.recall.scenes import config, encode, frame
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.prompt_cache.archive import Extent
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.archive import ArchivedBlock
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import split_question
 
 
@@ -44,16 +44,16 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
     read(model, caches, document)
     rng, texts = random.Random(number), []
 
-    def search(blocks: list[Extent]) -> dict[str, list[Extent]]:
+    def search(blocks: list[ArchivedBlock]) -> dict[str, list[ArchivedBlock]]:
         texts.extend(tokenizer.decode([ids[p] for p in block.positions]) for block in blocks)
         return {"words": [blocks[i] for i in words_order(texts, case.question, rng)]}
 
     found = recalls(model, caches, question, spans, search, rng)
     live = set(compressed_caches(found.caches)[0].positions.tolist())
-    blocks = sorted(found.orders["queries"], key=lambda extent: int(extent.positions[0]))
+    blocks = sorted(found.orders["queries"], key=lambda block: int(block.positions[0]))
     total = sum(stop - start for start, stop in spans)
     back = {
-        arm: sum(inside(e.positions, each) for e in extents for each in spans) for arm, extents in found.found.items()
+        arm: sum(inside(e.positions, each) for e in blocks for each in spans) for arm, blocks in found.found.items()
     }
     return {
         "collection": args.collection,
@@ -65,7 +65,7 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
         "ranks": {arm: best(places(order, spans)) for arm, order in found.orders.items()},
         "back": back,
         "blocks": len(blocks),
-        "recalled": sum(len(extent.positions) for extent in found.found["queries"]),
+        "recalled": sum(len(block.positions) for block in found.found["queries"]),
         "recall_seconds": found.seconds,
         "most": found.tokens,
         "search": {

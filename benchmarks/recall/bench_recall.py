@@ -23,7 +23,7 @@ from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies import Policy
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import recall_rows, release
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -105,7 +105,7 @@ def answer(model: Any, tokenizer: Any, caches: list[Any], question: list[int], c
 def rank(ordered: list[Any], span: tuple[int, int]) -> int | None:
     """The place of the best block that holds a part of the evidence."""
     places = [
-        i for i, extent in enumerate(ordered) if np.any((extent.positions >= span[0]) & (extent.positions < span[1]))
+        i for i, block in enumerate(ordered) if np.any((block.positions >= span[0]) & (block.positions < span[1]))
     ]
     return min(places) if places else None
 
@@ -135,8 +135,8 @@ def measure(
             row["evicted"], row["evicted_log"] = answer(model, tokenizer, copy.deepcopy(caches), question, code)
             found = recall_rows(model, caches, question, STEP)
             row["returned"] = sum(p in set(found.positions) for p in range(*span)) / (span[1] - span[0])
-            ordered = [piece.extent for piece in found.ranked]
-            row["archived"], row["recalled"] = sum(len(extent.positions) for extent in ordered), len(found.positions)
+            ordered = [piece.block for piece in found.ranked]
+            row["archived"], row["recalled"] = sum(len(block.positions) for block in ordered), len(found.positions)
             row["rank"], row["blocks"], row["seconds"] = rank(ordered, span), len(ordered), found.seconds
             row["recall"], row["recall_log"] = answer(model, tokenizer, copy.deepcopy(caches), question, code)
             release(caches)

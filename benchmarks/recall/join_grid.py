@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks.recall.arms import by_rank
 from benchmarks.recall.parts import one_a_line
 from benchmarks.recall.scenes import PREFIX
-from mlx_tq.prompt_cache.archive import Extent
-from mlx_tq.prompt_cache.places import Places
+from mlx_tq.prompt_cache.archive import ArchivedBlock
 
 RESULTS = Path(__file__).parents[1] / "results" / "recall_grid.json"
 NEEDLES = 24  # a cell
@@ -60,10 +59,12 @@ def add_meaning(row: dict[str, Any], known: Vectors) -> None:
         row["ranks"]["meaning"] = ranks
         return
     row["ranks"]["meaning"] = min((rank for rank in ranks if rank is not None), default=None)
-    blocks = [Extent(np.arange(first, first + count), 0, 0, Places(0)) for first, count in search["places"]]
+    blocks = [
+        ArchivedBlock(np.arange(first, first + count), 0, 0, 0, lambda: None) for first, count in search["places"]
+    ]
     back = by_rank([blocks[i] for i in order], PREFIX, row["most"])
     number = {id(block): i for i, block in enumerate(blocks)}
-    row["back"]["meaning"] = sum(sum(search["holds"][number[id(extent)]]) for extent in back)
+    row["back"]["meaning"] = sum(sum(search["holds"][number[id(block)]]) for block in back)
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer, load_text
 from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.policies import parse_policy
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
@@ -91,7 +91,7 @@ def measure(
         needle = find(session.ids, case.ids[case.needle[0] : case.needle[1]])
         live, _ = count_needle_tokens(session.cache, needle)
         before = twin.stats
-        sequence = sequence_in(session.cache)
+        sequence = layer_group_of(session.cache)
         shared = {
             **cell,
             "needle": needle,

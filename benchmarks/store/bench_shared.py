@@ -36,7 +36,7 @@ def begun(plan):
     for cache, layer in zip(caches, plan.layers, strict=True):
         for start in range(0, BEGINNING, 500):
             cache.append(*vectors(layer.slot, 1, min(500, BEGINNING - start)))
-            cache.settle()
+            cache.stop_learning()
         mx.eval(cache.state)
     return caches
 
@@ -62,7 +62,7 @@ def measure(plan, count, *, shared):
         rows = [cache if shared else type(cache).from_state(cache.state) for _ in range(count)]
         if not shared:  # of a state the rows are views; rows of one's own are a copy
             for row in rows:
-                row.replace_body(row.body()[0] + 0, row.body_positions)
+                row.replace_packed(row.packed_rows()[0] + 0, row.packed_positions)
         batches.append(BatchCompressedKVCache.merge(rows))
     del first, rows, cache
     for batch, layer in zip(batches, plan.layers, strict=True):

@@ -27,8 +27,7 @@ from mlx_tq.config import Budget, EvictConfig, profile
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
 from mlx_tq.prefix_cache.prefix_cache import derive_key
 from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
-from mlx_tq.prompt_cache.eviction import EvictionPlan
-from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_tiers.json"
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
@@ -44,28 +43,19 @@ def layers(tokens):
     begun = CompressedKVCache(spec)
     pair = [mx.random.normal((1, HEADS, config.sinks + 1024, DIM)).astype(mx.float16) for _ in range(2)]
     begun.append(*pair)
-    begun.settle()
-    keys, values, rows, health, *learned, offset, kept, about, gaps, part, (asked, scale, means) = begun.state
-    times = -(-tokens // rows.shape[2])
-    more = tokens - rows.shape[2]
+    begun.stop_learning()
+    state = begun.state
+    times, more = -(-tokens // state["rows"].shape[2]), tokens - state["rows"].shape[2]
     each = []
     for _ in range(LAYERS):
-        body, centres = (mx.tile(x, (1, 1, times, 1)) for x in (rows, means))
-        known = (asked, scale, centres[:, :, : tokens // 32])
-        state = (
-            keys,
-            values,
-            body[:, :, :tokens],
-            health,
-            *learned,
-            offset + more,
-            kept + more,
-            about,
-            gaps,
-            part,
-            known,
-        )
-        each.append(CompressedKVCache.from_state(state))
+        rows, means = (mx.tile(x, (1, 1, times, 1)) for x in (state["rows"], state["normalizer"]["means"]))
+        longer = {
+            "rows": rows[:, :, :tokens],
+            "normalizer": state["normalizer"] | {"means": means[:, :, : tokens // 32]},
+            "length": state["length"] + more,
+            "originals": state["originals"] + more,
+        }
+        each.append(CompressedKVCache.from_state(state | longer))
     mx.eval([cache.state for cache in each])
     return each
 
@@ -83,13 +73,13 @@ def through_archive(caches, tokens):
 
     def spill():
         for start in range(0, tokens, TOGETHER):
-            sequence._keep(caches, np.arange(start, start + TOGETHER))
-            sequence.archive.make_room()
+            sequence._archive_rows(caches, np.arange(start, start + TOGETHER))
+            sequence.archive.wait_for_queue()
         sequence.archive.settle()
         os.fsync(sequence.archive._file)
 
     spilled, _ = timed(spill)
-    positions = caches[0].body_positions
+    positions = caches[0].packed_positions
     for cache in caches:
         mx.eval(cache.compact(np.arange(0, 0), positions[:0]))
     warmed, count = timed(partial(sequence.recall, caches, sequence.archived))

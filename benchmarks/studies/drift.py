@@ -19,8 +19,8 @@ from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args
 from mlx_tq.evaluate.results import Columns, Record
 from mlx_tq.evaluate.teacher_forced import check_length
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import compressed_caches
-from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
 COLUMNS: Columns = {
     "cache": lambda row: f"{row['name']}, {row['step']} at a time",

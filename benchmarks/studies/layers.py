@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.studies.flags import load_with_ids, open_results, run_study, study_parser
-from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.view import StepView
 from mlx_tq.cli.loading import load_chosen
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.normalization import normalize
@@ -27,8 +27,8 @@ from mlx_tq.evaluate.teacher_forced import check_steps
 from mlx_tq.kernels import backend
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import cache_parts
-from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.layer_group import cache_parts
+from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
 
 class Side(NamedTuple):
@@ -122,7 +122,7 @@ def _compare_codes(references: list[Any], caches: list[Any]) -> Iterator[tuple[i
     """Yield layer, percentages of equal key and value codes, and the first position with another code."""
     for layer, pair in enumerate(zip(references, caches, strict=True)):
         for reference, cache in zip(*(cache_parts([entry]) for entry in pair), strict=True):
-            if not isinstance(cache, CompressedKVCache) or not cache.body_tokens:
+            if not isinstance(cache, CompressedKVCache) or not cache.packed_tokens:
                 continue
             view, shares, positions = _regions(cache), {"key": None, "value": None}, []
             for side in shares:
@@ -143,7 +143,7 @@ def _regions(cache: CompressedKVCache) -> Regions:
 
 def _packed_start(view: Regions, cache: CompressedKVCache) -> int:
     # behind the rows in the second format of a mixed cache
-    return cache.spec.sinks + cache.body_tokens - view.packed_tokens
+    return cache.spec.sinks + cache.packed_tokens - view.packed_tokens
 
 
 def _expected_codes(view: Regions, reference: Any, cache: CompressedKVCache, side: str) -> np.ndarray | None:

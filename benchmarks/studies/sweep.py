@@ -32,7 +32,7 @@ from mlx_tq.policies import CalibratedPolicy, ExpectedAttention, Recency, TriAtt
 from mlx_tq.policies.policy import TEXT
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import planner
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 
 TOGETHER = 9  # settings that share one pass of the fp16 cache: few, so that a stopped sweep loses little
 POLICIES = (
@@ -209,10 +209,10 @@ class OncePrefilled:
     def prefill_for(self, arm: Arm) -> Prefill:
         def prefilled(sample: Sample) -> list[Any]:
             caches = copy.deepcopy(self._prefilled(sample.ids[: sample.shared], arm.config.sinks))
-            sequence, plan = sequence_in(caches), self._plans[arm.name]
+            sequence, plan = layer_group_of(caches), self._plans[arm.name]
             sequence.replan(plan.eviction, [layer.queries for layer in plan.layers])
             reseed_random(caches, sample.fields["seed"])
-            before_pass(caches, 1)  # evicts here, once, and not with every question
+            begin_pass(caches, 1)  # evicts here, once, and not with every question
             return caches
 
         return prefilled

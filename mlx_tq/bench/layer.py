@@ -50,7 +50,7 @@ def _fill(cache: Cache, shape: LayerShape, tokens: int, dtype: mx.Dtype) -> None
         with patch_attention():
             cache.update_and_fetch(keys, values)
         if isinstance(cache, CompressedKVCache):
-            cache.settle()
+            cache.stop_learning()
         mx.eval(cache.state)
 
 

@@ -238,6 +238,8 @@ class BatchCompressedKVCache(_BaseCache):  # type: ignore[misc]
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
         names = json.loads(state["classes"])
-        self.rows = [getattr(native, name).from_state(row) for name, row in zip(names, state.get("rows", []), strict=True)]
+        self.rows = [
+            getattr(native, name).from_state(row) for name, row in zip(names, state.get("rows", []), strict=True)
+        ]
         self._remaining = json.loads(state["remaining"])
         self._last_view = None

@@ -16,8 +16,16 @@ from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.blocks import LayerRows, LayerShape
 from mlx_tq.cache.normalizer import KeyNormalizer
-from mlx_tq.cache.packed_rows import PackedRows, Pair, SharedBuffers, StoredRows, join_tokens, row_capacity, write_tokens
-from mlx_tq.cache.region_map import SCALE_READY, SCALE_TOKENS, SHORT_PASS, RegionMap
+from mlx_tq.cache.packed_rows import (
+    PackedRows,
+    Pair,
+    SharedBuffers,
+    StoredRows,
+    join_tokens,
+    row_capacity,
+    write_tokens,
+)
+from mlx_tq.cache.region_map import SCALE_TOKENS, SHORT_PASS, RegionMap
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.view import Handle, QueryListener, StepView, check_attention_is_patched, make_handles
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
@@ -72,7 +80,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def __init__(self, spec: CacheSpec, number: int = 0, group: Group | None = None) -> None:
         self.spec, self.number, self.group = spec, number, group
         self.regions = RegionMap.empty(spec)
-        self._saved_part: dict[str, Any] | None = None  # of the group, from a state, until the next pass restores it
+        self.saved_part: dict[str, Any] | None = None  # of the group, in a state, until the next pass restores it
         # Sinks and window lie next to each other, [B, H, capacity, D]; the slack is [B, H, packed - originals, D].
         self._full: Pair | None = None
         self._slack: Pair | None = None
@@ -82,6 +90,13 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self._mean_index: mx.array | None = None  # int32 [packed_tokens], if tokens were evicted
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
         self._last_view: StepView | None = None  # of the last pass, if later layers share it
+
+    @property
+    def evicts(self) -> bool:
+        return self.group is not None or self.saved_part is not None
+
+    def join_group(self, group: Group) -> None:
+        self.group, self.saved_part = group, None
 
     # mlx-lm's interface.
 
@@ -141,7 +156,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
             raise ConfigError(f"a trim of {n!r} tokens; it must be a whole number from 0 on.")
         n = min(self.offset, n)
         length = self.offset - n
-        is_whole = self.group.rewind(self, length) if self.group is not None else self._saved_part is None
+        is_whole = self.group.rewind(self, length) if self.group is not None else self.saved_part is None
         before = self.regions
         if length < before.floor and not is_whole:
             raise CacheFormatError(
@@ -184,19 +199,38 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """Arrays without spare capacity, numbers and text."""
         return self._state(self._rows.between(0, self._num_rows))
 
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.spec = CacheSpec.from_dict(json.loads(state["spec"]))
+        self.number, self.group, self.saved_part = state["number"], None, state.get("group")
+        self.regions = RegionMap(self.spec, state["length"], state["originals"])
+        if state["evicted"]:
+            kept = np.array(state["kept"], np.int64).reshape(-1)
+            self.regions = replace(self.regions, evicted=state["evicted"], floor=state["floor"], kept=kept)
+        self._rows, self._health = PackedRows(state.get("rows")), state["health"]
+        self._normalizer = KeyNormalizer(**state.get("normalizer", {}))
+        self._full = self._slack = self._fitted = self._last_view = None
+        if "keys" in state:
+            full, sinks = (state["keys"], state["values"]), self.spec.sinks
+            self._lay_out(full, (full[0][:, :, sinks:], full[1][:, :, sinks:]), self.regions.originals)
+            if learned := state.get("learned"):
+                self._fitted = self._layout(full).restore(learned.get("key"), learned.get("value"))
+        self._mean_index = self._make_mean_index()
+
     @property
     def state_in_place(self) -> dict[str, Any]:
         """The same, but rows that lie in several buffers are a list, so that nothing is copied to read it."""
         return self._state(self._rows.in_place(self._num_rows))
 
     def _state(self, rows: StoredRows) -> dict[str, Any]:
-        regions, full = self.regions, (None, None)
+        regions = self.regions
+        full: tuple[mx.array | None, ...] = (None, None)
         if self._full is not None:
             originals = self._originals(self._full, regions.originals, self._packed(self.offset), self.offset)
             sinks = (x[:, :, : min(self.offset, self.spec.sinks)] for x in self._full)
             full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(sinks, originals, strict=True))
         learned = (None, None) if self._fitted is None else self._fitted.learned
-        part = self._saved_part if self.group is None else self.group.part_state(self.number)
+        part = self.saved_part if self.group is None else self.group.part_state(self.number)
         state = {
             "keys": full[0],
             "values": full[1],
@@ -215,24 +249,6 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         }
         return _drop_none(state)
 
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
-        self.spec = CacheSpec.from_dict(json.loads(state["spec"]))
-        self.number, self.group, self._saved_part = state["number"], None, state.get("group")
-        self.regions = RegionMap(self.spec, state["length"], state["originals"])
-        if state["evicted"]:
-            kept = np.array(state["kept"], np.int64).reshape(-1)
-            self.regions = replace(self.regions, evicted=state["evicted"], floor=state["floor"], kept=kept)
-        self._rows, self._health = PackedRows(state.get("rows")), state["health"]
-        self._normalizer = KeyNormalizer(**state.get("normalizer", {}))
-        self._full = self._slack = self._fitted = self._last_view = None
-        if "keys" in state:
-            full, sinks = (state["keys"], state["values"]), self.spec.sinks
-            self._lay_out(full, (full[0][:, :, sinks:], full[1][:, :, sinks:]), self.regions.originals)
-            if learned := state.get("learned"):
-                self._fitted = self._layout(full).restore(learned.get("key"), learned.get("value"))
-        self._mean_index = self._make_mean_index()
-
     # Appending.
 
     def append(self, keys: mx.array, values: mx.array) -> StepView:
@@ -243,7 +259,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """
         self._last_view = None
         before, after = self.offset, self.offset + keys.shape[2]
-        if self._saved_part is not None:
+        if self.saved_part is not None:
             raise unannounced_pass()
         if self.group is not None:
             self.group.check_announced(after)
@@ -454,14 +470,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         together = mx.concatenate([rows[:, :, :count], layout.unsplit(keys, values)], axis=2)
         ordered = join_tokens([mx.take(together, mx.array(order), axis=2)], row_capacity(len(order)))
         sinks = self.spec.sinks
-        means = {
-            (int(own[0]) - sinks) // MEAN_TOKENS: piece.mean for own, piece in pieces if piece.mean is not None
-        }
+        means = {(int(own[0]) - sinks) // MEAN_TOKENS: piece.mean for own, piece in pieces if piece.mean is not None}
         return self._replace_evictable(ordered, positions[order], means)
 
-    def _replace_evictable(
-        self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]
-    ) -> mx.array:
+    def _replace_evictable(self, rows: mx.array, positions: np.ndarray, means: Mapping[int, np.ndarray]) -> mx.array:
         return self.replace_packed(rows, positions, means)
 
     # Health.

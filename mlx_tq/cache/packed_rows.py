@@ -146,7 +146,9 @@ class PackedRows:
 
     def _shared_before(self, stop: int) -> list[tuple[Buffer, int]]:
         edges = accumulate((count for _, count in self._shared), initial=0)
-        counts = [(buffer, min(count, stop - start)) for (buffer, count), start in zip(self._shared, edges, strict=False)]
+        counts = [
+            (buffer, min(count, stop - start)) for (buffer, count), start in zip(self._shared, edges, strict=False)
+        ]
         return [(buffer, count) for buffer, count in counts if count > 0]
 
     def _share(self, buffer: Buffer, count: int) -> None:

@@ -1,4 +1,4 @@
-"""`ShadowKVCache`: a compressed cache that runs next to mlx-lm's own, which attends; from time to time both are compared.
+"""`ShadowKVCache`: a compressed cache that runs next to mlx-lm's own, which attends; now and then both are compared.
 
 So a format can be tried on one's own conversation before it is trusted: the answer is that of the model's own cache,
 token by token.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cache.files import check_config
 from mlx_tq.cli.args import (
     SHADOW,
     chooses_rescue,
@@ -43,7 +42,7 @@ from mlx_tq.cli.stores import chosen_store
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.prompt_cache.files import with_formats
+from mlx_tq.prompt_cache.cache_file import check_config, with_formats
 from mlx_tq.rescue import AUTO, OFF
 from mlx_tq.session import Session
 from mlx_tq.session.restore import take_archive_warning

@@ -14,8 +14,7 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import fingerprint, ranks_of
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.known_queries import kept_queries, make_folder
-from mlx_tq.prompt_cache.losses import kept_losses, known_losses, save_losses
+from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, losses_path, make_folder, save_losses
 
 
 def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
@@ -27,16 +26,16 @@ def ask_beforehand(model: Any, tokenizer: Any, *configs: KVConfig) -> None:
         MlxTqError: `model` cannot be run under one of these configurations.
     """
     for config in configs:
-        if config.mean_bits is not None and known_losses(fingerprint(model)) is None:
+        if config.mean_bits is not None and find_losses(fingerprint(model)) is None:
             measure(model, tokenizer, load_text())
         policy = None if config.evict is None else config.evict.policy
         if (
             not isinstance(policy, CalibratedPolicy)
             or not policy.uses_auto_calibration
-            or not plan_caches(model, config).is_blind
+            or not plan_caches(model, config).calibrates_on_prompt
         ):
             continue
-        path = kept_queries(fingerprint(model), covariance=policy.needs_covariance)
+        path = calibration_path(fingerprint(model), covariance=policy.needs_covariance)
         try:
             _gather(model, tokenizer, path, covariance=policy.needs_covariance)
         except (CacheFormatError, ConfigError) as error:
@@ -53,7 +52,7 @@ def measure(model: Any, tokenizer: Any, text: str) -> None:
     Raises:
         MlxTqError: it cannot be measured, or not kept.
     """
-    path = kept_losses(fingerprint(model))
+    path = losses_path(fingerprint(model))
     make_folder(path)  # before the work, not after it
     with prefill_progress(what="measuring what each layer loses, once") as progress:
         found = measure_losses(model, tokenizer, text, progress)

@@ -23,7 +23,7 @@ from mlx_tq.policies.policy import TEXT
 from mlx_tq.policies.rope import Rope
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.session.restore import prefill
 
 # Of the statistics, the share that is the text's: the means of both are averaged with this weight.
@@ -159,7 +159,7 @@ def _caches(model: Any, covariance: bool) -> Callable[[], list[Any]]:
 
 
 def _calibrators(caches: list[Any]) -> list[Calibrator]:
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     return [] if sequence is None else [calibrator for _, calibrator in sorted(sequence.calibrators.items())]
 
 

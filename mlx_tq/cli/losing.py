@@ -9,8 +9,7 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, planner
-from mlx_tq.prompt_cache.losses import MEASURED_AT, Losses
-from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.measurements import MEASURED_FORMAT, Losses, kl_divergence, log_probabilities
 
 TOKENS = 512  # of the text
 STEP = 64  # tokens read at a time
@@ -69,6 +68,6 @@ def _alone(side: str, layers: int) -> Iterator[KVConfig]:
     """Configurations of which each compresses the keys, or the values, of one layer."""
     other = "value" if side == "key" else "key"
     for layer in range(layers):
-        formats = [MEASURED_AT if number == layer else _FULL for number in range(layers)]
+        formats = [MEASURED_FORMAT if number == layer else _FULL for number in range(layers)]
         schedule: dict[str, Any] = {side: SCHEDULE.join(formats), other: _FULL}
         yield replace(_CONFIG, **schedule)

@@ -8,14 +8,13 @@ from mlx_lm.models.cache import QuantizedKVCache
 from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
-from mlx_tq.cache.files import check_config, read_header
 from mlx_tq.cli.args import config_from_args, names_cache, rescue_from_args, with_blocks
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
+from mlx_tq.prompt_cache.cache_file import check_config, load_prompt_cache, read_header, with_formats
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.files import load_prompt_cache, with_formats
-from mlx_tq.prompt_cache.plan import Plan, unasked
+from mlx_tq.prompt_cache.plan import Plan, without_queries
 from mlx_tq.rescue import OFF
 
 
@@ -113,7 +112,7 @@ def _open_native(model: Any, path: str, args: argparse.Namespace, config: KVConf
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again with mlx_tq.cache_prompt.") from error
     if not config.is_off:
-        plan = unasked(plan_caches(model, config))
+        plan = without_queries(plan_caches(model, config))
         return PromptCache(adopt_caches(plan, native), plan, plan.config)
     if len(native) != len(make_native_cache(model)):
         raise CacheFormatError(f"{path} has {len(native)} caches, not one for each of the model's. Pass its own model.")

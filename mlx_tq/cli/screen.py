@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mlx_tq.cache.spec import LEARNED
+from mlx_tq.cache.region_map import SCALE_TOKENS
 from mlx_tq.cli.foreign_text import readable
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.prompt_cache.archive import LIMIT
-from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
 from mlx_tq.prompt_cache.statistics import CacheStats, predict_stats
 from mlx_tq.session.shadow_mode import ShadowReport
@@ -91,13 +91,14 @@ def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
     if plan.allocation is not None:
         found = plan.allocation
         console.print(
-            f"formats for {found.asked:g} bits a value take {found.bits:.2f}, and lose about {found.loss:.2g} nats",
+            f"formats for {found.limit:g} bits a value take {found.bits:.2f}, and lose about {found.loss:.2g} nats",
             style="dim",
             soft_wrap=True,
         )
     if any(layer.spec.normalize for layer in plan.layers):
         console.print(
-            f"keys are stored less the mean of their block, weighted by what the first {LEARNED} tokens' queries read",
+            f"keys are stored less the mean of their block, weighted by what the "
+            f"first {SCALE_TOKENS} tokens' queries read",
             style="dim",
             soft_wrap=True,
         )

@@ -70,13 +70,13 @@ def _measure_storage(model: Any, arm: Arm, recorded: list[Attended]) -> Record:
         past = layer.keys.shape[2] - QUERIES
         earlier = cache.append(layer.keys[:, :, :past], layer.values[:, :, :past])
         earlier.attend(layer.earlier_queries, layer.scale, "causal", layer.sinks)  # keys are normalized by queries
-        if not cache.body_tokens:
+        if not cache.packed_tokens:
             raise ConfigError(
                 f"{past} tokens with sinks {planned.spec.sinks} and window {planned.spec.window} pack none. Take a "
                 f"longer --length, or a smaller --kv-sinks or --kv-window.{normalization_hint(planned.spec, past)}"
             )
-        nbytes += cache.body_nbytes / (layer.keys.shape[0] * cache.body_tokens)
-        packed = slice(planned.spec.sinks, planned.spec.sinks + cache.body_tokens)
+        nbytes += cache.packed_nbytes / (layer.keys.shape[0] * cache.packed_tokens)
+        packed = slice(planned.spec.sinks, planned.spec.sinks + cache.packed_tokens)
         view = cache.append(layer.keys[:, :, past:], layer.values[:, :, past:])
         output = view.attend(layer.queries, layer.scale, layer.mask, layer.sinks)
         keys, values = (handle.materialize() for handle in cache.keys_and_values())

@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from mlx_tq.cache.handles import Handle, handles
+from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.integration.probe import native_caches
 from mlx_tq.kernels.regions import Mask
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import cache_parts
+from mlx_tq.prompt_cache.layer_group import cache_parts
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Recording:
     def value_shape(self) -> tuple[int, ...]:
         return self._values.shape
 
-    def observed(self, queries: mx.array, rope: Any) -> "_Recording":
+    def notify_before_rope(self, queries: mx.array, rope: Any) -> "_Recording":
         return self
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
@@ -59,7 +59,7 @@ class _Recorder(KVCache):  # type: ignore[misc]
     def keys_and_values(self) -> tuple[Handle, Handle]:
         keys, values = super().keys_and_values()
         self.view = _Recording(keys, values)
-        return handles(self.view, keys.dtype)
+        return make_handles(self.view, keys.dtype)
 
 
 def _with_recorders(cache: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cache.spec import READY, CacheSpec
+from mlx_tq.cache.region_map import SCALE_READY
+from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import SCHEDULE
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.evaluate.arms import OFF, Arm
@@ -20,7 +21,7 @@ from mlx_tq.evaluate.inspection import check_evicted, eviction_counts, packed_to
 from mlx_tq.evaluate.results import Advance, Record
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.compressed import compressed, planner
-from mlx_tq.prompt_cache.predictions import kl_divergence, log_probabilities
+from mlx_tq.prompt_cache.measurements import kl_divergence, log_probabilities
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def normalization_hint(spec: CacheSpec, tokens: int) -> str:
     """Return a remedy for an error message if nothing is packed because keys are normalized, else nothing."""
     if replace(spec, normalize=False).packed_until(tokens) == spec.sinks:
         return ""
-    return f" Or add --kv-normalize off: normalized keys pack none before {READY} tokens were read."
+    return f" Or add --kv-normalize off: normalized keys pack none before {SCALE_READY} tokens were read."
 
 
 def score_text(

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models import cache as mlx_lm_cache
 
-from mlx_tq.cache.handles import Handle
+from mlx_tq.cache.view import Handle
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels.regions import Mask
 
@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
                 "eviction is calibrated on queries before RoPE, and those of this layer came from no RoPE module that "
                 "could be followed. Use another policy, such as knorm."
             )
-        view = view.observed(call.source, call.module)
+        view = view.notify_before_rope(call.source, call.module)
     return view.attend(queries, scale, mask, sinks)
 
 

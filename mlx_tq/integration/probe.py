@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache
 
-from mlx_tq.cache.handles import Handle, handles
+from mlx_tq.cache.view import Handle, make_handles
 from mlx_tq.codec.formats.base import dtype_name
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import UnsupportedModelError
@@ -108,7 +108,7 @@ class _ProbeView:
         self.is_counted = True
         return self._values.shape
 
-    def observed(self, queries: mx.array, rope: Any) -> "_ProbeView":
+    def notify_before_rope(self, queries: mx.array, rope: Any) -> "_ProbeView":
         return self
 
     def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
@@ -154,7 +154,7 @@ class _ProbeCache(KVCache):  # type: ignore[misc]
         keys, values = super().keys_and_values()
         view = _ProbeView(keys, values)
         self.views.append(view)
-        return handles(view, keys.dtype)
+        return make_handles(view, keys.dtype)
 
     def facts(self, index: int, part: int | None, ranks: Ranks) -> SlotFacts:
         keys, values = super().keys_and_values()

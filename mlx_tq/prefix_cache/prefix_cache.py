@@ -31,7 +31,7 @@ from mlx_tq.kernels import backend, thresholds
 from mlx_tq.models import exact_fingerprint
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, LIMIT, RANK, Folder
 from mlx_tq.prefix_cache.records import ROWS, Checkpoint, decode_checkpoint
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
@@ -240,10 +240,10 @@ class CachedPrompt:
         except CacheFormatError:
             self._folder.remove(CHECKPOINTS, key)
             return None
-        sequence = sequence_in(caches)
+        sequence = layer_group_of(caches)
         if sequence is not None:
             sequence.ranks = self._ranks  # which no file has
-            sequence.learn(layer.rope for layer in self._cache.plan.layers)
+            sequence.set_ropes(layer.rope for layer in self._cache.plan.layers)
         return RestoredCheckpoint(caches, block_keys)
 
     def follow(self, other: "CachedPrompt", stop: int) -> bool:
@@ -300,6 +300,6 @@ class CachedPrompt:
 
 def _has_exactly(caches: list[Any], stop: int) -> bool:
     """Return whether caches hold the tokens before `stop`: nothing was evicted or recalled."""
-    sequence = sequence_in(caches)
-    is_untouched = sequence is None or not (sequence.stats.rounds or sequence.archived or sequence.held)
+    sequence = layer_group_of(caches)
+    is_untouched = sequence is None or not (sequence.stats.rounds or sequence.archived or sequence.pinned)
     return is_untouched and tokens_seen(caches) == stop

@@ -12,32 +12,27 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlx_tq.cache.files import Parts, put_together, take_apart
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.prompt_cache.cache_file import CacheParts, join_caches, split_caches
 from mlx_tq.prompt_cache.statistics import tokens_seen
 
 ROWS = 256
 
 
 def _growing_arrays(caches: list[Any]) -> dict[str, int]:
-    """Return the names of arrays that grow with the packed tokens, along axis 2, and the tokens of an entry.
-
-    Names are paths in the list of all caches' states. Nothing else in this package depends on the layout of states.
-    """
+    """Return the paths of state arrays that grow with the packed tokens, along axis 2, and the tokens of an entry."""
     layers: dict[str, Any] = {}
     for index, cache in enumerate(caches):
         if isinstance(cache, CacheList):
             layers |= {f"{index}.{place}.0": part for place, part in enumerate(cache.caches)}
         else:
             layers[str(index)] = cache
-    rows, key_means = "2", "11.2"
     return {
         f"{path}.{name}": tokens
         for path, cache in layers.items()
-        if type(cache) is CompressedKVCache and cache.body_tokens
-        for name, tokens in ((rows, 1), (key_means, MEAN_TOKENS))
+        if isinstance(cache, CompressedKVCache) and cache.packed_tokens
+        for name, tokens in cache.growing_state.items()
     }
 
 
@@ -45,7 +40,7 @@ class Checkpoint:
     """The state of caches from which nothing was evicted. The caches may go on; the checkpoint stays."""
 
     def __init__(self, caches: list[Any]) -> None:
-        self._parts, self._tokens = take_apart(caches), tokens_seen(caches)
+        self._parts, self._tokens = split_caches(caches), tokens_seen(caches)
         growing = _growing_arrays(caches)
         self._growing = {name: tokens for name, tokens in growing.items() if name in self._parts.arrays}
 
@@ -75,7 +70,7 @@ def decode_checkpoint(data: bytes, read_block: Callable[[str], bytes | None]) ->
         blocks = [_from_bytes(read_block(key) or b"")[0] for key in header["blocks"]]
         for name in header["growing"] if blocks else ():
             arrays[name] = mx.concatenate([*(block[name] for block in blocks), arrays[name]], axis=2)
-        return put_together(Parts(header["classes"], header["scalars"], arrays)), header["blocks"]
+        return join_caches(CacheParts(header["classes"], header["scalars"], arrays)), header["blocks"]
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise CacheFormatError(f"a checkpoint is incomplete ({error!r}). Its tokens are prefilled again.") from error
 

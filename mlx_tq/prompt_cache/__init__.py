@@ -1,1 +1,1 @@
-"""All layers of one sequence: how they are planned and built, what they have lost, and what they take."""
+"""The compressed prompt cache of a model: its plan, eviction, archive and recall, memory, and files."""

@@ -1,9 +1,8 @@
-"""Bits where they count: for each layer the pair of formats, so that all of them lose least within their bits.
+"""Chooses the key and value formats of each layer, so that the whole model loses least within a number of bits.
 
-What a layer loses was measured once with its keys, and once with its values, at one format. At another it is taken to
-lose as much more as that format's squared error is larger, and the losses of layers to add up: the KL divergence is
-of second order in the errors, which are independent of one another. Which choice of each layer is best is then a
-knapsack, solved exactly.
+The loss of a layer was measured once with its keys and once with its values at one format. At another format it is
+assumed to grow with that format's squared error, and losses of layers to add up: the KL divergence is of second order
+in the errors, which are independent. The best choice for all layers is then a knapsack problem, solved exactly.
 """
 
 from dataclasses import dataclass, replace
@@ -18,35 +17,23 @@ from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import SCHEDULE, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import ModelFacts, SlotFacts
-from mlx_tq.prompt_cache.footprint import MEAN, layer_layout
-from mlx_tq.prompt_cache.losses import MEASURED_AT, Losses
+from mlx_tq.prompt_cache.layer_bytes import MEAN_BYTES, layer_layout
+from mlx_tq.prompt_cache.measurements import MEASURED_FORMAT, Losses
 
 CHOICES = ("q8", "tq4", "tq3", "tq2")
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Formats that were chosen.
+    """The result of choosing formats."""
 
-    Attributes:
-        asked: bits a value that were allowed.
-        bits: that are taken.
-        loss: KL divergence from the fp16 cache, in nats, as predicted.
-    """
-
-    asked: float
-    bits: float
-    loss: float
+    limit: float  # allowed bits per value
+    bits: float  # per value, of the formats that were chosen
+    loss: float  # predicted KL divergence from the fp16 cache, in nats
 
 
 def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -> tuple[KVConfig, Allocation]:
-    """The configuration with a pair of formats for each layer, and what these are worth.
-
-    Args:
-        facts: of the model.
-        config: of everything else.
-        bits: that all layers may take together, of a value.
-        losses: of the model's layers.
+    """Return the configuration with formats for each layer that take at most `bits` per value, and their loss.
 
     Raises:
         ConfigError: fewer bits than the smallest formats take, or losses of another number of layers.
@@ -60,7 +47,7 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
     pairs = list(product(CHOICES, CHOICES))
     plain = replace(config, mean_bits=None)
     sizes = np.array([[_bits(slot, plain, *pair) for pair in pairs] for slot in slots])
-    worth = np.array(
+    layer_losses = np.array(
         [
             [key * _relative(pair[0]) + value * _relative(pair[1]) for pair in pairs]
             for key, value in zip(losses.keys, losses.values, strict=True)
@@ -72,15 +59,15 @@ def allocate(facts: ModelFacts, config: KVConfig, bits: float, losses: Losses) -
             f"mean_bits is {bits:g}; {facts.model_type} takes {sizes.min(axis=1).sum() / values:.2f} at least, with "
             f"{CHOICES[-1]} in every layer. Give that or more."
         )
-    chosen = _cheapest(sizes, worth, int(bits * values))
+    chosen = solve_knapsack(sizes, layer_losses, int(bits * values))
     key, value = (SCHEDULE.join(pairs[choice][side] for choice in chosen) for side in (0, 1))
-    taken, loss = (float(table[np.arange(len(slots)), chosen].sum()) for table in (sizes, worth))
+    taken, loss = (float(table[np.arange(len(slots)), chosen].sum()) for table in (sizes, layer_losses))
     return replace(plain, key=key, value=value, outlier=0.0), Allocation(bits, taken / values, loss)
 
 
 def stored_bits(slot: SlotFacts, spec: CacheSpec) -> int:
-    """Bits of a packed token of a layer, all heads: codes, scales, and its share of a block's mean."""
-    mean = slot.key_dim * MEAN / MEAN_TOKENS if spec.normalize else 0
+    """Return the bits of a packed token of a layer, all heads: codes, scales, and its share of a block's mean."""
+    mean = slot.key_dim * MEAN_BYTES / MEAN_TOKENS if spec.normalize else 0
     return round(8 * slot.heads * (layer_layout(slot, spec).nbytes + mean))
 
 
@@ -89,25 +76,25 @@ def _bits(slot: SlotFacts, config: KVConfig, key: str, value: str) -> int:
 
 
 def _relative(name: str) -> float:
-    """How many times the error at which losses were measured."""
-    return get_format(name).error / get_format(MEASURED_AT).error
+    """Return the squared error of a format relative to that of MEASURED_FORMAT."""
+    return get_format(name).error / get_format(MEASURED_FORMAT).error
 
 
-def _cheapest(sizes: np.ndarray, worth: np.ndarray, most: int) -> list[int]:
-    """The choice [L] of least total `worth` [L, C] whose total `sizes` [L, C], whole numbers, is at most `most`."""
+def solve_knapsack(sizes: np.ndarray, losses: np.ndarray, limit: int) -> list[int]:
+    """Return the choice [L] of least total loss [L, C] whose total integer size [L, C] is at most `limit`."""
     unit = gcd(*sizes.flatten().tolist())
-    sizes, room = sizes // unit, most // unit
+    sizes, room = sizes // unit, limit // unit
     least = np.zeros(room + 1)  # loss of the layers so far within so much room
     choices = []
-    for size, loss in zip(sizes, worth, strict=True):
+    for size, loss in zip(sizes, losses, strict=True):
         options = np.full((len(size), room + 1), np.inf)
         for number, (taken, lost) in enumerate(zip(size, loss, strict=True)):
             if taken <= room:
                 options[number, taken:] = least[: room + 1 - taken] + lost
         choices.append(options.argmin(axis=0))
         least = options.min(axis=0)
-    found = []
+    chosen: list[int] = []
     for size, choice in zip(reversed(sizes), reversed(choices), strict=True):
-        found.append(int(choice[room]))
-        room -= int(size[found[-1]])
-    return found[::-1]
+        chosen.append(int(choice[room]))
+        room -= int(size[chosen[-1]])
+    return chosen[::-1]

@@ -51,7 +51,9 @@ class ArchivedBlock:
         pending: its bytes until they are in the file; if that fails, for whoever is reading it.
     """
 
-    def __init__(self, positions: np.ndarray, nbytes: int, start: int, number: int, on_free: Callable[[], None]) -> None:
+    def __init__(
+        self, positions: np.ndarray, nbytes: int, start: int, number: int, on_free: Callable[[], None]
+    ) -> None:
         self.positions, self.nbytes, self.start, self.number = positions, nbytes, start, number
         self.recalls, self.lost = 0, False
         self.pending: bytes | None = None

@@ -1,4 +1,4 @@
-"""Caches made from a plan: fresh ones, or with what the model's own caches hold."""
+"""Builds caches from a plan: empty ones, or with what the model's own caches hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,26 +17,26 @@ from mlx_tq.prompt_cache.plan import LayerPlan, Plan
 
 
 def build_caches(plan: Plan, *, shadow: bool = False) -> list[Any]:
-    """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere.
+    """Return empty caches for the model: compressed where the plan says so, the model's own elsewhere.
 
-    Args:
-        plan: of the model.
-        shadow: the model's own attend everywhere, and compressed ones run beside them.
+    With `shadow`, the model's own attend everywhere, and compressed ones run next to them.
     """
-    make = _maker(plan, shadow=shadow)
+    make = _layer_maker(plan, shadow=shadow)
     return _replace(plan, plan.native_caches(), lambda layer, _: make(layer))
 
 
 def make_cache(
-    spec: CacheSpec, number: int = 0, sequence: LayerGroup | None = None, *, shadow: bool = False
+    spec: CacheSpec, number: int = 0, group: LayerGroup | None = None, *, shadow: bool = False
 ) -> CompressedKVCache:
-    """An empty cache of one layer; without a sequence it keeps all tokens."""
-    kind = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
-    return kind(spec, number, sequence)
+    """Return an empty cache of one layer; without a group it keeps all tokens."""
+    cache_class = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
+    return cache_class(spec, number, group)
 
 
 def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
-    """Compressed caches with what the model's own caches hold, such as those that mlx-lm saved; `unasked` plans them.
+    """Return compressed caches with what the model's own caches hold, such as those that mlx-lm saved.
+
+    `without_queries` makes their plan.
 
     Raises:
         CacheFormatError: they are not of this model.
@@ -46,15 +46,15 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
             f"the saved caches are {sorted({type(cache).__name__ for cache in caches})}; {plan.model_type} has "
             f"{sorted(set(plan.classes))}. Make the file again with this model, without --kv-bits."
         )
-    make = _maker(plan)
+    make = _layer_maker(plan)
 
     def adopt(layer: LayerPlan, source: Any) -> CompressedKVCache:
         cache = make(layer)
         if not source.empty():
-            sequence, cache.sequence = cache.sequence, None  # no forward pass, so none is announced
+            group, cache.group = cache.group, None  # there is no forward pass to announce
             cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
-            cache.settle()  # the queries of these tokens are gone
-            cache.sequence = sequence
+            cache.stop_learning()  # the queries of these tokens are not known
+            cache.group = group
             mx.eval(cache.state)
         return cache
 
@@ -62,14 +62,12 @@ def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
 
 
 def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
-    """Caches of mlx-lm's own with what compressed ones hold, decoded; the way back from `adopt_caches`.
+    """Decode compressed caches into mlx-lm's own: the way back from `adopt_caches`.
 
-    Args:
-        fresh: empty ones of the model, which take it.
-        caches: of the same model; those that are not compressed are handed on as they are.
+    `fresh` are empty caches of the model. Caches that are not compressed are returned as they are.
 
     Raises:
-        CacheFormatError: tokens have left, and mlx-lm's own caches cannot say which.
+        CacheFormatError: tokens were evicted, and mlx-lm's own caches cannot say which.
     """
 
     def decode(own: Any, cache: Any) -> Any:
@@ -79,8 +77,8 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
             return cache
         if cache.size() < cache.offset:
             raise CacheFormatError(
-                f"{cache.offset - cache.size():,} of the {cache.offset:,} tokens have left the cache, and those "
-                "that stay keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
+                f"{cache.offset - cache.size():,} of the {cache.offset:,} tokens were evicted from the cache, and the "
+                "others keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
             )
         if not cache.empty():
             own.update_and_fetch(*(handle.materialize() for handle in cache.keys_and_values()))
@@ -89,8 +87,8 @@ def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
     return list(map(decode, fresh, caches))
 
 
-def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:
-    """Makes the caches of one sequence."""
+def _layer_maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:
+    """Return what makes the caches of one sequence."""
     eviction = plan.eviction
     if eviction is None:
         return lambda layer: make_cache(layer.spec, shadow=shadow)
@@ -102,12 +100,12 @@ def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], Compres
             for number, layer in enumerate(plan.layers)
             if layer.rope is not None
         }
-    sequence = LayerGroup(eviction, calibrators, ranks=plan.ranks)
-    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], sequence, shadow=shadow)
+    group = LayerGroup(eviction, calibrators, ranks=plan.ranks)
+    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], group, shadow=shadow)
 
 
 def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:
-    """`caches` with each planned one replaced by what `make` returns for it."""
+    """Replace each planned cache by what `make` returns for it."""
     replaced = list(caches)
     for layer in plan.layers:
         index, part = layer.slot.index, layer.slot.part

@@ -1,25 +1,37 @@
-"""`LayerGroup`: one conversation's compressed layers, which lose the same tokens at the same time, between two passes.
+"""`LayerGroup`: the layers of one sequence, which evict the same tokens at the same time, between two forward passes.
 
-The door to the model's forward pass (`seam.forward`) hands it all layers before a pass, so it holds none of them. A
-layer that is copied or saved by itself takes its part of the sequence along (`cache.links`); `sequence_of` puts parts
-together again.
+A round of eviction, on the positions of one layer (budget B tokens, trigger T):
+
+    | sinks |  packed region: scored, and evicted from | window |
+            |   [pinned]    [recalled]                 |
+    `-------------------- size --------------------------------'
+
+    counted = size - pinned - recalled       a round is due if  counted > max(B, latest + 1) + T
+    num_evicted = counted - max(B, latest + 1)
+
+Sinks and window are never evicted. Pinned positions (a quotation that a question needs) and recalled ones are exempt
+for as long as they are needed, and do not count.
+
+The group holds no layer: `begin_pass` gets the caches of a forward pass. mlx-lm copies, saves and batches layer by
+layer, so a layer takes its part of the group along, and `layer_group_of` joins the parts before the next pass.
 """
 
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import CacheList
 
+from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.blocks import Block, from_bytes
-from mlx_tq.cache.departures import departing, leaving_tokens, returning, row_shape
-from mlx_tq.cache.files import Blocks
-from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.cache.links import Hear, Observer, SavedPart, went_around
+from mlx_tq.cache.layer import CompressedKVCache, unannounced_pass
+from mlx_tq.cache.view import QueryListener
 from mlx_tq.config import BLOCK, Budget, EvictConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -28,45 +40,69 @@ from mlx_tq.policies.calibration import Calibrator, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy, PackedLayer, PackedTokens
 from mlx_tq.policies.rope import Rope
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.prompt_cache.archive import ArchiveFile, Extent
-from mlx_tq.prompt_cache.eviction import EvictionPlan, EvictionStats
-from mlx_tq.prompt_cache.recall import Listener, Look, Question, kept_by_all, look, positions_of
+from mlx_tq.prompt_cache.archive import Archive, ArchivedBlock
+from mlx_tq.prompt_cache.recall import QueryBuffer, Search, Selection, blocks_on_all_ranks, positions_of
 
 _TOGETHER = "All layers evict together: copy, keep and drop a prompt cache as a whole."
-
-
-_NONE = np.zeros(0, np.int64)
+_NO_POSITIONS = np.zeros(0, np.int64)
+_RECALL_SHARE, _MIN_RECALL = 10, 128  # recall "auto": this part of the budget, and at least so many tokens
 
 
 @dataclass(frozen=True)
-class _Watch:
-    """Sees the queries of one pass for a calibrator; `start` and `stop` are the pass's positions."""
+class EvictionPlan:
+    """What the layers of a sequence agree on.
 
-    calibrator: Calibrator
-    start: int
-    stop: int
+    Attributes:
+        config: as configured.
+        budget: in tokens or as a share of those seen; bytes have been converted to tokens.
+        layers: number of layers that evict together.
+        positions: positions that the model allows, if known.
+        source: where the queries' statistics come from, for people.
+    """
 
-    @property
-    def due(self) -> bool:
-        return self.calibrator.due(self.stop)
+    config: EvictConfig
+    budget: Budget
+    layers: int
+    positions: int | None = None
+    source: str = ""
 
-    def observe(self, queries: mx.array, rope: Any) -> list[mx.array]:
-        return self.calibrator.observe(queries, self.start, rope)
+    def allowed(self, seen: int) -> int:
+        """Return the budget after `seen` tokens."""
+        return self.budget.tokens if self.budget.tokens is not None else int((self.budget.share or 1.0) * seen)
+
+    def max_recalled(self, seen: int) -> int:
+        """Return how many archived tokens may be recalled at once after `seen` tokens."""
+        recall = self.config.recall
+        if isinstance(recall, int):
+            return recall
+        return max(self.allowed(seen) // _RECALL_SHARE, _MIN_RECALL) if recall == "auto" else 0
+
+    def max_live(self, seen: int, latest: int) -> int:
+        """Return the upper bound on live tokens after `seen` tokens, of which the `latest` ones are never evicted."""
+        return min(seen, max(self.allowed(seen), latest + 1) + self.config.policy.trigger)
+
+
+@dataclass(frozen=True)
+class EvictionStats:
+    """What was evicted from a sequence."""
+
+    rounds: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # that scoring, selection and compaction took
 
 
 class LayerGroup:
-    """What all layers of an evicting sequence share.
+    """The state that all layers of an evicting sequence share.
 
     Attributes:
         plan: what the layers agree on.
-        calibrators: of the layers by number, where the policy needs their queries.
+        calibrators: by layer number, if the policy needs the queries of layers.
         stats: of the rounds so far.
-        ranks: that have parts of the model; all lose the same tokens.
-        held: positions that stay whatever their scores, and do not count; None for no such. Of a text that a question
-            needs now: the round that makes room for it must not take it, or the rest of the cache, away.
-        archive: where rows go that leave, or None where they are gone for good.
-        archived: the blocks in it, by their positions.
-        recalled: positions that are back from it, ascending, int64 [N]; they are held like `held`.
+        ranks: processes that have parts of the model; all evict the same tokens.
+        pinned: positions exempt from eviction and from the budget, or None.
+        archive: where evicted rows are, or None if they are dropped.
+        archived: its blocks, by their positions.
+        recalled: positions reloaded from it, ascending, int64 [N]; they are exempt like pinned ones.
     """
 
     def __init__(
@@ -80,28 +116,23 @@ class LayerGroup:
         self.calibrators = calibrators
         self.stats = stats or EvictionStats()
         self.ranks = ranks
-        self.held: PositionRange | None = None
-        self.archive: ArchiveFile | None = None
-        self.archived: tuple[Extent, ...] = ()
-        self.recalled = _NONE
-        self._recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
-        self._listeners: dict[int, Listener] = {}
-        self._asking = False  # a question is read over a copy, in which no round is held
-        self._departed: list[np.ndarray] = []
-        self._returning: list[Block] = []  # by trims since the last pass, to layers that were not trimmed yet
-        self._admitted = 0  # the position up to which passes were announced
+        self.pinned: PositionRange | None = None
+        self.archive: Archive | None = None
+        self.archived: tuple[ArchivedBlock, ...] = ()
+        self.recalled = _NO_POSITIONS
+        self._saved_recalls: dict[int, int] = {}  # how often the blocks of a file were recalled, by their number there
+        self._buffers: dict[int, QueryBuffer] = {}  # of layers whose queries are captured
+        self._is_paused = False  # no rounds while a question is run over a copy
+        self._evicted: list[np.ndarray] = []  # positions since `take_evicted`
+        self._reloaded: list[Block] = []  # by trims since the last pass, for the layers that are not trimmed yet
+        self._announced = 0  # position up to which passes were announced
 
-    # Before a pass.
+    # Eviction rounds.
 
-    def before(self, layers: list[CompressedKVCache], count: int) -> bool:
-        """A forward pass of `count` tokens begins; a round is held if it is time.
+    def begin_pass(self, layers: list[CompressedKVCache], count: int) -> bool:
+        """Begin a forward pass of `count` tokens with a round, if one is due.
 
-        Args:
-            layers: all of the sequence, by number.
-            count: tokens of the pass.
-
-        Returns:
-            Whether a layer has to see the queries of the pass.
+        `layers` are all of the sequence, by number. Returns whether the pass has to capture queries before RoPE.
 
         Raises:
             ConfigError: the pass would exceed the model's positions.
@@ -122,370 +153,396 @@ class LayerGroup:
             raise CacheFormatError(
                 f"the layers of a sequence hold {lengths} tokens: a pass was interrupted. Trim all to the least."
             )
-        self._returning = []
-        self.make_room(layers, 0)
-        self._admitted = first.offset + count
+        self._reloaded = []
+        self.evict_if_due(layers, 0)
+        self._announced = first.offset + count
         return any(calibrator.is_gathering for calibrator in self.calibrators.values())
 
-    def make_room(self, layers: list[CompressedKVCache], count: int) -> None:
-        """Hold the round that would be due once `count` more tokens were read, if it is time.
+    def evict_if_due(self, layers: list[CompressedKVCache], count: int) -> None:
+        """Hold the round that `count` more tokens make due.
 
-        Before a question, of which there is at least a token, less than a window of statistics has to do: a round that
-        waited for the rest would be held after it was asked, too late for what leaves then to come back.
+        Before a question (`count` > 0), incomplete query statistics have to do: a round that waited for more would be
+        held after the search of the archive, too late to recall what it evicts.
         """
         first = layers[0]
-        allowed = max(self.plan.allowed(first.offset + count), self._latest(layers) + 1)
-        size = first.size() + count - self._held_before(first.offset - first.spec.window) - len(self.recalled)
-        due = size > allowed + self.plan.config.policy.trigger and not self._asking
-        if due and all(c.can_score if count else c.ready for c in self.calibrators.values()):
-            self._evict(layers, size - allowed)
-
-    def take_departed(self) -> np.ndarray:
-        """Positions that left since this was last asked, ascending, int64 [N]. Files do not keep them."""
-        departed, self._departed = self._departed, []
-        return np.sort(np.concatenate([_NONE, *departed]))
-
-    def _held_before(self, stop: int) -> int:
-        return 0 if self.held is None else max(0, min(self.held.stop, stop) - self.held.start)
+        latest, window_start = self._latest(layers), first.offset - first.spec.window
+        allowed = max(self.plan.allowed(first.offset + count), latest + 1)
+        pinned = self.pinned or PositionRange(0, 0)
+        num_pinned = max(0, min(pinned.stop, window_start) - pinned.start)
+        counted = first.size() + count - num_pinned - len(self.recalled)
+        is_due = counted > allowed + self.plan.config.policy.trigger and not self._is_paused
+        if is_due and all(c.can_score if count else c.ready for c in self.calibrators.values()):
+            self._evict(layers, counted - allowed)
 
     def _evict(self, layers: list[CompressedKVCache], count: int) -> None:
         started = time.perf_counter()
-        first, policy = layers[0], self.plan.config.policy
-        positions = first.body_positions
-        if not len(positions):  # sinks and tail alone are above the budget
+        first, policy, recalls = layers[0], self.plan.config.policy, self.plan.config.recalls
+        positions = first.packed_positions
+        if not len(positions):  # sinks and window alone exceed the budget
             return
-        body = PackedTokens([self._packed(layer) for layer in layers], positions, first.offset, self.stats.rounds)
-        scores = self.ranks.mean(policy.score(body))
-        eligible = PositionRange(first.spec.sinks, self._end(layers, positions))
-        free = np.arange(len(positions))
-        if self.held is not None:  # blocks leave whole, so they are held whole
-            blocks, g = positions // policy.granularity, policy.granularity
-            free = np.flatnonzero((blocks < self.held.start // g) | (blocks >= -(-self.held.stop // g)))
-        free = free[~np.isin(positions[free], self.recalled)]
-        gone = free[select(scores[free], positions[free], count, eligible, policy)]
-        self.ranks.check_equal("which tokens leave", positions, gone)
-        if not len(gone):
+        packed = [self._packed_layer(layer) for layer in layers]
+        scores = self.ranks.mean(policy.score(PackedTokens(packed, positions, first.offset, self.stats.rounds)))
+        candidates = self._candidates(positions)
+        eligible = PositionRange(first.spec.sinks, self._eligible_end(layers, positions))
+        evicted = candidates[select(scores[candidates], positions[candidates], count, eligible, policy)]
+        self.ranks.check_equal("the evicted tokens", positions, evicted)
+        if not len(evicted):
             return
-        if self.plan.config.recalls:
-            self._keep(layers, gone)
-        _drop(layers, gone)
-        self._departed.append(positions[gone])
+        if recalls:
+            self._archive_rows(layers, evicted)
+        _drop_rows(layers, evicted)
+        self._evicted.append(positions[evicted])
         self.stats = EvictionStats(
             rounds=self.stats.rounds + 1,
-            tokens=self.stats.tokens + len(gone),
+            tokens=self.stats.tokens + len(evicted),
             seconds=self.stats.seconds + time.perf_counter() - started,
         )
 
+    def _packed_layer(self, layer: CompressedKVCache) -> PackedLayer:
+        calibrator = self.calibrators.get(layer.number)
+        rope, queries = (calibrator.rope, calibrator.current_stats) if calibrator else (None, None)
+        return PackedLayer(*layer.packed_rows(), rope, queries)
+
+    def _candidates(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices of packed positions that are neither pinned nor recalled."""
+        candidates = np.arange(len(positions))
+        if self.pinned is not None:  # the policy evicts whole blocks, so whole blocks are pinned
+            size = self.plan.config.policy.granularity
+            blocks = positions // size
+            is_free = (blocks < self.pinned.start // size) | (blocks >= -(-self.pinned.stop // size))
+            candidates = np.flatnonzero(is_free)
+        return candidates[~np.isin(positions[candidates], self.recalled)]
+
     def _latest(self, layers: list[CompressedKVCache]) -> int:
-        """See `KVConfig.latest`."""
+        """Return the number of last tokens that are never evicted; see `KVConfig.latest`."""
         recent = max(layer.spec.recent for layer in layers) if self.plan.config.recalls else 0
         return layers[0].spec.window + (recent + BLOCK if recent else 0)
 
-    def _end(self, layers: list[CompressedKVCache], positions: np.ndarray) -> int:
-        """The position before which tokens of the body may leave."""
+    def _eligible_end(self, layers: list[CompressedKVCache], positions: np.ndarray) -> int:
+        """Return the position before which packed tokens may be evicted."""
         end = layers[0].offset - layers[0].spec.window
-        count = min(map(leaving_tokens, layers))
+        count = min(layer.num_evictable for layer in layers)
         return min(end, int(positions[count])) if self.plan.config.recalls and count < len(positions) else end
 
-    # What left, and comes back.
+    def take_evicted(self) -> np.ndarray:
+        """Return the positions evicted since the last call, ascending, int64 [N]. Files do not store them."""
+        evicted, self._evicted = self._evicted, []
+        return np.sort(np.concatenate([_NO_POSITIONS, *evicted]))
 
-    def _keep(self, layers: list[CompressedKVCache], gone: np.ndarray) -> None:
-        """Archive the rows of the body with these indices."""
-        archive, positions = self._opened(layers), layers[0].body_positions[gone]
-        parts = [departing(layer, gone) for layer in layers]
-        found = []
-        for i, (start, rows) in enumerate(parts[0]):
-            at = positions[start : start + rows.keys.shape[1]]
-            found.append(archive.put(Block(at, [part[i][1] for part in parts])))
-        kept = kept_by_all((*self.archived, *found), self.ranks)
-        self.archived = tuple(sorted(kept, key=lambda extent: int(extent.positions[0])))
+    # Archive and recall.
 
-    def agree(self) -> None:
-        """Let go of the blocks that a rank lost since this was last asked; all ranks call it at the same time."""
-        self.archived = tuple(kept_by_all(self.archived, self.ranks))
+    def _archive_rows(self, layers: list[CompressedKVCache], index: np.ndarray) -> None:
+        """Archive the packed rows with these indices."""
+        archive, positions = self._open_archive(layers), layers[0].packed_positions[index]
+        pieces = [layer.split_into_blocks(index) for layer in layers]
+        blocks = []
+        for i, (start, rows) in enumerate(pieces[0]):
+            own = positions[start : start + rows.keys.shape[1]]
+            blocks.append(archive.put(Block(own, [layer_pieces[i][1] for layer_pieces in pieces])))
+        archived = blocks_on_all_ranks((*self.archived, *blocks), self.ranks)
+        self.archived = tuple(sorted(archived, key=lambda block: int(block.positions[0])))
 
-    def _opened(self, layers: list[CompressedKVCache]) -> ArchiveFile:
-        """The archive, made where there is none yet."""
+    def _open_archive(self, layers: list[CompressedKVCache]) -> Archive:
         if self.archive is None:
-            shapes, limit = [row_shape(layer) for layer in layers], self.plan.config.archive_limit
-            self.archive = ArchiveFile(shapes, cache_folder(), limit)
+            shapes, limit = [layer.row_shape() for layer in layers], self.plan.config.archive_limit
+            self.archive = Archive(shapes, cache_folder(), limit)
         return self.archive
 
-    def listen(self, numbers: Iterable[int], *, rounds: bool) -> None:
-        """Keep the queries of these layers in the passes that follow, for `look`; of none: no more.
+    def forget_lost_blocks(self) -> None:
+        """Forget the blocks that a rank lost since the last call; all ranks call this at the same time."""
+        self.archived = tuple(blocks_on_all_ranks(self.archived, self.ranks))
 
-        Args:
-            numbers: of the layers.
-            rounds: are held meanwhile; else they wait.
+    def capture_queries(self, numbers: Iterable[int], *, rounds: bool) -> None:
+        """Keep the queries of these layers in later passes, for a search; of none, stop.
+
+        `rounds` says whether rounds are held meanwhile.
         """
-        self._listeners = {number: Listener() for number in numbers}
-        self._asking = not rounds
+        self._buffers = {number: QueryBuffer() for number in numbers}
+        self._is_paused = not rounds
 
-    def listener(self, number: int) -> Hear | None:
-        """What hears the queries of layer `number` in its next pass, or None."""
-        found = self._listeners.get(number)
-        return None if found is None else found.in_pass()
+    def search_archive(
+        self, layers: list[CompressedKVCache], count: int, limit: int, *, include_recalled: bool = False
+    ) -> Selection:
+        """Score the archived blocks by the last `count` queries, and select up to `limit` tokens of them.
 
-    def look(self, layers: list[CompressedKVCache], count: int, most: int, *, back: bool = False) -> Look:
-        """The archived blocks by what the last `count` tokens would make of them, and the best of them.
-
-        Args:
-            layers: all of the sequence, by number; they have read these tokens since `listen`.
-            count: tokens of the question, all of them in the window.
-            most: tokens of the best blocks and their neighbours.
-            back: also those that are back, which count twice in the sum of all weights, for all blocks alike.
+        `layers` have run these tokens since `capture_queries`, and have all of them in the window. Recalled blocks
+        count twice in the softmax sums, for all blocks alike.
         """
-        extents = [extent for extent in self.archived if back or extent.positions[0] not in self.recalled]
-        if self.archive is None or not extents:
-            return Look([], [])
-        asked = {number: listener.asked(layers[number], count) for number, listener in self._listeners.items()}
-        return look(Question(asked, layers[0].spec.sinks, self.archive, extents, most), self.ranks)
+        blocks = [b for b in self.archived if include_recalled or b.positions[0] not in self.recalled]
+        if self.archive is None or not blocks:
+            return Selection([], [])
+        queries = {number: buffer.last(layers[number], count) for number, buffer in self._buffers.items()}
+        return Search(queries, layers[0].spec.sinks, self.archive, blocks, limit, self.ranks).run()
 
-    def exchange(self, layers: list[CompressedKVCache], extents: list[Extent]) -> np.ndarray:
-        """Have these blocks back and no others; returns the positions that came, ascending int64 [N].
-
-        Args:
-            layers: all of the sequence, by number.
-            extents: blocks of the archive.
-        """
+    def replace_recalled(self, layers: list[CompressedKVCache], blocks: list[ArchivedBlock]) -> np.ndarray:
+        """Recall these blocks and no others; return the positions that were reloaded, ascending int64 [N]."""
         before = self.recalled
-        wanted = np.concatenate([_NONE, *(extent.positions for extent in extents)])
-        self._leave_again(layers, np.setdiff1d(before, wanted))
-        coming = [extent for extent in extents if extent.positions[0] not in before]
-        if coming:
-            self.recall(layers, coming)
+        wanted = np.concatenate([_NO_POSITIONS, *(block.positions for block in blocks)])
+        self._evict_recalled(layers, np.setdiff1d(before, wanted))
+        new = [block for block in blocks if block.positions[0] not in before]
+        if new:
+            self.recall(layers, new)
         return np.setdiff1d(self.recalled, before)
 
-    def recall(self, layers: list[CompressedKVCache], extents: Iterable[Extent]) -> int:
-        """Put blocks back at their positions; returns their tokens. A damaged one is left out, for good.
+    def recall(self, layers: list[CompressedKVCache], blocks: Iterable[ArchivedBlock]) -> int:
+        """Reload blocks that are not recalled yet; return the number of their tokens.
 
-        One that left the archive is left out too; on all ranks what is missing on one.
-
-        Args:
-            layers: all of the sequence, by number.
-            extents: blocks of the archive that are not back.
+        A block that is lost or damaged on any rank is skipped, and forgotten.
         """
-        blocks = self._read(list(extents))
-        if not blocks:
+        loaded = self._read(list(blocks))
+        if not loaded:
             return 0
         for number, layer in enumerate(layers):
-            mx.eval(returning(layer, [(block.positions, block.layers[number]) for block in blocks]))
-        back = np.concatenate([block.positions for block in blocks])
-        self.recalled = np.union1d(self.recalled, back)
-        self.ranks.check_equal("what comes back", self.recalled, layers[0].positions)
-        return len(back)
+            mx.eval(layer.reload([(block.positions, block.layers[number]) for block in loaded]))
+        positions = np.concatenate([block.positions for block in loaded])
+        self.recalled = np.union1d(self.recalled, positions)
+        self.ranks.check_equal("the recalled tokens", self.recalled, layers[0].positions)
+        return len(positions)
 
-    def _read(self, wanted: list[Extent]) -> list[Block]:
-        """Of these blocks those that all ranks have undamaged; the others leave the archive."""
-        assert self.archive is not None  # noqa: S101 - tells the type checker: there are extents
-        found = [self.archive.undamaged(extent) for extent in wanted]
-        self.archive.drop(extent for extent, block in zip(wanted, found, strict=True) if block is None)
-        missing = self.ranks.any([block is None for block in found])
-        gone = [extent for extent, is_missing in zip(wanted, missing, strict=True) if is_missing]
-        self.archived = tuple(extent for extent in self.archived if extent not in gone)
-        blocks = []
-        for extent, block in zip(wanted, found, strict=True):
-            if block is not None and extent not in gone:
-                blocks.append(block)
-                extent.recalls += 1
-        return blocks
+    def _read(self, wanted: list[ArchivedBlock]) -> list[Block]:
+        """Read the blocks that all ranks have undamaged; delete and forget the others."""
+        assert self.archive is not None  # noqa: S101 - tells the type checker: there are blocks
+        contents = [self.archive.read(block) for block in wanted]
+        self.archive.delete_damaged(block for block, data in zip(wanted, contents, strict=True) if data is None)
+        is_missing = self.ranks.any([data is None for data in contents])
+        missing = [block for block, flag in zip(wanted, is_missing, strict=True) if flag]
+        self.archived = tuple(block for block in self.archived if block not in missing)
+        loaded = []
+        for block, data in zip(wanted, contents, strict=True):
+            if data is not None and block not in missing:
+                loaded.append(data)
+                block.recalls += 1
+        return loaded
 
-    def release(self, layers: list[CompressedKVCache]) -> None:
-        """Let what was recalled leave again."""
-        self._leave_again(layers, self.recalled)
+    def drop_recalled(self, layers: list[CompressedKVCache]) -> None:
+        """Evict all recalled positions again."""
+        self._evict_recalled(layers, self.recalled)
 
-    def _leave_again(self, layers: list[CompressedKVCache], leaving: np.ndarray) -> None:
-        """Recalled positions leave again; blocks that made room for others meanwhile are archived once more."""
-        if not len(leaving):
+    def _evict_recalled(self, layers: list[CompressedKVCache], evicted: np.ndarray) -> None:
+        """Evict recalled positions again, and archive those whose blocks were deleted meanwhile."""
+        if not len(evicted):
             return
-        self.agree()
-        positions, there = layers[0].body_positions, positions_of(self.archived)
-        missing = np.setdiff1d(leaving, there)
+        self.forget_lost_blocks()
+        positions = layers[0].packed_positions
+        missing = np.setdiff1d(evicted, positions_of(self.archived))
         if len(missing):
-            self._keep(layers, np.flatnonzero(np.isin(positions, missing)))
-            for extent in self.archived:
-                extent.recalls += int(extent.positions[0] in missing)
-        _drop(layers, np.flatnonzero(np.isin(positions, leaving)))
-        self.recalled = np.setdiff1d(self.recalled, leaving)
+            self._archive_rows(layers, np.flatnonzero(np.isin(positions, missing)))
+            for block in self.archived:
+                block.recalls += int(block.positions[0] in missing)
+        _drop_rows(layers, np.flatnonzero(np.isin(positions, evicted)))
+        self.recalled = np.setdiff1d(self.recalled, evicted)
 
-    def archived_blocks(self) -> Blocks:
-        """What the archive holds, for a file."""
+    def archived_bytes(self) -> tuple[list[int], Iterable[bytes]]:
+        """Return the sizes of the archived blocks, and their bytes, which are read one by one, for a file."""
         if self.archive is None:
-            return Blocks([], ())
+            return [], ()
         self.archive.settle()
-        extents = [extent for extent in self.archived if not extent.lost]
-        return Blocks([extent.size for extent in extents], map(self.archive.raw, extents))
+        blocks = [block for block in self.archived if not block.lost]
+        return [block.nbytes for block in blocks], map(self.archive.read_raw, blocks)
 
-    def take_archive(self, layers: list[CompressedKVCache], blocks: Iterable[bytes]) -> None:
-        """Archive the blocks of a file; what is damaged or finds no place is lost, which the archive says.
-
-        Args:
-            layers: all of the sequence, by number.
-            blocks: as `archived_blocks` gave them.
-        """
-        damaged, found = 0, []
+    def restore_archive(self, layers: list[CompressedKVCache], blocks: Iterable[bytes]) -> None:
+        """Archive the blocks of `archived_bytes`; the archive warns of damaged ones and of those that do not fit."""
+        num_damaged, restored = 0, []
         for number, data in enumerate(blocks):
-            archive = self._opened(layers)
+            archive = self._open_archive(layers)
             try:
                 block = from_bytes(data, archive.shapes)
             except CacheFormatError:
-                damaged += 1
+                num_damaged += 1
                 continue
-            archive.make_room()
-            extent = archive.put(block)
-            if extent is not None:
-                extent.recalls = self._recalls.get(number, 0)
-                found.append(extent)
-        self.archived = tuple(extent for extent in found if not extent.lost)
+            archive.wait_for_queue()
+            archived = archive.put(block)
+            if archived is not None:
+                archived.recalls = self._saved_recalls.get(number, 0)
+                restored.append(archived)
+        self.archived = tuple(block for block in restored if not block.lost)
         if self.archive is not None:
-            self.archive.say_damaged(damaged)
+            self.archive.warn_of_damage(num_damaged)
 
-    def _packed(self, layer: CompressedKVCache) -> PackedLayer:
-        calibrator = self.calibrators.get(layer.number)
-        rope, queries = (calibrator.rope, calibrator.current_stats) if calibrator else (None, None)
-        return PackedLayer(*layer.body(), rope, queries)
+    # What a layer knows of its group; see `cache.layer.Group`.
 
-    # What a layer knows of its sequence; see `cache.links.SequencePart`.
+    def check_announced(self, stop: int) -> None:
+        """Raise CacheFormatError unless `begin_pass` announced a pass up to position `stop`."""
+        if stop > self._announced:
+            raise unannounced_pass()
 
-    def admit(self, stop: int) -> None:
-        """Raise unless a forward pass up to position `stop` was announced by `before`.
-
-        Raises:
-            CacheFormatError: none was.
-        """
-        if stop > self._admitted:
-            raise went_around()
+    def listeners(self, number: int, start: int, stop: int) -> tuple[QueryListener, ...]:
+        """Return the listeners to the queries of layer `number` at positions [start, stop)."""
+        listeners = []
+        calibrator, buffer = self.calibrators.get(number), self._buffers.get(number)
+        if calibrator is not None and calibrator.due(stop):
+            listeners.append(QueryListener(partial(_calibrate, calibrator, start), before_rope=True))
+        if buffer is not None:
+            listeners.append(buffer.listener())
+        return tuple(listeners)
 
     def rewind(self, layer: CompressedKVCache, length: int) -> bool:
-        """A layer is about to be trimmed: what left, but its window then needs, comes back, for good.
+        """Reload, for good, the evicted positions that the window of a layer needs after a trim to `length`.
 
-        Rows behind the new end leave the archive; what left before the window stays in it. Layers are trimmed one after
-        the other: what the first had read is kept for the others until the next pass, which has to be announced anew.
-
-        Args:
-            layer: of the sequence.
-            length: tokens of it that will stay.
-
-        Returns:
-            Whether the layer has all that its window then needs; if not, nothing was changed.
+        Blocks behind the new end are forgotten; those before the window stay archived. Layers are trimmed one after the
+        other: blocks that the first one reads are kept for the others until the next pass, which must be announced
+        anew. Returns False, with nothing changed, if a position cannot be reloaded.
         """
-        self._admitted = 0
-        since = layer.spec.needed_from(length)
-        needed = layer.gaps.missing(since, length)
+        self._announced = 0
+        start = layer.spec.needed_from(length)
+        needed = layer.regions.missing(start, length)
         if len(needed):
-            missing = np.setdiff1d(needed, positions_of(self._returning))
-            near = kept_by_all((extent for extent in self.archived if extent.positions[0] in missing), self.ranks)
-            self._returning += self._read(near) if np.isin(missing, positions_of(near)).all() else []
-            coming = [block for block in self._returning if block.positions[0] in needed]
-            if not np.isin(needed, positions_of(coming)).all():
+            missing = np.setdiff1d(needed, positions_of(self._reloaded))
+            near = blocks_on_all_ranks((b for b in self.archived if b.positions[0] in missing), self.ranks)
+            self._reloaded += self._read(near) if np.isin(missing, positions_of(near)).all() else []
+            blocks = [block for block in self._reloaded if block.positions[0] in needed]
+            if not np.isin(needed, positions_of(blocks)).all():
                 return False
-            mx.eval(returning(layer, [(block.positions, block.layers[layer.number]) for block in coming]))
-        self.archived = self.archived[: bisect_left(self.archived, since, key=lambda extent: extent.positions[0])]
-        self.recalled = self.recalled[self.recalled < since]
-        self._departed = [positions[positions < since] for positions in self._departed]
-        evicted = layer.gaps.before(length, layer.spec.sinks).evicted
+            mx.eval(layer.reload([(block.positions, block.layers[layer.number]) for block in blocks]))
+        self.archived = self.archived[: bisect_left(self.archived, start, key=lambda block: block.positions[0])]
+        self.recalled = self.recalled[self.recalled < start]
+        self._evicted = [positions[positions < start] for positions in self._evicted]
+        evicted = layer.regions.trimmed_to(length).evicted
         self.stats = replace(self.stats, tokens=evicted + len(self.recalled))
         return True
 
-    def observer(self, number: int, start: int, stop: int) -> Observer | None:
-        """What wants to see the queries of layer `number` at positions [start, stop), or None."""
-        calibrator = self.calibrators.get(number)
-        return _Watch(calibrator, start, stop) if calibrator and calibrator.due(stop) else None
-
     def part(self, number: int) -> "LayerGroup":
-        """What a copy of layer `number` takes along."""
-        own = self.calibrators.get(number)
-        twin = LayerGroup(self.plan, {number: own.copy()} if own else {}, self.stats, self.ranks)
-        twin.held, twin._departed, twin._admitted = self.held, list(self._departed), self._admitted
+        """Return what a copy of layer `number` takes along."""
+        calibrator = self.calibrators.get(number)
+        twin = LayerGroup(self.plan, {number: calibrator.copy()} if calibrator else {}, self.stats, self.ranks)
+        twin.pinned, twin._evicted, twin._announced = self.pinned, list(self._evicted), self._announced
         twin.archive, twin.archived, twin.recalled = self.archive, self.archived, self.recalled
         return twin
 
-    def part_state(self, number: int) -> tuple[Any, ...]:
-        """The same as arrays and text."""
-        own = self.calibrators.get(number)
-        plan = asdict(self.plan) | {"config": self.plan.config.to_dict()}
-        kept = [extent.recalls for extent in self.archived if not extent.lost]
-        recalls = {place: count for place, count in enumerate(kept) if count}
-        about = {"plan": plan, "stats": asdict(self.stats), "calibrates": own is not None, "recalls": recalls}
-        about |= {"recalled": self.recalled.tolist()}
-        return json.dumps(about), own.state if own else ()
+    def part_state(self, number: int) -> dict[str, Any]:
+        """Return the same as arrays and text, without the archive."""
+        calibrator = self.calibrators.get(number)
+        recalls = [block.recalls for block in self.archived if not block.lost]
+        header = {
+            "plan": asdict(self.plan) | {"config": self.plan.config.to_dict()},
+            "stats": asdict(self.stats),
+            "recalls": {index: count for index, count in enumerate(recalls) if count},
+            "recalled": self.recalled.tolist(),
+        }
+        return {"header": json.dumps(header)} | ({"calibrator": calibrator.state} if calibrator else {})
 
     @classmethod
-    def restored(cls, number: int, state: tuple[Any, ...]) -> "LayerGroup":
-        """The part of layer `number` from its state."""
-        text, *calibration = state
-        about = json.loads(text)
-        plan = about["plan"]
-        plan |= {"config": EvictConfig.from_dict(plan["config"]), "budget": Budget(*plan["budget"])}
+    def from_part_state(cls, number: int, state: dict[str, Any]) -> "LayerGroup":
+        """Return the part of layer `number` that `part_state` wrote."""
+        header = json.loads(state["header"])
+        config = EvictConfig.from_dict(header["plan"]["config"])
+        plan = EvictionPlan(**{**header["plan"], "config": config, "budget": Budget(*header["plan"]["budget"])})
         calibrators = {}
-        policy = plan["config"].policy
-        if about["calibrates"] and isinstance(policy, CalibratedPolicy):
-            calibrators[number] = policy.make_calibrator()
-            calibrators[number].restore(calibration[0])
-        made = cls(EvictionPlan(**plan), calibrators, EvictionStats(**about["stats"]))
-        made._recalls = {int(place): count for place, count in about.get("recalls", {}).items()}
-        made.recalled = np.array(about.get("recalled", []), np.int64)
-        return made
+        if "calibrator" in state and isinstance(config.policy, CalibratedPolicy):
+            calibrators[number] = config.policy.make_calibrator()
+            calibrators[number].restore(state["calibrator"])
+        group = cls(plan, calibrators, EvictionStats(**header["stats"]))
+        group._saved_recalls = {int(index): count for index, count in header["recalls"].items()}
+        group.recalled = np.array(header["recalled"], np.int64)
+        return group
 
-    def learn(self, ropes: Iterable[Rope | None]) -> None:
-        """Take the RoPE of each layer, which no file has."""
+    # Changes from outside.
+
+    def set_ropes(self, ropes: Iterable[Rope | None]) -> None:
+        """Set the RoPE of each layer, which files do not store."""
         for number, rope in enumerate(ropes):
             if number in self.calibrators:
                 self.calibrators[number].rope = rope
 
-    # Other plans for the same tokens.
-
     def replan(self, plan: EvictionPlan, queries: Iterable[QueryStats | None]) -> None:
-        """Evict by another plan from now on, with the statistics of a file where there are any, one for each layer."""
+        """Evict by another plan from now on, with a file's query statistics for each layer that has some."""
         self.plan = plan
         for number, stats in enumerate(queries):
             if stats is not None and number in self.calibrators:
                 self.calibrators[number].stats = stats
 
 
-def _drop(layers: list[CompressedKVCache], gone: np.ndarray) -> None:
-    """Take rows of the body, by ascending indices, out of every layer."""
-    positions = layers[0].body_positions
-    kept = np.delete(np.arange(len(positions)), gone)
-    left = positions[kept]  # one array for all layers
-    mx.eval([layer.compact(kept, left) for layer in layers])
+def _calibrate(calibrator: Calibrator, start: int, queries: mx.array, rope: Any) -> list[mx.array]:
+    return calibrator.observe(queries, start, rope)
 
 
-def sequence_of(layers: list[CompressedKVCache]) -> LayerGroup | None:
-    """The sequence that layers belong to, made of the parts that they carry where they were copied or loaded.
+def _drop_rows(layers: list[CompressedKVCache], index: np.ndarray) -> None:
+    """Drop packed rows, by their ascending indices, from every layer."""
+    positions = layers[0].packed_positions
+    kept = np.delete(np.arange(len(positions)), index)
+    kept_positions = positions[kept]  # one array for all layers
+    mx.eval([layer.compact(kept, kept_positions) for layer in layers])
 
-    Args:
-        layers: compressed caches of one conversation, in any order.
+
+# From the caches of a forward pass to their groups.
+
+
+def cache_parts(caches: Sequence[Any]) -> list[Any]:
+    """Return the caches of a prompt cache, with those inside a CacheList one by one."""
+    return [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
+
+
+def compressed_caches(caches: Sequence[Any]) -> list[CompressedKVCache]:
+    """Return the compressed caches of a prompt cache, also those inside a CacheList."""
+    return [part for part in cache_parts(caches) if isinstance(part, CompressedKVCache)]
+
+
+def evicting_layers(caches: Sequence[Any]) -> list[CompressedKVCache]:
+    """Return the evicting layers of a prompt cache, by their number."""
+    return sorted((c for c in compressed_caches(caches) if c.evicts), key=lambda layer: layer.number)
+
+
+def batch_row(caches: Sequence[Any], number: int) -> list[CompressedKVCache]:
+    """Return the compressed caches of one row of a batch, themselves and no copies."""
+    return [part.rows[number] for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
+
+
+def begin_pass(caches: Sequence[Any], count: int) -> bool:
+    """Let each group of a prompt cache, or of a batch, do what is due before a pass of `count` tokens.
+
+    Returns whether the pass has to capture queries before RoPE.
 
     Raises:
-        CacheFormatError: they belong to different ones.
+        ConfigError: a conversation would exceed the model's positions.
+        CacheFormatError: layers of a sequence are missing or do not belong together.
     """
-    evicting = [layer for layer in layers if layer.sequence is not None]
-    if not evicting:
+    sequences = [(list[Any](compressed_caches(caches)), count)]
+    batches = [part for part in cache_parts(caches) if isinstance(part, BatchCompressedKVCache)]
+    if batches:
+        counts = batches[0].counts(count)
+        sequences += [([batch.rows[i] for batch in batches], own_count) for i, own_count in enumerate(counts)]
+    captures = [_begin_pass(layers, own_count) for layers, own_count in sequences]
+    return any(captures)
+
+
+def _begin_pass(layers: list[CompressedKVCache], count: int) -> bool:
+    group = layer_group_of(layers)
+    return group is not None and group.begin_pass(evicting_layers(layers), count)
+
+
+def layer_group_of(caches: Sequence[Any]) -> LayerGroup | None:
+    """Return the group of a prompt cache's layers, or None if they keep all tokens.
+
+    The parts that copied or loaded layers carry are joined first.
+
+    Raises:
+        CacheFormatError: the layers belong to different groups.
+    """
+    layers = [cache for cache in compressed_caches(caches) if cache.evicts]
+    if not layers:
         return None
-    found = evicting[0].sequence
-    if isinstance(found, LayerGroup) and all(layer.sequence is found for layer in evicting):
-        return found
-    parts = {layer.number: _restored(layer) for layer in evicting}
+    group = layers[0].group
+    if isinstance(group, LayerGroup) and all(layer.group is group for layer in layers):
+        return group
+    parts = {layer.number: _part_of(layer) for layer in layers}
     first = next(iter(parts.values()))
-    shortest = min(layer.size() for layer in evicting)  # longer ones read a part of an interrupted pass
+    shortest = min(layer.size() for layer in layers)  # longer ones have a part of an interrupted pass
     if (
-        len(parts) < len(evicting)
+        len(parts) < len(layers)
         or any((part.plan, part.stats.tokens) != (first.plan, first.stats.tokens) for part in parts.values())
-        or len({layer.positions[:shortest].tobytes() for layer in evicting}) > 1
+        or len({layer.positions[:shortest].tobytes() for layer in layers}) > 1
     ):
         raise CacheFormatError(f"the layers of a prompt cache belong to different sequences. {_TOGETHER}")
     for number, part in parts.items():
         if number in part.calibrators:
             first.calibrators[number] = part.calibrators[number]
-    for layer in evicting:
-        layer.sequence = first
+    for layer in layers:
+        layer.join_group(first)
     return first
 
 
-def _restored(layer: CompressedKVCache) -> LayerGroup:
-    part = layer.sequence
-    if isinstance(part, SavedPart):
-        return LayerGroup.restored(layer.number, part.state)
-    assert isinstance(part, LayerGroup)  # noqa: S101 - tells the type checker: there is no third kind
-    return part
+def _part_of(layer: CompressedKVCache) -> LayerGroup:
+    if layer.saved_part is not None:
+        return LayerGroup.from_part_state(layer.number, layer.saved_part)
+    assert isinstance(layer.group, LayerGroup)  # noqa: S101 - tells the type checker: there is no other class
+    return layer.group

@@ -1,14 +1,15 @@
-"""How each layer of a model is stored, decided and said before anything is generated."""
+"""How each layer of a model is stored, decided and shown before anything is generated."""
 
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from mlx_tq.cache.sharing import whole_steps
+from mlx_tq.cache.packed_rows import whole_steps
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.formats.base import dtype_of
@@ -21,11 +22,10 @@ from mlx_tq.policies.calibration import Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.prompt_cache.allocation import Allocation
-from mlx_tq.prompt_cache.eviction import EvictionPlan
-from mlx_tq.prompt_cache.footprint import Departures, fp16_bytes, layer_footprint, layer_layout
+from mlx_tq.prompt_cache.layer_bytes import Evicted, RegionBytes, fp16_bytes, layer_bytes, layer_layout
+from mlx_tq.prompt_cache.layer_group import EvictionPlan
 
-# What layers are promoted to where low-bit keys would hurt.
-_PROMOTED = "q8"
+_PROMOTED = "q8"  # the least format of layers where low-bit keys would hurt
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class LayerPlan:
         slot: the cache and its sizes.
         spec: its storage.
         note: why it differs from the configuration, or "".
-        rope: of the layer, where an eviction policy needs its queries.
-        queries: their statistics, where a file gave them.
+        rope: RoPE of the layer, if an eviction policy needs its queries.
+        queries: statistics of its queries from a file.
     """
 
     slot: SlotFacts
@@ -48,31 +48,33 @@ class LayerPlan:
 
     @property
     def has_kernels(self) -> bool:
-        """The GPU kernels have all formats at these sizes; else mlx's operations decode what attention reads."""
+        """Whether the GPU kernels have all formats at these sizes; else attention reads decoded rows."""
         return not self.spec.cold and can_run(layer_layout(self.slot, self.spec))
 
-    def nbytes(self, tokens: int, batch: int = 1, left: Departures | None = None) -> int:
-        """Bytes of the arrays that hold `tokens` tokens, unused capacity included; at most, where others have left."""
-        return batch * layer_footprint(self.slot, self.spec, tokens, left).allocated
+    def bytes_at(self, tokens: int, evicted: Evicted | None = None) -> RegionBytes:
+        """Return the bytes of `tokens` stored tokens; an upper bound if others were evicted."""
+        return layer_bytes(self.slot, self.spec, tokens, evicted)
+
+    def nbytes(self, tokens: int) -> int:
+        return self.bytes_at(tokens).allocated
 
     @property
-    def row_bytes(self) -> int:
-        """Of a packed token and KV head; of two formats the smaller."""
+    def row_nbytes(self) -> int:
+        """Bytes of a packed token and KV head; with two key formats, in the smaller."""
         layout = layer_layout(self.slot, self.spec)
         if not self.spec.cold:
             return layout.nbytes
         return min(layout.nbytes, self.spec.cold_layout(layout, dtype_of(self.slot.dtype)).nbytes)
 
     def shared_nbytes(self, tokens: int) -> int:
-        """Bytes that a copy of a cache of `tokens` tokens need not have of its own; see `cache.sharing`."""
+        """Return the bytes of `tokens` tokens that copies of a cache share; see `PackedRows.shareable`."""
         if self.spec.cold:
             return 0
         rows = whole_steps(self.spec.packed_until(tokens) - self.spec.sinks)
         return self.slot.heads * rows * layer_layout(self.slot, self.spec).nbytes
 
-    def fp16_nbytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes of the same tokens at 16 bits, whatever the model's type is."""
-        return batch * fp16_bytes(self.slot, tokens)
+    def fp16_nbytes(self, tokens: int) -> int:
+        return fp16_bytes(self.slot, tokens)
 
 
 @dataclass(frozen=True)
@@ -81,13 +83,13 @@ class Plan:
 
     Attributes:
         model_type: mlx-lm's name of the architecture.
-        config: what was asked for.
+        config: the configuration.
         classes: class name of each of the model's own caches; those not in `layers` are kept as they are.
         layers: the compressed ones.
-        native_caches: makes a fresh list of the model's own caches.
-        eviction: what evicting caches agree on, or None where all tokens stay.
-        allocation: what the formats are worth, where they were chosen by `mean_bits`.
-        ranks: that have parts of the model; heads and bytes are this rank's.
+        native_caches: makes a new list of the model's own caches.
+        eviction: what evicting caches agree on, or None if they keep all tokens.
+        allocation: the bits and the loss of formats that `mean_bits` chose.
+        ranks: processes that have parts of the model; heads and bytes are this rank's.
     """
 
     model_type: str
@@ -101,43 +103,71 @@ class Plan:
 
     @property
     def recalls(self) -> bool:
-        """What leaves is archived, and comes back when it is asked for."""
+        """Whether evicted tokens are archived and can be recalled."""
         return self.eviction is not None and self.eviction.config.recalls
 
     @property
-    def is_blind(self) -> bool:
-        """Eviction learns from the text that it reads, because what questions look for is not known of the model."""
+    def calibrates_on_prompt(self) -> bool:
+        """Whether eviction learns from the prompt alone, as no calibration of the model is known."""
         policy = None if self.eviction is None else self.eviction.config.policy
         looks_up = isinstance(policy, CalibratedPolicy) and policy.uses_auto_calibration
         return looks_up and any(layer.queries is None for layer in self.layers)
 
     def live(self, tokens: int) -> int:
-        """Of `tokens` tokens, how many are stored at most before a forward pass."""
-        return tokens if self.eviction is None else self.eviction.most(tokens, self.config.latest)
+        """Return how many of `tokens` tokens are stored before a forward pass, at most."""
+        return tokens if self.eviction is None else self.eviction.max_live(tokens, self.config.latest)
 
-    def left(self, tokens: int) -> Departures | None:
-        """What is known of those that are not."""
-        evicts = self.eviction is not None and self.live(tokens) < tokens
-        return Departures(tokens, self.eviction.config.policy.granularity) if evicts else None  # type: ignore[union-attr]
+    # Bytes. Everything that reports or reserves memory goes through `bytes_at`.
 
-    def nbytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes of the compressed layers after `tokens` tokens, those that were evicted left out."""
-        return sum(layer.nbytes(self.live(tokens), batch, self.left(tokens)) for layer in self.layers)
+    def bytes_at(self, tokens: int, extra: int = 0) -> RegionBytes:
+        """Return the bytes of the compressed layers after `tokens` tokens, region by region.
+
+        They are exact while nothing is evicted, else an upper bound for the budget and `extra` live tokens.
+        """
+        live, evicted = min(tokens, self.live(tokens) + extra), None
+        if self.eviction is not None and live < tokens:
+            evicted = Evicted(tokens, self.eviction.config.policy.granularity)
+        return sum((layer.bytes_at(live, evicted) for layer in self.layers), RegionBytes())
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of the compressed layers after `tokens` tokens, before the next forward pass."""
+        return self.bytes_at(tokens).allocated
 
     def peak_nbytes(self, tokens: int) -> int:
-        """Bytes of them while an answer is made after `tokens` tokens: with all that may have come back."""
-        recalled = 0 if self.eviction is None else self.eviction.recall_tokens(tokens)
-        stored = min(tokens, self.live(tokens) + recalled)
-        left = self.left(tokens) if stored < tokens else None
-        return sum(layer.nbytes(stored, left=left) for layer in self.layers)
+        """Return the upper bound on the bytes at any length up to `tokens`, between passes of an answer.
 
-    def shared_nbytes(self, tokens: int, most: int) -> int:
-        """Bytes that copies of caches of `tokens` tokens hold once, as long as none leaves of `most` tokens."""
-        return sum(layer.shared_nbytes(tokens) for layer in self.layers) if self.live(most) == most else 0
+        It includes the recalled tokens. A longer cache may take less: until the first block is packed, all tokens are
+        in full precision.
+        """
+        return max([self._nbytes_with_recalled(tokens), *(size for n, size in self._early_nbytes if n <= tokens)])
 
-    def fp16_nbytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes of the same layers at 16 bits."""
-        return sum(layer.fp16_nbytes(tokens, batch) for layer in self.layers)
+    def _nbytes_with_recalled(self, tokens: int) -> int:
+        recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
+        return self.bytes_at(tokens, recalled + 1).allocated  # a pass of one token comes after a round
+
+    @cached_property
+    def _early_nbytes(self) -> list[tuple[int, int]]:
+        """Lengths where the bytes may be above those of later ones, and these bytes.
+
+        The last length without a packed token, and those at which one of the first blocks is packed: of the first ones,
+        more originals are kept. From then on bytes never shrink.
+        """
+        lengths = set()
+        specs = {(layer.spec.sinks, layer.spec.window, layer.spec.normalize): layer.spec for layer in self.layers}
+        for spec in specs.values():
+            first = spec.sinks + spec.window
+            while spec.packed_until(first) == spec.sinks:
+                first += 1
+            lengths |= {first - 1, *range(first, first + 4 * BLOCK, BLOCK)}
+        return [(length, self._nbytes_with_recalled(length)) for length in sorted(lengths)]
+
+    def shared_nbytes(self, tokens: int, total: int) -> int:
+        """Return the bytes of the first `tokens` tokens that copies share while they grow to `total` tokens."""
+        return sum(layer.shared_nbytes(tokens) for layer in self.layers) if self.live(total) == total else 0
+
+    def fp16_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the same layers at 16 bits."""
+        return sum(layer.fp16_nbytes(tokens) for layer in self.layers)
 
 
 def make_plan(
@@ -148,14 +178,10 @@ def make_plan(
 ) -> Plan:
     """Decide the storage of each plain KV cache.
 
-    Args:
-        facts: of the model.
-        config: what is asked for.
-        native_caches: makes a fresh list of the model's own caches.
-        calibration: of the model, from a file; one that the policy looked up is left out where it does not fit.
+    A `calibration` that the policy looked up is ignored if it does not fit the model.
 
     Raises:
-        ConfigError: a head size that a configured format cannot take, or an eviction that the model cannot meet.
+        ConfigError: a head size that a configured format does not support, or an eviction that the model cannot meet.
         UnsupportedModelError: a model whose tokens the eviction policy cannot score; the message names it.
     """
     typical = statistics.median(slot.key_norm for slot in facts.slots)
@@ -173,7 +199,7 @@ def make_plan(
         spectral = any(get_format(part).keys_only for part in key.split(COLD))
         pairs = _rope_pairs(facts, slot) if spectral else None
         if config.normalize and get_format(key.split(COLD)[0]).bits < 16 and not spectral:
-            pairs, why = _known_pairs(slot)
+            pairs, why = _weighting_pairs(slot)
             note = "; ".join(filter(None, [note, why]))
         spec = CacheSpec.for_layer(config, slot.index, key, value, shared=slot.shared, pairs=pairs)
         try:
@@ -188,7 +214,7 @@ def make_plan(
 
 
 def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ...]:
-    """The two dims of each pair that the RoPE of a layer turns: half or interleaved, all dims or some."""
+    """Return the two dims of each pair that the RoPE of a layer rotates."""
     if slot.rope is None:
         raise UnsupportedModelError(
             f"keys of {facts.model_type} cannot be stored by their RoPE pairs: in layer {slot.index}, {slot.no_rope}. "
@@ -198,8 +224,8 @@ def _rope_pairs(facts: ModelFacts, slot: SlotFacts) -> tuple[tuple[int, int], ..
     return tuple(zip(first, second, strict=True))
 
 
-def unasked(plan: Plan) -> Plan:
-    """The plan of caches whose first tokens come without their queries, which says so."""
+def without_queries(plan: Plan) -> Plan:
+    """Note in a plan that the first tokens come without their queries, so that keys are not weighted."""
     why = "keys not weighted: their queries are not known"
     return replace(
         plan,
@@ -210,8 +236,8 @@ def unasked(plan: Plan) -> Plan:
     )
 
 
-def _known_pairs(slot: SlotFacts) -> tuple[tuple[tuple[int, int], ...] | None, str]:
-    """The pairs of a layer by which its keys are weighted; or None, and why they are not."""
+def _weighting_pairs(slot: SlotFacts) -> tuple[tuple[tuple[int, int], ...] | None, str]:
+    """Return the RoPE pairs by which the keys of a layer are weighted, or None and why they are not."""
     if slot.nearby_rope is None:
         return None, f"keys not weighted: {slot.no_rope}"
     try:
@@ -236,15 +262,15 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
     if isinstance(policy, CalibratedPolicy):
         ropes = learn_ropes(facts)
         source = f"the first {policy.warmup:,} tokens"
-        found: list[QueryStats | None] = [None] * len(ropes)
+        queries: list[QueryStats | None] = [None] * len(ropes)
         if calibration is not None and (policy.file or calibration.fits(ropes)):
-            found = list(calibration.check(ropes, covariance=policy.needs_covariance))
+            queries = list(calibration.check(ropes, covariance=policy.needs_covariance))
             source = policy.file or f"questions and text ({calibration.path})"
         elif policy.uses_auto_calibration:
             source += ", blind to what a question will ask for"
         layers = [
-            replace(layer, rope=rope, queries=queries)
-            for layer, rope, queries in zip(plan.layers, ropes, found, strict=True)
+            replace(layer, rope=rope, queries=stats)
+            for layer, rope, stats in zip(plan.layers, ropes, queries, strict=True)
         ]
         plan = replace(plan, layers=layers)
     budget = budget_in_tokens(plan, config, facts.positions)
@@ -252,7 +278,7 @@ def _with_eviction(plan: Plan, facts: ModelFacts, config: EvictConfig, calibrati
 
 
 def learn_ropes(facts: ModelFacts) -> list[Rope]:
-    """The RoPE of each layer; layers with the same module share what was learned.
+    """Return the RoPE of each layer; layers with the same module share it.
 
     Raises:
         UnsupportedModelError: TriAttention cannot score with one, which the message names.
@@ -273,14 +299,9 @@ def learn_ropes(facts: ModelFacts) -> list[Rope]:
 
 
 def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = None) -> Budget:
-    """The budget with bytes turned into the tokens that they hold at any length, counting what gathers before a round.
+    """Convert a budget in bytes to the tokens that it holds at any length, with those that gather before a round.
 
-    Of bytes each rank has its share.
-
-    Args:
-        plan: of the layers.
-        config: with the budget.
-        positions: that the model allows, where that is known.
+    Of bytes, each rank has its share. `positions` are those that the model allows, if known.
 
     Raises:
         ConfigError: the bytes do not hold sinks, window and one round.
@@ -288,24 +309,24 @@ def budget_in_tokens(plan: Plan, config: EvictConfig, positions: int | None = No
     budget = parse_budget(config.budget)
     if budget.nbytes is None:
         return budget
-    own = budget.nbytes // plan.ranks.size
-    gathers = config.policy.trigger + BLOCK
-    least = plan.config.sinks + plan.config.latest + 1
-    left = Departures(positions, config.policy.granularity)
+    available = budget.nbytes // plan.ranks.size
+    gathering = config.policy.trigger + BLOCK
+    fewest = plan.config.sinks + plan.config.latest + 1
+    evicted = Evicted(positions, config.policy.granularity)
 
-    def most(tokens: int) -> int:
-        return sum(layer.nbytes(tokens + gathers, left=left) for layer in plan.layers)
+    def nbytes(tokens: int) -> int:
+        return sum(layer.bytes_at(tokens + gathering, evicted).allocated for layer in plan.layers)
 
-    if most(least) > own:
+    if nbytes(fewest) > available:
         raise ConfigError(
-            f"a budget of {own:,} bytes is below the {most(least):,} that sinks "
-            f"{plan.config.sinks}, window {plan.config.window} and a round of {gathers} tokens take. Raise the budget."
+            f"a budget of {available:,} bytes is below the {nbytes(fewest):,} that sinks {plan.config.sinks}, window "
+            f"{plan.config.window} and a round of {gathering} tokens take. Raise the budget."
         )
-    per_token = sum(layer.slot.heads * layer.row_bytes for layer in plan.layers)
-    enough = least + (own - most(least)) // per_token
-    return Budget(tokens=max(least, bisect_right(range(enough + 1), own, lo=least, key=most) - 1))
+    per_token = sum(layer.slot.heads * layer.row_nbytes for layer in plan.layers)
+    upper = fewest + (available - nbytes(fewest)) // per_token
+    return Budget(tokens=max(fewest, bisect_right(range(upper + 1), available, lo=fewest, key=nbytes) - 1))
 
 
 def _promote(name: str) -> str:
-    least = min(get_format(part).bits for part in name.split(COLD))
-    return name if least >= get_format(_PROMOTED).bits else _PROMOTED
+    bits = min(get_format(part).bits for part in name.split(COLD))
+    return name if bits >= get_format(_PROMOTED).bits else _PROMOTED

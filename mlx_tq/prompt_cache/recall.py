@@ -128,7 +128,7 @@ class Search:
         tokens = np.cumsum([len(scored.block.positions) for scored in ranked])
         room = int(np.searchsorted(tokens, self.limit)) + 1
         best = [scored for scored in ranked[:room] if scored.score and scored.score >= min_score(ranked[0].score)]
-        sides = self.continuation_sides([scored.block for scored in best])
+        sides = [(side,) for side in self.continuation_sides([scored.block for scored in best])]
         return Selection(ranked, select_blocks(ranked, sides, self.sinks, self.limit))
 
     def score_blocks(self) -> list[BlockScore]:
@@ -289,9 +289,9 @@ def min_score(best: float) -> float:
 
 
 def select_blocks(
-    ranked: Sequence[BlockScore], sides: Sequence[int], sinks: int, limit: int
+    ranked: Sequence[BlockScore], sides: Sequence[Sequence[int]], sinks: int, limit: int
 ) -> list[ArchivedBlock]:
-    """Select the best blocks of up to `limit` tokens, each with its neighbor on a side, -1 before or 1 behind.
+    """Select the best blocks of up to `limit` tokens, each with its neighbors on some sides: -1 before, 1 behind.
 
     An edge between blocks may cut the evidence in two, and the other half may score low. As many blocks of `ranked` are
     selected as there are `sides`. Several archived blocks may be pieces of one block of positions.
@@ -302,8 +302,8 @@ def select_blocks(
         pieces.setdefault(number, []).append(index)
     selected: dict[int, None] = {}
     tokens = 0
-    for best, side in zip(numbers, sides, strict=False):
-        for index in (*pieces[best], *pieces.get(best + side, ())):
+    for best, best_sides in zip(numbers, sides, strict=False):
+        for index in (i for side in (0, *best_sides) for i in pieces.get(best + side, ())):
             if index in selected:
                 continue
             tokens += len(ranked[index].block.positions)

@@ -9,9 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_tq.prompt_cache.archive import LIMIT
-from mlx_tq.prompt_cache.eviction import EvictionStats
-from mlx_tq.prompt_cache.layer_group import sequence_of
-from mlx_tq.prompt_cache.passes import cache_parts, compressed_caches
+from mlx_tq.prompt_cache.layer_group import EvictionStats, cache_parts, compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.plan import Plan
 
 
@@ -72,7 +70,7 @@ class CacheStats:
 def predict_stats(plan: Plan, tokens: int) -> CacheStats:
     """Return the statistics of a cache that has seen `tokens`, up to the limit of its archive."""
     evicted, archived = tokens - min(tokens, plan.live(tokens)), 0
-    row_nbytes = sum(layer.slot.heads * layer.row_bytes for layer in plan.layers)
+    row_nbytes = sum(layer.slot.heads * layer.row_nbytes for layer in plan.layers)
     if plan.eviction is not None and plan.recalls:
         limit = plan.eviction.config.archive_limit
         archived = min(evicted, (LIMIT if limit is None else limit) // row_nbytes)
@@ -102,9 +100,9 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
     fp16_nbytes = sum(map(_fp16_nbytes, others)) + sum(map(_dequantized_nbytes, quantized))
     if compressed and plan is not None:
         fp16_nbytes += plan.fp16_nbytes(tokens)
-    sequence = sequence_of(compressed)
-    eviction = sequence.stats if sequence else EvictionStats()
-    extents = [extent for extent in sequence.archived if not extent.lost] if sequence else []
+    group = layer_group_of(compressed)
+    eviction = group.stats if group else EvictionStats()
+    blocks = [block for block in group.archived if not block.lost] if group else []
     return CacheStats(
         tokens,
         sum(cache.nbytes for cache in caches),
@@ -113,9 +111,9 @@ def cache_stats(caches: Sequence[Any], plan: Plan | None) -> CacheStats:
         evicted=eviction.tokens,
         rounds=eviction.rounds,
         evict_seconds=eviction.seconds,
-        archived=sum(len(extent.positions) for extent in extents),
-        archived_nbytes=sum(extent.size for extent in extents),
-        recalled=len(sequence.recalled) if sequence else 0,
+        archived=sum(len(block.positions) for block in blocks),
+        archived_nbytes=sum(block.nbytes for block in blocks),
+        recalled=len(group.recalled) if group else 0,
     )
 
 

@@ -12,8 +12,8 @@ from itertools import accumulate
 from threading import Condition
 from typing import Any
 
-from mlx_tq.cache.sharing import Shared, shared_rows
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.cache.packed_rows import SharedBuffers
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.server.api_errors import QueueFullError, UnavailableError
 from mlx_tq.server.job import Job, RunningJob, SessionResult, remaining_segments
@@ -140,10 +140,11 @@ class Admission:
             for n in range(step, length + step, step)
         ]
 
-    def shared_rows(self, job: Job, caches: list[Any] | None) -> Shared:
+    def shared_rows(self, job: Job, caches: list[Any] | None) -> SharedBuffers:
         """Return the rows of `caches` that a job which continues from them will share."""
         shares = caches and self.shared_nbytes(job, job.max_total_tokens)
-        return shared_rows(compressed_caches(caches or [])) if shares else []
+        layers = compressed_caches(caches or []) if shares else []
+        return [buffer for layer in layers for buffer in layer.shareable_buffers()]
 
     def shared_nbytes(self, job: Job, stop: int) -> int:
         """Return the bytes of the first `stop` tokens that `job` can share."""
@@ -157,7 +158,7 @@ class Admission:
             total += sum(self._peak_nbytes(job) - self.shared_nbytes(job, stop) for job, stop in other.followers)
             for reference, nbytes in other.shared:
                 buffer = reference()
-                if buffer is not None and len(buffer.bodies) > 1:
+                if buffer is not None and len(buffer.owners) > 1:
                     total -= nbytes
                     buffers.add(buffer)
         return total + sum(buffer.nbytes for buffer in buffers)

@@ -18,7 +18,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import batch_row
+from mlx_tq.prompt_cache.layer_group import batch_row
 from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.server.admission import Admission, EngineLimits, JobQueue

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import TextStateMachine
 
-from mlx_tq.cache.sharing import Shared
+from mlx_tq.cache.packed_rows import SharedBuffers
 from mlx_tq.grammar.constraint import Constraint
 from mlx_tq.grammar.grammar_source import GrammarError
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt
@@ -205,7 +205,7 @@ class RunningJob:
         self.pending = list(job.others)
         self.step_ends: list[int] = []
         self.followers: list[tuple[Job, int]] = []
-        self.shared: Shared = []
+        self.shared: SharedBuffers = []
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
         self.processors = [GuardedProcessors(processors)] if processors else []
         self.sampler = sampler

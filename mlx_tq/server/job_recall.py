@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_tq.models import ranks_of
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.server.job import Job, RunningJob
 from mlx_tq.session.restore import (
     RecallDuringDecode,
@@ -39,7 +39,7 @@ class JobRecall:
         A session's turn is a question as a whole unless it is long: then its document is prefilled first.
         """
         last_segment = job.prompt.segments[-1]
-        if job.continues_session and not (self._recalls and len(last_segment) > LONGEST_QUESTION):
+        if job.continues_session and not (self._recalls and len(last_segment) > MAX_QUESTION):
             return last_segment
         return split_question(self._tokenizer, last_segment)[1] if self._recalls else []
 

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 from mlx_tq.config import RescueConfig
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.rescue import RescueClient
 from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
 from mlx_tq.server.job import SessionCaches, SessionResult, SessionStart
@@ -160,9 +160,9 @@ class Sessions:
         if transcript is not session.transcript:
             self._discard(session.transcript)
         transcript.append(result.tokens[len(transcript.ids) :], result.quotation, result.quotation_start)
-        sequence = sequence_in(result.caches)
+        sequence = layer_group_of(result.caches)
         if sequence is not None:
-            transcript.send_evicted(sequence.take_departed())
+            transcript.send_evicted(sequence.take_evicted())
         session.transcript, session.caches = transcript, result.caches
         session.template_options = turn.template_options
         session.messages = None if answer is None else [*turn.messages, answer]

@@ -12,11 +12,18 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from mlx_tq.policies.selection import PositionRange
-from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.layer_group import LayerGroup
-from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in, sequence_layers
-from mlx_tq.prompt_cache.recall import LONGEST_QUESTION, Scored, deciding, holding, looking, positions_of, weighed
+from mlx_tq.prompt_cache.layer_group import LayerGroup, compressed_caches, evicting_layers, layer_group_of
+from mlx_tq.prompt_cache.recall import (
+    MAX_QUESTION,
+    BlockScore,
+    blocks_of_ranges,
+    count_scored_tokens,
+    deciding_layers,
+    positions_of,
+    search_layers,
+)
 from mlx_tq.rescue.wire import Range
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
@@ -34,8 +41,8 @@ class RecallResult:
 
     by_attention: tuple[int, ...] = ()  # positions that the model's own queries selected, ascending
     by_search: tuple[int, ...] = ()  # those that the rescue service's search selected; some may be in both
-    ranked: tuple[Scored, ...] = ()  # the archived blocks by their latest scores, best first
-    search_blocks: tuple[Extent, ...] = ()  # the blocks of `by_search`; they stay until the answer is complete
+    ranked: tuple[BlockScore, ...] = ()  # the archived blocks by their latest scores, best first
+    search_blocks: tuple[ArchivedBlock, ...] = ()  # the blocks of `by_search`; they stay until the answer is complete
     seconds: float = 0.0  # time that scoring and reloading took
 
     @property
@@ -45,7 +52,7 @@ class RecallResult:
     @property
     def archived(self) -> int:
         """Return how many tokens were archived, recalled ones included."""
-        return sum(len(block.extent.positions) for block in self.ranked)
+        return sum(len(block.block.positions) for block in self.ranked)
 
 
 def split_question(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]]:
@@ -54,7 +61,7 @@ def split_question(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]
     Without an empty line that near to the end, the question is the last line. It includes what a chat template adds.
     """
     line = None
-    for count in range(SHORTEST_QUESTION, min(LONGEST_QUESTION, len(ids))):
+    for count in range(SHORTEST_QUESTION, min(MAX_QUESTION, len(ids))):
         if "\n" in tokenizer.decode(ids[-count - 1 : -count]):
             if _EMPTY_LINE.search(tokenizer.decode(ids[-count - _EMPTY_LINE_TOKENS : -count])):
                 return ids[:-count], ids[-count:]
@@ -87,19 +94,19 @@ def evict_before_question(caches: list[Any], count: int) -> bool:
     The forward passes of question and answer would hold it too late: what they evict could not be recalled. It is held
     with and without an archive, so that an archive that fails changes no token.
     """
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     if sequence is None:
         return False
-    sequence.make_room(sequence_layers(caches), count)
+    sequence.evict_if_due(evicting_layers(caches), count)
     return bool(sequence.archived)
 
 
-def blocks_of_hits(caches: list[Any], hits: SearchHits) -> list[Extent]:
+def blocks_of_hits(caches: list[Any], hits: SearchHits) -> list[ArchivedBlock]:
     """Return the archived blocks that hold evicted positions of `hits`, as this rank knows them."""
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     if sequence is None or not hits.ranges:
         return []
-    return holding(sequence.archived, hits.ranges, live_positions(caches, 0), hits.limit)
+    return blocks_of_ranges(sequence.archived, hits.ranges, live_positions(caches, 0), hits.limit)
 
 
 def recall_rows(
@@ -111,23 +118,23 @@ def recall_rows(
     256 tokens are run. `limit` bounds the tokens that the queries select; by default the configuration says it.
     """
     began = time.perf_counter()
-    sequence, question = sequence_in(caches), ids[-LONGEST_QUESTION:]
+    sequence, question = layer_group_of(caches), ids[-MAX_QUESTION:]
     if sequence is None or not evict_before_question(caches, len(question)):
         return RecallResult()
     if limit is None:
-        limit = sequence.plan.recall_tokens(len(ids) + sequence_layers(caches)[0].offset)
+        limit = sequence.plan.max_recalled(len(ids) + evicting_layers(caches)[0].offset)
     fork = copy.deepcopy(caches)
-    layers, forked = sequence_layers(fork), sequence_in(fork)
+    layers, forked = evicting_layers(fork), layer_group_of(fork)
     assert forked is not None  # noqa: S101 - tells the type checker: a copy evicts like its original
-    forked.listen(looking(len(layers)), rounds=False)
+    forked.capture_queries(search_layers(len(layers)), rounds=False)
     with compressed(model):
         prefill(model, fork, question, step)
-    ranked, by_attention = forked.look(layers, len(question), limit)
+    ranked, by_attention = forked.search_archive(layers, len(question), limit)
     if hits.ranges:
-        sequence.agree()
+        sequence.forget_lost_blocks()
     by_search = blocks_of_hits(caches, hits)
     if by_attention or by_search:
-        sequence.recall(sequence_layers(caches), dict.fromkeys([*by_attention, *by_search]))
+        sequence.recall(evicting_layers(caches), dict.fromkeys([*by_attention, *by_search]))
     attention, search = (
         tuple(np.intersect1d(positions_of(blocks), sequence.recalled).tolist()) for blocks in (by_attention, by_search)
     )
@@ -160,22 +167,22 @@ def restore_context(
 
 def pin(caches: list[Any], positions: PositionRange | None) -> None:
     """Exempt positions from eviction and from the budget; None exempts none."""
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     if sequence is not None:
-        sequence.held = positions
+        sequence.pinned = positions
 
 
 def release(caches: list[Any]) -> None:
     """Drop recalled rows from the caches, and unpin the quotation."""
     pin(caches, None)
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     if sequence is not None:
-        sequence.release(sequence_layers(caches))
+        sequence.drop_recalled(evicting_layers(caches))
 
 
 def take_archive_warning(caches: list[Any]) -> str | None:
     """Return what a user should know of the archive, once."""
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     return None if sequence is None or sequence.archive is None else sequence.archive.take_warning()
 
 
@@ -199,15 +206,15 @@ class RecallDuringDecode:
         self.searches, self.seconds = 0, 0.0
         self._sequence: LayerGroup | None = None
         self._numbers: Collection[int] = ()  # of the layers that search
-        self._ranked: Sequence[Scored] = recalled.ranked
+        self._ranked: Sequence[BlockScore] = recalled.ranked
 
     def start(self) -> None:
         """Capture queries from now on; eviction rounds go on meanwhile."""
-        sequence = sequence_in(self._caches)
+        sequence = layer_group_of(self._caches)
         if sequence is not None and sequence.plan.config.recalls:
             self._sequence = sequence
-            self._numbers = deciding(self._recalled.ranked) or looking(len(sequence_layers(self._caches)))
-            sequence.listen(self._numbers, rounds=True)
+            self._numbers = deciding_layers(self._recalled.ranked) or search_layers(len(evicting_layers(self._caches)))
+            sequence.capture_queries(self._numbers, rounds=True)
             self._next_search = self._tokens_to_next_search(sequence)
 
     def count_token(self) -> None:
@@ -218,7 +225,7 @@ class RecallDuringDecode:
 
     def stop(self) -> None:
         if self._sequence is not None:
-            self._sequence.listen([], rounds=True)
+            self._sequence.capture_queries([], rounds=True)
 
     def result(self) -> RecallResult:
         """Return what was recalled for the question and while decoding."""
@@ -230,23 +237,23 @@ class RecallDuringDecode:
         return replace(recalled, by_attention=by_attention, ranked=tuple(self._ranked), seconds=seconds)
 
     def _tokens_to_next_search(self, sequence: LayerGroup) -> int:
-        layers, archived = sequence_layers(self._caches), len(positions_of(sequence.archived))
-        scored = weighed(archived, self._numbers, sequence.plan.recall_tokens(layers[0].offset))
+        layers, archived = evicting_layers(self._caches), len(positions_of(sequence.archived))
+        scored = count_scored_tokens(archived, self._numbers, sequence.plan.max_recalled(layers[0].offset))
         tokens = sequence.ranks.max(np.array([scored / len(layers) / _SCORED_PER_TOKEN]))  # all ranks search at once
         return max(sequence.plan.config.recall_every, int(tokens[0]))
 
     def _search(self, sequence: LayerGroup) -> None:
         began = time.perf_counter()
-        layers = sequence_layers(self._caches)
-        latest = min(sequence.plan.config.recall_every, LONGEST_QUESTION)
+        layers = evicting_layers(self._caches)
+        latest = min(sequence.plan.config.recall_every, MAX_QUESTION)
         count = max(1, min(latest, layers[0].spec.window))  # the window has to hold all of them
-        limit = sequence.plan.recall_tokens(layers[0].offset)
-        self._ranked, selected = sequence.look(layers, count, limit, back=True)
+        limit = sequence.plan.max_recalled(layers[0].offset)
+        self._ranked, selected = sequence.search_archive(layers, count, limit, include_recalled=True)
         blocks = [*self._recalled.search_blocks, *(block for block in selected if not self._is_quoted(block))]
-        self.positions += sequence.exchange(layers, list(dict.fromkeys(blocks))).tolist()
+        self.positions += sequence.replace_recalled(layers, list(dict.fromkeys(blocks))).tolist()
         self.searches, self.seconds = self.searches + 1, self.seconds + time.perf_counter() - began
         self._next_search, self._tokens = self._tokens_to_next_search(sequence), 0
 
-    def _is_quoted(self, block: Extent) -> bool:
+    def _is_quoted(self, block: ArchivedBlock) -> bool:
         first, last = block.positions[0], block.positions[-1]
         return any(start <= first and last < stop for start, stop in self._quoted)

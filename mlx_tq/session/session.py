@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_tq.cache.files import CONVERSATION
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.integration.probe import position_limit
@@ -22,11 +21,11 @@ from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
 from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.cache_file import CONVERSATION, load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.passes import cache_parts
+from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
-from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
 from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
 from mlx_tq.rescue.wire import Range
@@ -186,7 +185,7 @@ class Session:
         )
         try:
             with turn:
-                split = can_restore and self.shadow is None and len(message) > LONGEST_QUESTION
+                split = can_restore and self.shadow is None and len(message) > MAX_QUESTION
                 turn.prepare(message, text, split=split, quote_at=len(before), room=room)
                 for response in turn.decode(max_tokens, sampler=self.sampler):
                     yield response.text

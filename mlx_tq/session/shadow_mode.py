@@ -14,7 +14,7 @@ from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import cache_parts
+from mlx_tq.prompt_cache.layer_group import cache_parts
 from mlx_tq.prompt_cache.plan import Plan
 
 _DEFAULT_EVERY = 16
@@ -129,7 +129,7 @@ class Shadow:
                 cosine, kld = np.array(mx.stack(cache.notes)).transpose(1, 0, 2)
                 comparisons = len(cache.notes)
                 layers.append(ShadowLayer(index, *map(float, (cosine.mean(), cosine.min(), kld.mean(), kld.max()))))
-        packed = min(cache.body_tokens for cache in self._layers.values())
+        packed = min(cache.packed_tokens for cache in self._layers.values())
         return ShadowReport(layers, comparisons, packed, list(self._tokens))
 
 

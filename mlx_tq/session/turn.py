@@ -15,8 +15,8 @@ from mlx_tq.errors import CacheFormatError
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import cache_parts, compressed_caches, sequence_in
-from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.prompt_cache.layer_group import cache_parts, compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.session.restore import (
     RecallDuringDecode,
     RecallResult,
@@ -162,7 +162,7 @@ class Turn:
         self._question, self._prompt_tokens = question, self._prefilled + len(question)
 
     def _restore_context(self, query: str, question: list[int], quote_at: int) -> None:
-        evict_before_question(self._caches, min(len(question), LONGEST_QUESTION))
+        evict_before_question(self._caches, min(len(question), MAX_QUESTION))
         self._send_evicted()
         read, began = len(self._transcript.ids), time.perf_counter()
         hits = search_evicted(self._model, self._transcript, query, live_positions(self._caches, read))
@@ -229,9 +229,9 @@ class Turn:
         return report
 
     def _send_evicted(self) -> None:
-        sequence = sequence_in(self._caches)
+        sequence = layer_group_of(self._caches)
         if sequence is not None:
-            self._transcript.send_evicted(sequence.take_departed())
+            self._transcript.send_evicted(sequence.take_evicted())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         try:

@@ -24,11 +24,11 @@ def test_equals_attention_over_the_decoded_cache(key, value, dtype, batch, count
     """What holds for kernels (tests/kernels) holds for what a cache hands them, with its window, masks and sinks."""
     keys, values = (x.astype(dtype) for x in uneven(LENGTH, batch=batch))
     cache = filled(make_spec(key, value, recent=64), keys[:, :, :-count], values[:, :, :-count])
-    packed = cache.body_tokens
+    packed = cache.packed_tokens
     view = cache.append(keys[:, :, -count:], values[:, :, -count:])
     assert view.key_shape() == (batch, 2, LENGTH, DIM)
     assert packed > 100
-    unpacked = LENGTH - (cache.body_tokens if count <= 8 else packed)
+    unpacked = LENGTH - (cache.packed_tokens if count <= 8 else packed)
     assert view.regions.keys.shape[2] == unpacked, "a chunk sees itself as it is"
     queries = random(count, batch=batch, heads=6, dtype=dtype, seed=5)
     out = view.attend(queries, SCALE, None if count == 1 else "causal", None)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from cache.tools import DIM, make_cache, random, random_pair
-from mlx_tq.cache.buffers import STEP
+from mlx_tq.cache.packed_rows import STEP
 from mlx_tq.config import BLOCK
 
 SCALE = DIM**-0.5
@@ -13,7 +13,7 @@ PREFIX = WINDOW = 32
 
 def addresses(cache):
     """Where the buffers lie; evaluates them."""
-    return tuple(np.array(x, copy=False).ctypes.data for x in (cache._body.arrays[-1], *cache._full))
+    return tuple(np.array(x, copy=False).ctypes.data for x in (cache._rows.arrays[-1], *cache._full))
 
 
 def run_ahead(cache, seen, count):
@@ -36,7 +36,7 @@ def test_the_body_stays_where_it_is():
         seen = run_ahead(cache, seen, count)
         assert addresses(cache) == (rows, *full), "between packings the others stay too"
     seen = run_ahead(cache, seen, 2 * BLOCK + 4)
-    assert cache.body_tokens == STEP + 4 * BLOCK
+    assert cache.packed_tokens == STEP + 4 * BLOCK
     assert addresses(cache)[0] == rows
     run_ahead(cache, seen, STEP)
     assert addresses(cache)[0] != rows, "it grew, so this test can see a copy"

@@ -26,8 +26,8 @@ from cache.tools import (
     uneven,
 )
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.buffers import STEP
 from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.packed_rows import STEP
 from mlx_tq.config import BLOCK, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 
@@ -44,7 +44,7 @@ def stored(length, **changes):
 
 def test_empty_cache():
     cache = make_cache()
-    assert (cache.offset, cache.size(), cache.body_tokens, list(cache.positions)) == (0, 0, 0, [])
+    assert (cache.offset, cache.size(), cache.packed_tokens, list(cache.positions)) == (0, 0, 0, [])
     assert cache.empty()
     assert cache.is_trimmable()
     assert (cache.trim(5), cache.trim(0)) == (0, 0)
@@ -52,7 +52,7 @@ def test_empty_cache():
     with pytest.raises(CacheFormatError, match="the cache is empty; run the model on a prompt first"):
         cache.keys_and_values()
     with pytest.raises(CacheFormatError, match=r"nothing of the cache is packed yet\. Read more tokens first"):
-        stored(50).body()
+        stored(50).packed_rows()
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, None])
@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_their_neighbours(normalize):
 
 def arrays_of(cache):
     """All arrays of a cache but those that its formats learned."""
-    held = [*vars(cache).values(), *vars(cache._known).values(), cache._body._own.rows]
+    held = [*vars(cache).values(), *vars(cache._normalizer).values(), cache._rows._own.rows]
     return [value for value in held if isinstance(value, mx.array)] + [
         array for value in held if isinstance(value, tuple) for array in value
     ]
@@ -99,9 +99,9 @@ def arrays_of(cache):
 def test_nbytes_are_the_bytes_of_the_arrays(formats, normalize):
     for length in (1, 55, 56, 140, LENGTH):
         cache = filled(make_spec(*formats, normalize=normalize), KEYS[:, :, :length], VALUES[:, :, :length])
-        if cache.body_tokens > 100:
+        if cache.packed_tokens > 100:
             kept = np.arange(50, 90)
-            cache.compact(kept, cache.body_positions[kept])
+            cache.compact(kept, cache.packed_positions[kept])
         learned = sum(leaf.nbytes for leaf in learned_of(cache) if leaf is not None)
         assert cache.nbytes == sum(array.nbytes for array in arrays_of(cache)) + learned
 
@@ -110,17 +110,17 @@ def test_buffers_of_the_models_type_do_not_grow():
     """The body does, by blocks of 32 rows and from STEP on by STEP."""
     cache = filled(make_spec(), KEYS[:, :, :100], VALUES[:, :, :100])
     row = HEADS * cache.spec.layout(DIM, DIM, mx.float16).nbytes
-    beside = cache.nbytes - row * 32 * -(-cache.body_tokens // 32)
+    beside = cache.nbytes - row * 32 * -(-cache.packed_tokens // 32)
     for _ in range(LENGTH - 100):
         feed(cache, KEYS, VALUES, [1])
-        step = 32 if cache.body_tokens <= STEP else STEP
-        assert cache.nbytes == beside + row * step * -(-cache.body_tokens // step)
+        step = 32 if cache.packed_tokens <= STEP else STEP
+        assert cache.nbytes == beside + row * step * -(-cache.packed_tokens // step)
 
 
 @pytest.mark.parametrize("gaps", [False, True])
 def test_masks_of_a_cache_with_gaps_go_by_position(gaps):
     cache = stored(100)
-    body = cache.body_positions
+    body = cache.packed_positions
     if gaps:
         cache.compact(np.arange(0, len(body), 2), body[::2])
     assert (cache.make_mask(1), cache.make_mask(2)) == (None, "causal")
@@ -203,16 +203,17 @@ def test_a_view_outlives_its_cache():
 
 def test_state_has_no_spare_capacity():
     cache = stored(100)
-    keys, values, rows, *_ = cache.state
-    assert keys.shape[2] == values.shape[2] == 4 + 100 - 32  # one block of originals beside the tail
-    assert rows.shape[2] == cache.body_tokens == 60
+    state = cache.state
+    assert state["keys"].shape[2] == state["values"].shape[2] == 4 + 100 - 32  # with one block of originals
+    assert state["rows"].shape[2] == cache.packed_tokens == 60
 
 
 # Formats that learn from a cache's first tokens: what they found stays with the cache, wherever it goes.
 
 
 def learned_of(cache):
-    return [leaves(cache.state)[name] for name in ("4", "5")]
+    learned = cache.state.get("learned", {})
+    return [learned.get(side) for side in ("key", "value")]
 
 
 @pytest.mark.parametrize("pair", [("tq35", "q8"), ("q8", "tq25"), ("tq35", "tq25")])

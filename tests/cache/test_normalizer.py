@@ -18,18 +18,10 @@ from cache.tools import (
     same_bits,
     uneven,
 )
-from mlx_tq.cache.gaps import Gaps
 
 KEYS, VALUES = uneven(260)
 WRONG = random_pair(100, seed=9)  # tokens that are trimmed again
 SPEC = make_spec("tq4", normalize=True)
-
-
-def test_the_block_that_is_being_packed_keeps_its_mean():
-    """Although all of its tokens left: the next ones are packed less the same."""
-    gaps = Gaps(evicted=140, floor=160, kept=np.arange(20))
-    assert gaps.blocks(0, 160).tolist() == [0, 1]
-    assert gaps.blocks(0, 300).tolist() == [0, 1, 2]
 
 
 def test_weights_are_those_of_the_formula():
@@ -44,7 +36,7 @@ def test_weights_are_those_of_the_formula():
         ratio.append(np.maximum(squares, 1e-4 * squares.mean(axis=1, keepdims=True)))
     wanted = (ratio[0] / ratio[1]) ** 0.25
     for chunks in ([200], [100, 40], [1] * 140):
-        found = np.array(filled(SPEC, KEYS, VALUES, chunks).state[-1][1])[0]
+        found = np.array(filled(SPEC, KEYS, VALUES, chunks).state["normalizer"]["scale"])[0]
         assert np.allclose(found, wanted, rtol=1e-5)
     assert wanted.std() > 0.3  # or any weights would do
 
@@ -71,10 +63,10 @@ def test_where_attention_never_asked_weights_are_one():
     told, found = (filled(SPEC, KEYS[:, :, :100], VALUES[:, :, :100]) for _ in range(2))
     for cache in (told, found):
         cache.append(KEYS[:, :, 100:200], VALUES[:, :, 100:200])
-        assert cache.body_tokens == 0
-    told.settle()
-    assert told.body_tokens == 160 - 4
+        assert cache.packed_tokens == 0
+    told.stop_learning()
+    assert told.packed_tokens == 160 - 4
     told.append(KEYS[:, :, 200:201], VALUES[:, :, 200:201])
     found.append(KEYS[:, :, 200:201], VALUES[:, :, 200:201])
     assert same_bits(told.state, found.state)
-    assert (told.state[-1][1] == 1).all()
+    assert (told.state["normalizer"]["scale"] == 1).all()

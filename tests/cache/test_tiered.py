@@ -10,8 +10,8 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.policy import PackedLayer
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.footprint import Departures, layer_footprint
-from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.layer_bytes import Evicted, layer_bytes
+from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 
 from .tools import contents, feed, filled, make_cache, make_spec, random_pair
 
@@ -21,11 +21,11 @@ MODEL = build("llama", mx.float32)
 
 def scored_and_read(cache):
     """Keys and values of the body as policies decode them, and as attention does."""
-    layer = PackedLayer(*cache.body())
-    layer = layer.slice_rows(0, cache.body_tokens)
+    layer = PackedLayer(*cache.packed_rows())
+    layer = layer.slice_rows(0, cache.packed_tokens)
     keys = layer.keys(), layer.layout.value.decode(layer.layout.values(layer.rows))
     start = cache.spec.sinks
-    read = (handle.materialize()[:, :, start : start + cache.body_tokens] for handle in cache.keys_and_values())
+    read = (handle.materialize()[:, :, start : start + cache.packed_tokens] for handle in cache.keys_and_values())
     return [(np.array(a, np.float32), np.array(b, np.float32)) for a, b in zip(keys, read, strict=True)]
 
 
@@ -39,11 +39,11 @@ def test_policies_score_the_keys_that_attention_reads(key, normalize):
         feed(cache, KEYS, VALUES, [count])
         for scored, read in scored_and_read(cache):
             assert np.abs(scored - read).max() <= 2e-3 * np.abs(read).max()  # fp16 beside fp32
-        kept = np.sort(rng.choice(cache.body_tokens, cache.body_tokens // 2, replace=False))
-        positions = cache.body_positions[kept]
+        kept = np.sort(rng.choice(cache.packed_tokens, cache.packed_tokens // 2, replace=False))
+        positions = cache.packed_positions[kept]
         before = [read[:, :, kept] for _, read in scored_and_read(cache)]
         mx.eval(cache.compact(kept, positions))
-        assert cache.body_positions.tolist() == positions.tolist()
+        assert cache.packed_positions.tolist() == positions.tolist()
         after = [read for _, read in scored_and_read(cache)]
         for a, b in zip(after, before, strict=True):  # a BLAS may sum otherwise for another number of rows: an ulp
             assert np.abs(a - b).max() <= 2**-10 * np.abs(b).max()
@@ -55,10 +55,10 @@ def test_a_trim_of_a_block_leads_back_to_recent_keys(length, normalize):
     """To the bits of a cache that never was longer, and so does what is read then."""
     spec = make_spec("q8~tq2", "tq4", recent=64, normalize=normalize)
     longer, never = (filled(spec, KEYS, VALUES, [200, count - 200]) for count in (length + 32, length))
-    assert longer.cold_tokens == never.cold_tokens + 32
+    assert longer.num_evictable == never.num_evictable + 32
     assert longer.trim(32) == 32
     for _ in range(2):
-        assert longer.cold_tokens == never.cold_tokens
+        assert longer.num_evictable == never.num_evictable
         for a, b in zip(contents(longer), contents(never), strict=True):
             assert mx.array_equal(a, b)
         for cache in (longer, never):
@@ -78,11 +78,11 @@ def test_a_model_evicts_within_its_forecast_from_both_tiers_or_what_comes_back_f
             ids = [(7 * i * i + 3) % 160 for i in range(start, start + 24)]
             mx.eval(MODEL(mx.array([ids]), cache=caches))
             layers = compressed_caches(caches)
-            left = Departures(start + 24, 1)
+            left = Evicted(start + 24, 1)
             slot, spec = plan.layers[0].slot, layers[0].spec
-            most = layer_footprint(slot, spec, layers[0].size(), left if layers[0].gaps.evicted else None)
+            most = layer_bytes(slot, spec, layers[0].size(), left if layers[0].regions.evicted else None)
             assert layers[0].nbytes <= most.allocated
-    assert sequence_in(caches).stats.rounds > 3
+    assert layer_group_of(caches).stats.rounds > 3
     assert layers[0].size() <= 120 + 16 + 24
     gone = np.setdiff1d(np.arange(480), layers[0].positions)
     assert gone.min() < 100

@@ -10,7 +10,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.tiered import TieredKVCache
 from mlx_tq.config import KVConfig
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 
 PREFIX, WINDOW = 4, 24  # of most tests: small, and no multiples of a block
 HEADS, DIM = 2, 64
@@ -60,8 +60,8 @@ def queries_at(start, count, heads=HEADS, dim=DIM):
 
 
 def listen(view, start, count):
-    """Attend with the queries of these positions where the cache wants to see them."""
-    if view.told is not None:
+    """Attend with the queries of these positions if the cache listens to them."""
+    if view.listeners:
         batch, heads, _, dim = view.key_shape()
         view.attend(mx.repeat(queries_at(start, count, heads, dim), batch, axis=0), dim**-0.5, "causal", None)
 
@@ -111,7 +111,7 @@ def copies(cache, config, path):
 
 def decoded(view):
     """Keys and values of a `StepView` as stored, float64: the body decoded without rounding to the model's type."""
-    regions = view.undivided()
+    regions = view.merged_regions()
     pair, layout = [], regions.layout
     for full, codec, part in ((regions.keys, layout.key, layout.keys), (regions.values, layout.value, layout.values)):
         full = np.array(full.astype(mx.float32), np.float64)

@@ -3,8 +3,8 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mlx_tq.cache import batch, handles
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.cache import batch, view
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 
 @dataclass
@@ -19,8 +19,8 @@ class Seen:
 def watch(monkeypatch):
     """Count from now on."""
     seen = Seen()
-    few, many, together = handles.attend, handles.prefill, batch.attend_batch
-    materialize = handles.Handle.materialize
+    few, many, together = view.attend, view.prefill, batch.attend_batch
+    materialize = view.Handle.materialize
 
     def spy_few(queries, regions, **kwargs):
         seen.few += regions.packed_tokens > 0
@@ -38,10 +38,10 @@ def watch(monkeypatch):
         seen.materialized += 1
         return materialize(self)
 
-    monkeypatch.setattr(handles, "attend", spy_few)
-    monkeypatch.setattr(handles, "prefill", spy_many)
+    monkeypatch.setattr(view, "attend", spy_few)
+    monkeypatch.setattr(view, "prefill", spy_many)
     monkeypatch.setattr(batch, "attend_batch", spy_together)
-    monkeypatch.setattr(handles.Handle, "materialize", spy_materialize)
+    monkeypatch.setattr(view.Handle, "materialize", spy_materialize)
     return seen
 
 

@@ -13,7 +13,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import PROFILES, KVConfig
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 # Served with nothing decoded: these names are a promise.
 SERVED = [
@@ -65,7 +65,7 @@ def test_a_served_architecture(name, monkeypatch):
     # The first chunk sees only itself; of the others one is a prefill and four are short, of which a block divides one.
     layers = arch.plain_layers + arch.shared
     assert (seen.many, seen.few, seen.materialized) == (layers, 5 * layers, 0)
-    assert all(cache.body_tokens > 90 for cache in compressed_caches(caches))
+    assert all(cache.packed_tokens > 90 for cache in compressed_caches(caches))
     assert [type(cache) for cache in caches] == [CLASSES[letter] for letter in arch.layers]
     for cache, other in zip(caches, again, strict=True):
         assert cache is not other

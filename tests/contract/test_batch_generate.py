@@ -47,7 +47,7 @@ def test_a_batch_is_each_alone(exact, prompts, alone, options):
     for caches, prompt in zip(out.caches, prompts, strict=True):
         assert {type(cache) for cache in caches} == {CompressedKVCache}
         assert all(cache.offset >= len(prompt) for cache in caches)
-        assert all(cache.body_tokens > 0 for cache in caches) == (caches[0].offset >= PACKS)
+        assert all(cache.packed_tokens > 0 for cache in caches) == (caches[0].offset >= PACKS)
 
 
 def test_continuing_from_the_caches_of_a_batch(exact, prompts, alone):

@@ -8,7 +8,7 @@ import pytest
 from zoo import build
 
 from mlx_tq import KVConfig, compressed, make_prompt_cache
-from mlx_tq.cache.spec import READY
+from mlx_tq.cache.region_map import SCALE_READY
 from mlx_tq.config import BLOCK, PROFILES
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -19,8 +19,9 @@ PACKED, CODED = (KVConfig(key="q8", value=value, sinks=8, window=8) for value in
 
 
 def arrays(state):
-    """Of the caches; the rest of a state is numbers and words."""
-    return [[part for part in parts if isinstance(part, mx.array)] for parts in state]
+    """The arrays of the caches' states, which also have numbers and text."""
+    parts = [each.values() if isinstance(each, dict) else each for each in state]
+    return [[part for part in each if isinstance(part, mx.array)] for each in parts]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def arrays(state):
     [
         pytest.param(PLAIN, 103, 1, id="plain"),
         *(
-            pytest.param(config, READY - 1, 2, marks=pytest.mark.full, id=name)
+            pytest.param(config, SCALE_READY - 1, 2, marks=pytest.mark.full, id=name)
             for name, config in (("off", PROFILES["off"]), ("packed", PACKED), ("coded", CODED))
         ),
     ],
@@ -49,7 +50,7 @@ def test_a_step_compiles_once_a_length(config, prompt, steps):
 
     with compressed(model):
         model(mx.array(ids[:prompt])[None], cache=caches)
-        packed = 0 if config.is_off else caches[0].body_tokens
+        packed = 0 if config.is_off else caches[0].packed_tokens
         for number, token in enumerate(ids[prompt:], start=1):
             state, token = [cache.state for cache in caches], mx.array([[token]])
             compiled = [step(token, state) for _ in range(2)]
@@ -59,4 +60,4 @@ def test_a_step_compiles_once_a_length(config, prompt, steps):
                 assert mx.allclose(found_logits, logits, rtol=1e-3, atol=1e-3)
                 assert [[x.shape for x in parts] for parts in found] == [[x.shape for x in parts] for parts in after]
     if not config.is_off:
-        assert caches[0].body_tokens >= max(2 * BLOCK, packed + BLOCK)
+        assert caches[0].packed_tokens >= max(2 * BLOCK, packed + BLOCK)

@@ -13,7 +13,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 
 # A bias on queries, a hybrid of linear attention with partial RoPE, sinks and YaRN, sliding layers, interleaved pairs,
 # caches in a list, Llama-3's RoPE, layers without RoPE.
@@ -115,7 +115,7 @@ def check_positions(caches, rounds):
         assert positions == sorted(positions)
         assert positions[0] >= 4
         assert positions[-1] < at - 24
-    stats = sequence_in(caches).stats
+    stats = layer_group_of(caches).stats
     assert (stats.tokens, stats.rounds) == (len(gone), len(rounds))
     for cache in compressed_caches(caches):
         live = sorted(set(range(len(TOKENS))) - set(gone))
@@ -132,7 +132,7 @@ def test_a_budget_above_the_length_changes_nothing(name):
         evict = EvictConfig("triattention:warmup=64", budget=len(TOKENS))
         evicting = build_caches(plan_caches(model, config("q8", "tq4", evict)))
         assert mx.array_equal(run(model, evicting), kept)
-    assert sequence_in(evicting).stats.rounds == 0
+    assert layer_group_of(evicting).stats.rounds == 0
 
 
 POLICIES = ["random", "recency", "streaming", "knorm", "expected_attention:warmup=64"]

@@ -17,7 +17,7 @@ from contract.test_batch_generate import PACKS
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 
 TOKENS = 32
 CONFIGS = [KVConfig(key=k, value="tq4", sinks=16, window=32) for k in ("q8", "tq4")]
@@ -68,7 +68,7 @@ def test_drafts_on_caches_that_evict(guesses, seed):
         both = [*caches, *guessing]
         found = list(speculative_generate_step(mx.array(prompt), model, draft, prompt_cache=both, **options))
     said = [token for token, _, _ in found]
-    assert sequence_in(guessing).stats.rounds > 2
+    assert layer_group_of(guessing).stats.rounds > 2
     assert len({at for at, _ in rounds if at > len(prompt)}) > 2  # while it generates
     assert (sum(drafted for _, _, drafted in found) > TOKENS / 2) == (seed == 0)
     ids = [*prompt, *said[:-1]]

@@ -25,7 +25,7 @@ from mlx_tq.codec import codebook
 from mlx_tq.config import BLOCK, PROFILES
 from mlx_tq.policies import parse_policy
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 
 READ, SKIPPED, COUNTED = 168, 2, 40  # tokens; those counted fill a block
@@ -75,7 +75,7 @@ def generated(exact, config):
     model, tokenizer = exact
     ids = mx.array(tokenizer.encode(load_text()[:4000])[:READ])
     cache = make_prompt_cache(model, config)
-    sequence = sequence_in(cache)
+    sequence = layer_group_of(cache)
     with compressed(model):
         steps = generate_step(ids, model, prompt_cache=cache, max_tokens=SKIPPED + COUNTED)
         for _ in range(SKIPPED):
@@ -84,7 +84,7 @@ def generated(exact, config):
         with waits() as found:
             assert len(list(steps)) == COUNTED
     rounds = sequence.stats.rounds - before if sequence else 0
-    return found, rounds, sequence.take_departed() if sequence else []
+    return found, rounds, sequence.take_evicted() if sequence else []
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def conversed(exact, config, rescue="off"):
     with Session(
         model, tokenizer, config, rescue=rescue, sampler=lambda logprobs: mx.argmax(logprobs - ends, axis=-1)
     ) as session:
-        cache, sequence = session.cache[0], sequence_in(session.cache)
+        cache, sequence = session.cache[0], layer_group_of(session.cache)
 
         def done():
             packed = 0 if config.is_off else cache.spec.packed_until(cache.offset) // BLOCK
@@ -197,7 +197,7 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
     model, tokenizer = exact
     config = evicting(96, "recency")
     cache = make_prompt_cache(model, replace(config, evict=replace(config.evict, recall="auto", recall_every=BLOCK)))
-    sequence, write = sequence_in(cache), os.pwrite
+    sequence, write = layer_group_of(cache), os.pwrite
     done, in_time = threading.Event(), []
 
     def late(*arguments):
@@ -214,12 +214,12 @@ def test_no_token_waits_for_the_archives_thread(exact, monkeypatch):
     left = sequence.archived
     assert sequence.stats.rounds
     assert looks.positions
-    assert all(extent.waiting for extent in left), "nothing is written yet"
+    assert all(block.pending for block in left), "nothing is written yet"
     done.set()
     sequence.archive.settle()
     assert in_time == [True] * len(left)
-    assert not any(extent.waiting for extent in left)
-    assert all(map(sequence.archive.undamaged, left))
+    assert not any(block.pending for block in left)
+    assert all(map(sequence.archive.read, left))
 
 
 def test_a_session_with_rescue_waits_only_in_rounds(exact, service):

@@ -17,7 +17,7 @@ from mlx_tq.prompt_cache import layer_group as sequences
 from mlx_tq.prompt_cache import recall
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
+from mlx_tq.prompt_cache.layer_group import evicting_layers, layer_group_of
 from mlx_tq.session.restore import blocks_of_hits
 from mlx_tq.session.transcript import SearchHits
 
@@ -119,22 +119,22 @@ def rounds(count, seed, differing=()):
                 read(model, caches, tokens, found)
             except RankError as error:
                 wrong.pop(0)
-                caught.append((choosing.began, sequence_in(caches).stats.rounds, str(error)))
+                caught.append((choosing.began, layer_group_of(caches).stats.rounds, str(error)))
     return found, caught
 
 
 def read(model, caches, tokens, found):
     """Read, and search the archive between passes, with other layers on each rank, as while decoding."""
-    sequence = sequence_in(caches)
-    sequence.listen(range(max(1, len(caches) - sequence.ranks.rank)), rounds=True)
+    sequence = layer_group_of(caches)
+    sequence.capture_queries(range(max(1, len(caches) - sequence.ranks.rank)), rounds=True)
     for start in range(0, len(tokens), 20):
         before = sequence.stats.rounds
         mx.eval(model(mx.array(tokens[start : start + 20])[None], cache=caches))
         if sequence.stats.rounds > before:
             found.append(caches[0].positions.tobytes())
         if sequence.archived and start % 3 == 0:
-            layers = sequence_layers(caches)
-            sequence.exchange(layers, sequence.look(layers, 20, 64, back=True).chosen)
+            layers = evicting_layers(caches)
+            sequence.replace_recalled(layers, sequence.search_archive(layers, 20, 64, include_recalled=True).blocks)
             found.append(caches[0].positions.tobytes())
 
 
@@ -174,7 +174,7 @@ def test_ranks_evict_the_same_and_one_that_differs_is_detected_in_that_round(tmp
     assert len(set(found)) > count / 2
     assert len(caught) == len(differing)
     assert all(began == rounds >= number for number, (began, rounds, _) in zip(differing, caught, strict=True))
-    assert all("disagree on which tokens leave: rank 1 " in message for *_, message in caught)
+    assert all("disagree on the evicted tokens: rank 1 " in message for *_, message in caught)
 
 
 def losing():
@@ -188,23 +188,23 @@ def losing():
     with compressed(model):
         for _ in range(30):
             mx.eval(model(mx.array(rng.integers(0, 160, 20))[None], cache=caches))
-        sequence, layers = sequence_in(caches), sequence_layers(caches)
+        sequence, layers = layer_group_of(caches), evicting_layers(caches)
 
         def lose(number):
             if ranks.rank == 1:
-                sequence.archived[number].leave()
+                sequence.archived[number].delete()
 
-        first, other = (extent.positions for extent in sequence.archived[:2])
+        first, other = (block.positions for block in sequence.archived[:2])
         lose(0)
-        sequence.agree()
+        sequence.forget_lost_blocks()
         blocks = blocks_of_hits(
             caches, SearchHits(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64)
         )
         sequence.recall(layers, blocks)
         found.append(sequence.recalled.tolist())
         lose(0)
-        sequence.release(layers)
-    found.append([extent.positions.tolist() for extent in sequence.archived])
+        sequence.drop_recalled(layers)
+    found.append([block.positions.tolist() for block in sequence.archived])
     assert found[0] == other.tolist()
     assert first.tolist() not in found[1]
     assert other.tolist() in found[1], "it was in the cache, so it is archived again"
@@ -229,7 +229,7 @@ def logits(dtype):
         for start in range(0, len(ids), 64):
             made = model(mx.array(ids[start : start + 64])[None], cache=caches)
             found.append(np.array(made[0, -1].astype(mx.float32)))
-    assert sequence_in(caches).stats.rounds > 3
+    assert layer_group_of(caches).stats.rounds > 3
     return np.stack(found)
 
 

@@ -85,7 +85,7 @@ def test_needle_tokens_are_counted_after_the_round_of_the_question(tiny, embedde
 def test_live_tokens_need_not_be_packed(tiny):
     caches = Arm("safe", replace(RECENCY, evict=None)).caches(tiny)()
     prefill(tiny, [5] * 400, caches, step=64)
-    packed = caches[0].body_tokens
+    packed = caches[0].packed_tokens
     assert 300 < packed < 400
     assert count_needle_tokens(caches, (packed - 8, packed + 24)) == (32, 8)
     assert count_needle_tokens(caches, (0, 400)) == (400, packed)

@@ -9,7 +9,7 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
 from mlx_tq.evaluate.teacher_forced import TokenScores, check_steps, cut_chunks, divergence, perplexity, score_text
-from mlx_tq.prompt_cache.predictions import kl_divergence
+from mlx_tq.prompt_cache.measurements import kl_divergence
 
 LENGTH, STEP = 352, 160
 REGIONS = {"sinks": 16, "window": 32}

@@ -16,7 +16,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.integration.patches import capture_queries, find_call, patch_forward, patch_rope, recorded_calls
 from mlx_tq.integration.probe import model_facts
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 
 EVICT = EvictConfig("knorm:trigger=8:granularity=1", budget=60)
 NO_EVICTION = KVConfig(key="q8", value="tq4", sinks=4, window=24)
@@ -35,7 +35,7 @@ class Recorder:
     def __call__(self, caches, count):
         self.caches.append(list(caches))
         self.counts.append(count)
-        return before_pass(caches, count)
+        return begin_pass(caches, count)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def test_batch_generation():
 
     def record(caches, count):
         rows.append([len(layer.rows) for layer in caches])
-        return before_pass(caches, count)
+        return begin_pass(caches, count)
 
     model_facts(model)
     with compressed(model, EVICTS), patch_forward(model, record):
@@ -186,7 +186,7 @@ def test_a_model_in_one_shard():
         caches = make_prompt_cache(model, FP16)
         assert mx.allclose(model(PROMPT, cache=caches), plain, atol=1e-4)
         model(PROMPT, cache=caches)
-    assert sequence_in(caches).stats.rounds == 1
+    assert layer_group_of(caches).stats.rounds == 1
 
 
 # Queries before RoPE

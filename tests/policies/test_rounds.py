@@ -8,7 +8,7 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.selection import PositionRange
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 
 SINKS, WINDOW, LENGTH = 4, 24, 260
 BUDGET, GRANULARITY = 128, 8
@@ -28,17 +28,17 @@ def test_a_round_begins_above_budget_and_trigger_and_evicts_the_excess(budget, t
     for start in range(0, LENGTH - chunk + 1, chunk):
         allowed = max(int(float(budget.rstrip("%")) / 100 * start) if isinstance(budget, str) else budget, WINDOW + 1)
         if live > allowed + trigger:
-            packed = caches[0].body_positions
+            packed = caches[0].packed_positions
             evicted = min(live - allowed, int((packed < start - WINDOW).sum()))
             live -= evicted
             rounds += evicted > 0
-        before_pass(caches, chunk)
+        begin_pass(caches, chunk)
         for cache in caches:
             cache.append(*(mx.random.normal((1, 2, chunk, 64)) for _ in range(2)))
         live += chunk
         for cache in caches:
             assert (cache.offset, cache.size()) == (start + chunk, live)
-        assert sequence_in(caches).stats.rounds == rounds
+        assert layer_group_of(caches).stats.rounds == rounds
     assert rounds > 0
 
 
@@ -60,21 +60,21 @@ def test_held_positions_survive_until_they_are_released():
         caches, plain, beyond = (
             make_caches(model, f"recency:trigger=8:granularity={GRANULARITY}", BUDGET) for _ in range(3)
         )
-        sequence_in(beyond).held = PositionRange(1000, 1100)
+        layer_group_of(beyond).pinned = PositionRange(1000, 1100)
         for each in (plain, beyond):
             read(model, each, 60)
         assert live_positions(plain) == live_positions(beyond)
-        sequence_in(caches).held = HELD
+        layer_group_of(caches).pinned = HELD
         originals, caches = caches, [cache.fork() for cache in caches]
         for _ in range(24):
             read(model, caches, 5)
             seen = caches[0].offset
             assert held & set(range(seen)) <= live_positions(caches)
-        assert sequence_in(caches).stats.rounds > 3
+        assert layer_group_of(caches).stats.rounds > 3
         others = live_positions(caches) - held
         assert BUDGET - GRANULARITY <= len(others) <= BUDGET + 8 + 4 + 2 * GRANULARITY
         assert max(others - set(range(seen - WINDOW, seen))) > HELD.stop  # the newest of them, as without
-        sequence_in(caches).held = None
+        layer_group_of(caches).pinned = None
         read(model, caches, 60)
         assert not held & live_positions(caches)
-        assert sequence_in(originals).held == HELD
+        assert layer_group_of(originals).pinned == HELD

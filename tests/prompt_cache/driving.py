@@ -7,7 +7,7 @@ from zoo import build
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.compressed import make_prompt_cache
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 
 MODEL = build("llama")
 TOKENS = np.random.default_rng(5).integers(0, 160, 400).tolist()
@@ -51,4 +51,4 @@ def live(caches):
 
 
 def rounds(caches):
-    return sequence_in(caches).stats.rounds
+    return layer_group_of(caches).stats.rounds

@@ -14,10 +14,10 @@ from mlx_tq.cli.losing import measure_losses
 from mlx_tq.config import KVConfig, profile
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.models import fingerprint
-from mlx_tq.prompt_cache.allocation import _cheapest
+from mlx_tq.prompt_cache.allocation import solve_knapsack
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.losses import Losses, kept_losses, known_losses, save_losses
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
+from mlx_tq.prompt_cache.measurements import Losses, find_losses, losses_path, save_losses
 
 MEASURED, FROM = 512, 192  # tokens that are read, and after which they count
 
@@ -40,7 +40,7 @@ def test_no_other_choice_within_the_room_loses_less(case):
     def total(table, chosen):
         return sum(table[line, choice] for line, choice in zip(lines, chosen, strict=True))
 
-    found = _cheapest(sizes, worth, room)
+    found = solve_knapsack(sizes, worth, room)
     allowed = [some for some in product(range(sizes.shape[1]), repeat=len(sizes)) if total(sizes, some) <= room]
     assert total(sizes, found) <= room
     assert total(worth, found) == pytest.approx(min(total(worth, some) for some in allowed))
@@ -57,7 +57,7 @@ def test_the_bits_are_those_of_the_arrays(embedded, bits):
         model(mx.arange(500)[None], cache=caches)
     layers = compressed_caches(caches)
     # Whole means for 128 tokens, of which the last are not all packed; weights are a layer's, not a token's.
-    stored = sum(8 * layer.body_nbytes for layer in layers) / (layers[0].body_tokens * 6 * 2 * 256)
+    stored = sum(8 * layer.packed_nbytes for layer in layers) / (layers[0].packed_tokens * 6 * 2 * 256)
     assert plan.allocation.bits <= bits
     assert stored == pytest.approx(plan.allocation.bits, abs=0.1)
     assert plan.allocation.bits > bits - 0.2
@@ -83,7 +83,7 @@ def test_what_a_layer_loses_is_what_it_costs_alone(embedded):
         (np.exp(own) * (own - predictions(KVConfig(**formats, sinks=32, window=32)))).sum(axis=-1).mean()
         for formats in ({"key": "fp16", "value": value}, {"key": "q8", "value": "q8"})
     )
-    shipped = known_losses(fingerprint(model))
+    shipped = find_losses(fingerprint(model))
     assert lost - rounding == pytest.approx(shipped.values[4], rel=0.05)  # as far as machines differ
     assert shipped.values[4] == max(shipped.values)
 
@@ -93,7 +93,7 @@ def test_losses_of_all_layers_are_measured_as_they_are_shipped(embedded):
     model, tokenizer = embedded
     seen = []
     found = measure_losses(model, tokenizer, load_text(), lambda done, total: seen.append((done, total)))
-    shipped = known_losses(fingerprint(model))
+    shipped = find_losses(fingerprint(model))
     assert found.tokens == shipped.tokens == MEASURED - FROM
     assert (found.keys, found.values) == (pytest.approx(shipped.keys, rel=0.1), pytest.approx(shipped.values, rel=0.1))
     assert seen[-1] == (13 * MEASURED, 13 * MEASURED)
@@ -115,7 +115,7 @@ def test_a_file_names_the_formats_that_were_chosen(embedded, monkeypatch, tmp_pa
     with pytest.raises(CacheFormatError, match="made with another configuration: key is 'tq3"):
         mlx_tq.load_prompt_cache(file, model=model, config=KVConfig(mean_bits=3, sinks=16, window=32))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept = kept_losses(fingerprint(model))
+    kept = losses_path(fingerprint(model))
     kept.parent.mkdir()
     save_losses(kept, Losses((0.1,), (0.2,), 320))  # by which nothing can be chosen
     assert mlx_tq.load_prompt_cache(file, model=model).config == chosen
@@ -140,7 +140,7 @@ def test_what_cannot_be_is_said(embedded, monkeypatch, tmp_path):
             plan_caches(model, KVConfig(**settings_))
     with pytest.raises(ConfigError, match="measured on 512 tokens; the text has 2"):
         measure_losses(model, tokenizer, "a text")
-    kept = kept_losses(fingerprint(model))
+    kept = losses_path(fingerprint(model))
     kept.parent.mkdir()
     save_losses(kept, Losses((0.1,), (0.2,), 320))
     with pytest.raises(ConfigError, match="of 1 layers, and qwen3 stores 6"):

@@ -6,7 +6,7 @@ from zoo import build
 
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import PROFILES
-from mlx_tq.prompt_cache.capacity import capacities, other_bytes, sequence_bytes, weights_nbytes
+from mlx_tq.prompt_cache.memory import capacities, other_bytes, sequence_bytes, weights_nbytes
 
 TOKENS = 320
 

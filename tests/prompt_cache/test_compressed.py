@@ -34,7 +34,7 @@ def test_a_configuration_or_its_settings(config, settings, wanted):
         assert served() == wanted
     assert served() == {KVCache}
     with compressed(MODEL, sinks=4, window=24, evict=EvictConfig("knorm:granularity=1", 60)):
-        assert all(cache.sequence is not None for cache in mlx_lm_cache(MODEL))
+        assert all(cache.group is not None for cache in mlx_lm_cache(MODEL))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import SlotFacts
 from mlx_tq.prompt_cache.build import build_caches, make_cache
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
-from mlx_tq.prompt_cache.footprint import layer_footprint
-from mlx_tq.prompt_cache.memory_report import memory_report
-from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
-from mlx_tq.prompt_cache.recall import holding, positions_of
+from mlx_tq.prompt_cache.layer_bytes import layer_bytes
+from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.memory import memory_report
+from mlx_tq.prompt_cache.recall import blocks_of_ranges, positions_of
 from mlx_tq.prompt_cache.statistics import cache_stats, predict_stats, tokens_seen
 from prompt_cache.driving import MODEL, config, fresh, read
 
@@ -57,8 +57,8 @@ def test_a_plan_says_what_its_caches_take(name):
         batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
         with compressed(model):
             mx.eval(model(mx.zeros((2, 100), mx.int32), cache=batch))
-        assert plan.nbytes(100, batch=2) == sum(cache.nbytes for cache in batch)
-        assert plan.fp16_nbytes(100, batch=2) == 2 * 2 * 4 * 100 * (192 + 128) * 2
+        assert 2 * plan.nbytes(100) == sum(cache.nbytes for cache in batch)
+        assert plan.fp16_nbytes(100) == 2 * 4 * 100 * (192 + 128) * 2
 
 
 @pytest.mark.parametrize("name", ["safe", "balanced", "small"])
@@ -70,7 +70,7 @@ def test_never_more_than_mlx_lms_own_and_64_tokens(name, dtype):
     spec = CacheSpec.for_layer(config, 0, config.key, config.value)
     token = 2 * 2 * 64 * (2 if dtype == "float16" else 4)
     for tokens in range(1, 1500):
-        assert layer_footprint(slot, spec, tokens).allocated <= token * (-(-tokens // 256) * 256 + 64), tokens
+        assert layer_bytes(slot, spec, tokens).allocated <= token * (-(-tokens // 256) * 256 + 64), tokens
 
 
 # Reports.
@@ -88,15 +88,15 @@ def test_a_report_says_what_the_arrays_take(name, normalize):
         cache = make_cache(spec)
         feed(cache, keys[:, :, :tokens], values[:, :, :tokens], [100] * (tokens // 100 + 1))
         report = memory_report(tokens, layers, heads, dim, config)
-        full = cache.state[:2]
+        full = cache.state["keys"], cache.state["values"]
         sinks = sum(x[:, :, : config.sinks].nbytes for x in full)
         window = sum(x[:, :, config.sinks :].nbytes for x in full)
-        found = (cache.body_nbytes, sinks, window)
+        found = (cache.packed_nbytes, sinks, window)
         assert (report.body, report.sinks, report.window) == tuple(layers * each for each in found)
         assert report.total == layers * sum(found)
         assert report.fp16 == layers * tokens * heads * 2 * dim * 2
         assert report.ratio == pytest.approx(report.fp16 / report.total)
-        assert cache.nbytes == layer_footprint(slot, spec, tokens).allocated
+        assert cache.nbytes == layer_bytes(slot, spec, tokens).allocated
         assert cache.nbytes >= report.total / layers
 
 
@@ -161,7 +161,7 @@ def test_statistics_of_a_sequence():
     caches = build_caches(plan)
     with compressed(MODEL):
         read(caches, 0, 130)
-    stats, sequence = cache_stats(caches, plan), sequence_in(caches)
+    stats, sequence = cache_stats(caches, plan), layer_group_of(caches)
     assert (stats.tokens, stats.evicted, stats.rounds) == (130, sequence.stats.tokens, sequence.stats.rounds)
     assert stats.evict_seconds == sequence.stats.seconds > 0
     assert stats.retention == len(caches[0].positions) / 130
@@ -203,11 +203,11 @@ def test_a_peak_has_what_may_be_back(recall):
     caches = build_caches(plan)
     with compressed(MODEL):
         read(caches, 0, 390)
-    sequence, most = sequence_in(caches), {"auto": 128, "off": 0}.get(recall, recall)
-    back = holding(sequence.archived, [(0, 390)], caches[0].positions, 400)
+    sequence, most = layer_group_of(caches), {"auto": 128, "off": 0}.get(recall, recall)
+    back = blocks_of_ranges(sequence.archived, [(0, 390)], caches[0].positions, 400)
     while len(positions_of(back)) > most:
         back = back[1:]
-    assert len(sequence.exchange(caches, back)) > most - 32 if most else not back
+    assert len(sequence.replace_recalled(caches, back)) > most - 32 if most else not back
     held, most_held = cache_stats(caches, plan).nbytes, plan.peak_nbytes(390)
     assert (held > plan.nbytes(390)) == (most > 0) == (most_held > plan.nbytes(390))
     assert held <= most_held

@@ -17,11 +17,11 @@ from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
 from mlx_tq.models import fingerprint
 from mlx_tq.prompt_cache.build import adopt_caches, build_caches
+from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.known_queries import kept_queries, make_folder
-from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
-from mlx_tq.prompt_cache.plan import unasked
+from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
+from mlx_tq.prompt_cache.plan import without_queries
 
 REGIONS = {"sinks": 4, "window": 24}
 SMALL = KVConfig(key="tq4", value="tq4", **REGIONS)
@@ -202,7 +202,7 @@ def test_models_whose_queries_tell_nothing_are_refused_by_name(name):
         with compressed(model):
             caches = make_prompt_cache(model, evicting("knorm:trigger=8:granularity=1"))
             read(model, caches, 70, 33, 40, 1)
-        assert sequence_in(caches).stats.rounds > 0
+        assert layer_group_of(caches).stats.rounds > 0
 
 
 def test_statistics_replace_the_warm_up(tmp_path):
@@ -218,8 +218,8 @@ def test_statistics_replace_the_warm_up(tmp_path):
         )
         read(model, caches, 70, 33, 40)
         read(model, online, 70, 34, 39)
-    assert sequence_in(caches).stats.rounds > 0
-    (given,), (found,) = (sequence_in(each).calibrators.values() for each in (caches, online))
+    assert layer_group_of(caches).stats.rounds > 0
+    (given,), (found,) = (layer_group_of(each).calibrators.values() for each in (caches, online))
     for one, other in zip(given.stats.arrays(), found.stats.arrays(), strict=True):
         assert mx.allclose(one, other, atol=1e-5)
     with pytest.raises(CacheFormatError, match="made with another model"):
@@ -230,13 +230,13 @@ def test_statistics_replace_the_warm_up(tmp_path):
             layer.self_attn.rope.base = 500.0
     with pytest.raises(CacheFormatError, match="another RoPE than layer 0"):
         plan_caches(changed, config)
-    make_folder(kept := kept_queries(fingerprint(model)))
+    make_folder(kept := calibration_path(fingerprint(model)))
     shutil.copy(path, kept)  # where it is looked up; what does not fit is as if it was not there
     for policy, misfits in (("triattention", True), ("published:ema=0.1", False)):
         plans = [plan_caches(each, evicting(policy)) for each in (model, changed)]
-        assert [plan.is_blind for plan in plans] == [False, misfits]
+        assert [plan.calibrates_on_prompt for plan in plans] == [False, misfits]
         assert (plans[0].eviction.source == f"questions and text ({kept})") == (policy == "triattention")
-    assert plan_caches(model, evicting("expected_attention")).is_blind  # of which the file says nothing
+    assert plan_caches(model, evicting("expected_attention")).calibrates_on_prompt  # of which the file says nothing
 
 
 def test_a_budget_of_bytes():
@@ -265,7 +265,9 @@ def test_a_plan_says_which_keys_are_not_weighted(name, why):
     plan = plan_caches(build(name), SMALL)
     assert all(layer.note.startswith(why) and bool(layer.note) == bool(why) for layer in plan.layers)
     assert all((layer.spec.key_options.pairs is None) == bool(why) for layer in plan.layers)
-    assert all(layer.note.endswith("keys not weighted: their queries are not known") for layer in unasked(plan).layers)
+    assert all(
+        layer.note.endswith("keys not weighted: their queries are not known") for layer in without_queries(plan).layers
+    )
     for plain in (replace(SMALL, normalize=False), replace(SMALL, key="fp16")):
         assert not any(layer.note or layer.spec.normalize for layer in plan_caches(build(name), plain).layers)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mlx_tq.cache.blocks import keys_start
 from mlx_tq.config import BLOCK
 from mlx_tq.prompt_cache import recall
-from mlx_tq.prompt_cache.archive import ArchiveFile
-from mlx_tq.prompt_cache.passes import sequence_in
-from mlx_tq.prompt_cache.recall import positions_of, scouts, shortlist, weighed
+from mlx_tq.prompt_cache.archive import Archive
+from mlx_tq.prompt_cache.layer_group import layer_group_of
+from mlx_tq.prompt_cache.recall import Search, count_scored_tokens, positions_of, scout_layers, shortlist_tokens
 
 from .stored import KEYS, append, layers
 
@@ -37,11 +37,11 @@ def evicted(asked):
     """A sequence that lost all but a few tokens, and its layers, which ask with these queries, by layer."""
     caches = layers(make_spec("q8", "tq4", sinks=PREFIX, window=20), 65, "recency:trigger=8:granularity=32", LAYERS)
     append(caches, 0, TOKENS, 100)
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     sequence.archive.settle()
-    sequence.listen(asked, rounds=False)
+    sequence.capture_queries(asked, rounds=False)
     for number, queries in asked.items():
-        sequence.listener(number)(mx.roll(queries, number, axis=-1), 2.0)
+        sequence.listeners(number, 0, 0)[0].notify(mx.roll(queries, number, axis=-1), 2.0)
     return sequence, caches
 
 
@@ -49,8 +49,8 @@ def all_with(queries):
     return dict.fromkeys(range(LAYERS), queries)
 
 
-def blocks_of(extents):
-    return [(int(extent.positions[0]) - PREFIX) // BLOCK for extent in extents]
+def blocks_of(blocks):
+    return [(int(block.positions[0]) - PREFIX) // BLOCK for block in blocks]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def blocks_of(extents):
     ],
 )
 def test_a_quarter_of_the_layers_that_look_weighs_all(numbers, first):
-    assert scouts(numbers, 2049, 512) == first
-    assert scouts(numbers, 2048, 512) == [*numbers]
+    assert scout_layers(numbers, 2049, 512) == first
+    assert scout_layers(numbers, 2048, 512) == [*numbers]
 
 
 @pytest.mark.parametrize(
@@ -81,28 +81,28 @@ def test_a_quarter_of_the_layers_that_look_weighs_all(numbers, first):
 )
 def test_what_a_shortlist_has(archived, most, listed):
     """An eighth of much, and twice what may come back."""
-    assert shortlist(archived, most) == listed
+    assert shortlist_tokens(archived, most) == listed
     others = archived if listed == archived else listed + (archived - listed) // 16
-    assert weighed(archived, range(4), most) == archived + 3 * others
-    assert weighed(archived, [3], most) == archived
+    assert count_scored_tokens(archived, range(4), most) == archived + 3 * others
+    assert count_scored_tokens(archived, [3], most) == archived
 
 
 def test_what_is_read_is_what_is_counted(small, monkeypatch):
     sequence, caches = evicted(all_with(keys_at(200)))
     read = Counter()
-    keys = ArchiveFile.keys
+    keys = Archive.read_keys
 
-    def counted(archive, extents, number):
-        read[number] += sum(len(extent.positions) for extent in extents)
-        return keys(archive, extents, number)
+    def counted(archive, blocks, number):
+        read[number] += sum(len(block.positions) for block in blocks)
+        return keys(archive, blocks, number)
 
-    archived = sum(len(extent.positions) for extent in sequence.archived)
-    monkeypatch.setattr(ArchiveFile, "keys", counted)
-    monkeypatch.setattr(recall, "goes_on", lambda question, extents, ranks: [1] * len(extents))
-    sequence.look(caches, 1, 2 * BLOCK)
+    archived = sum(len(block.positions) for block in sequence.archived)
+    monkeypatch.setattr(Archive, "read_keys", counted)
+    monkeypatch.setattr(Search, "continuation_sides", lambda search, blocks: [1] * len(blocks))
+    sequence.search_archive(caches, 1, 2 * BLOCK)
     assert archived > 2 * SMALL
     assert read.pop(SCOUT) == archived
-    counted = weighed(archived, range(LAYERS), 2 * BLOCK) - archived
+    counted = count_scored_tokens(archived, range(LAYERS), 2 * BLOCK) - archived
     assert len(read) == LAYERS - 1
     assert all(abs(counted / 3 - tokens) < BLOCK for tokens in read.values())
 
@@ -112,13 +112,13 @@ def test_what_is_read_is_what_is_counted(small, monkeypatch):
 def test_what_is_asked_for_is_found_as_by_all_layers(numbers, inside):
     places = [PREFIX + BLOCK * number + inside for number in numbers]
     sequence, caches = evicted(all_with(keys_at(*places)))
-    whole = sequence.look(caches, len(places), 6 * BLOCK)
+    whole = sequence.search_archive(caches, len(places), 6 * BLOCK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recall, "SHORTLIST", SMALL)
-        found = sequence.look(caches, len(places), 6 * BLOCK)
-    assert blocks_of(found.chosen) == blocks_of(whole.chosen)
-    assert {*numbers} <= {*blocks_of(found.chosen)}
-    assert sorted(blocks_of(p.extent for p in found.ranked)) == sorted(blocks_of(p.extent for p in whole.ranked))
+        found = sequence.search_archive(caches, len(places), 6 * BLOCK)
+    assert blocks_of(found.blocks) == blocks_of(whole.blocks)
+    assert {*numbers} <= {*blocks_of(found.blocks)}
+    assert sorted(blocks_of(p.block for p in found.ranked)) == sorted(blocks_of(p.block for p in whole.ranked))
 
 
 def test_all_layers_decide_among_what_scouts_choose(small):
@@ -126,33 +126,33 @@ def test_all_layers_decide_among_what_scouts_choose(small):
     wanted, scouted = 402, 200
     both = keys_at(scouted) + 0.95 * keys_at(wanted)
     sequence, caches = evicted(all_with(keys_at(wanted)) | {SCOUT: both})
-    ranked = sequence.look(caches, 1, 2 * BLOCK).ranked
-    assert blocks_of(piece.extent for piece in ranked)[0] == (wanted - PREFIX) // BLOCK
+    ranked = sequence.search_archive(caches, 1, 2 * BLOCK).ranked
+    assert blocks_of(piece.block for piece in ranked)[0] == (wanted - PREFIX) // BLOCK
     assert {piece.layer for piece in ranked[8:]} == {SCOUT}
     sequence, caches = evicted({SCOUT: both})
-    ranked = sequence.look(caches, 1, 2 * BLOCK).ranked
-    assert blocks_of(piece.extent for piece in ranked)[0] == (scouted - PREFIX) // BLOCK
+    ranked = sequence.search_archive(caches, 1, 2 * BLOCK).ranked
+    assert blocks_of(piece.block for piece in ranked)[0] == (scouted - PREFIX) // BLOCK
 
 
 def test_where_each_stands_for_itself_all_layers_weigh_all(small, monkeypatch):
     places = keys_at(200, 301, 402)
     sequence, caches = evicted(all_with(places))
-    monkeypatch.setattr(recall, "STANDS_FOR", 1)
-    found = sequence.look(caches, 3, 2 * BLOCK)
+    monkeypatch.setattr(recall, "SAMPLE_WEIGHT", 1)
+    found = sequence.search_archive(caches, 3, 2 * BLOCK)
     monkeypatch.setattr(recall, "SHORTLIST", TOKENS)
-    whole = sequence.look(caches, 3, 2 * BLOCK)
-    assert found.chosen == whole.chosen
-    assert [piece.extent for piece in found.ranked] == [piece.extent for piece in whole.ranked]
+    whole = sequence.search_archive(caches, 3, 2 * BLOCK)
+    assert found.blocks == whole.blocks
+    assert [piece.block for piece in found.ranked] == [piece.block for piece in whole.ranked]
     assert np.allclose([piece.score for piece in found.ranked], [piece.score for piece in whole.ranked], rtol=1e-5)
 
 
 def test_some_of_the_rest_stand_for_all_of_it(monkeypatch):
     """To queries of zeros all tokens weigh the same."""
     sequence, caches = evicted(all_with(0 * keys_at(200)))
-    monkeypatch.setattr("mlx_tq.prompt_cache.layer_group.look", lambda question, ranks: question)
-    question = sequence.look(caches, 1, 2 * BLOCK)
-    listed, some = question.extents[2:9], question.extents[9:11]
-    found = np.stack([*recall._log_weights(question._replace(extents=listed), some)])
+    monkeypatch.setattr(Search, "run", lambda search: search)
+    search = sequence.search_archive(caches, 1, 2 * BLOCK)
+    listed, some = search.blocks[2:9], search.blocks[9:11]
+    found = np.stack([*search._log_weights(search.queries, listed, some)])
     live, beside, for_others = len(caches[0].positions), *(len(positions_of(each)) for each in (listed, some))
     assert found.shape == (LAYERS, 2, 1, 1, 9)
     assert np.allclose(found, -np.log(live + beside + 16 * for_others), rtol=1e-6)
@@ -168,8 +168,8 @@ def test_a_damaged_block_that_hides_others_is_dropped(monkeypatch):
     counts = [2 * shape.key_count(BLOCK) for shape in sequence.archive.shapes]
     begin = damaged.start + keys_start(BLOCK) + sum(counts[:SCOUT])
     os.pwrite(sequence.archive._file, b"\xff\x7b" * (counts[SCOUT] // 2), begin)
-    gone.leave()
-    found, wanted = sequence.look(caches, 3, BLOCK), other.look(others, 3, BLOCK)
+    gone.delete()
+    found, wanted = sequence.search_archive(caches, 3, BLOCK), other.search_archive(others, 3, BLOCK)
     assert damaged.lost
-    assert blocks_of(found.chosen) == blocks_of(wanted.chosen) != []
+    assert blocks_of(found.blocks) == blocks_of(wanted.blocks) != []
     assert [piece.score for piece in found.ranked] == [piece.score for piece in wanted.ranked]

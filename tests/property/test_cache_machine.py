@@ -22,10 +22,8 @@ from mlx_tq.codec.normalization import KeyNormalization, compute_block_means, de
 from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prompt_cache.build import make_cache
-from mlx_tq.prompt_cache.eviction import EvictionPlan
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.layer_group import LayerGroup
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup, begin_pass, layer_group_of
 
 BLOCK, HEADS, DIMS, LONGEST = 32, 2, (128, 64), 400
 LEARNED, READY, MEAN = 128, 136, 128  # tokens that weights come from, the length at which they are known, of a mean
@@ -93,7 +91,7 @@ class Model:
         self.tokens += tokens
         if self.spec.normalize and self.weights is None and len(self.tokens) >= READY:
             first = mx.array(self.tokens[:LEARNED])
-            known = KeyNormalizer().observe(mx.take(QUERIES, first, axis=2), HEADS, 0)
+            known = KeyNormalizer().add_queries(mx.take(QUERIES, first, axis=2), HEADS, 0)
             self.weights = known.learn(mx.take(KEYS, first, axis=2), PAIRS).scale
         self.forgets = self.forgets and len(self.tokens) < READY + BLOCK
         self.pack()
@@ -239,18 +237,18 @@ class CacheMachine(RuleBasedStateMachine):
             view = cache.append(keys, values)
             assert view.key_shape() == (1, HEADS, len(self.model.live), DIMS[0])
             assert view.value_shape() == (1, HEADS, len(self.model.live), DIMS[1])
-            if view.told is not None:
+            if view.listeners:
                 view.attend(queries, 1.0, "causal", None)
 
     def lose(self, count):
         """What a pass of `count` tokens begins with."""
         model, length = self.model, len(self.model.tokens)
-        assert not before_pass(self.caches, count)
+        assert not begin_pass(self.caches, count)
         model.alone = False
-        sequence = sequence_in(self.caches)
+        sequence = layer_group_of(self.caches)
         if sequence is None:
             return
-        gone = sequence.take_departed().tolist()
+        gone = sequence.take_evicted().tolist()
         tiers = self.recalls and self.spec.cold  # of which only cold rows leave
         latest = self.spec.window + (RECENT + BLOCK if tiers else 0)
         allowed = max(self.spec.sinks + self.spec.window + ROOM, latest + 1)
@@ -267,17 +265,17 @@ class CacheMachine(RuleBasedStateMachine):
     def recall(self, which):
         """Have some blocks of the archive back, and no others."""
         if self.recalls and self.model.tokens:
-            sequence, self.model.alone = sequence_in(self.caches), False
-            assert {p for extent in sequence.archived for p in extent.positions.tolist()} == self.model.archived
-            chosen = [extent for number, extent in enumerate(sequence.archived) if number % 8 in which]
-            wanted = frozenset(p for extent in chosen for p in extent.positions.tolist())
-            assert set(sequence.exchange(self.caches, chosen).tolist()) == wanted - self.model.back
+            sequence, self.model.alone = layer_group_of(self.caches), False
+            assert {p for block in sequence.archived for p in block.positions.tolist()} == self.model.archived
+            chosen = [block for number, block in enumerate(sequence.archived) if number % 8 in which]
+            wanted = frozenset(p for block in chosen for p in block.positions.tolist())
+            assert set(sequence.replace_recalled(self.caches, chosen).tolist()) == wanted - self.model.back
             self.model.exchange(wanted)
 
     @rule()
     def release(self):
         if self.recalls:
-            sequence_in(self.caches).release(self.caches)
+            layer_group_of(self.caches).drop_recalled(self.caches)
             self.model.alone = False
             self.model.exchange(frozenset())
 
@@ -329,8 +327,8 @@ class CacheMachine(RuleBasedStateMachine):
         sinks, live = self.spec.sinks, model.live
         assert (cache.offset, cache.size(), cache.positions.tolist()) == (len(model.tokens), len(live), live)
         body = [p for p in range(sinks, model.packed) if p not in model.gone]
-        assert cache.body_tokens == len(body)
-        assert cache.body_positions.tolist() == [p for p in body if p < len(model.tokens)]
+        assert cache.packed_tokens == len(body)
+        assert cache.packed_positions.tolist() == [p for p in body if p < len(model.tokens)]
         cache.check_health()
         if cache.empty():
             assert not model.tokens

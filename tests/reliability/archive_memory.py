@@ -10,10 +10,8 @@ import mlx.core as mx
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.prompt_cache.build import make_cache
-from mlx_tq.prompt_cache.eviction import EvictionPlan
-from mlx_tq.prompt_cache.layer_group import LayerGroup
-from mlx_tq.prompt_cache.passes import before_pass
-from mlx_tq.prompt_cache.recall import looking
+from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup, begin_pass
+from mlx_tq.prompt_cache.recall import search_layers
 
 LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
 
@@ -31,7 +29,7 @@ def main(archived):
     caches = [make_cache(spec, number, sequence) for number in range(LAYERS)]
     shape = (1, HEADS, STEP, DIM)
     for start in range(0, archived + 2 * LIVE, STEP):
-        before_pass(caches, STEP)
+        begin_pass(caches, STEP)
         for cache in caches:
             pair = [mx.random.normal(shape, key=mx.random.key(2 * start + each)) for each in (0, 1)]
             view = cache.append(*pair)
@@ -41,18 +39,18 @@ def main(archived):
         if sequence.archive is not None:
             sequence.archive.settle()  # what waits to be written has a bound of its own
     del pair, view
-    sequence.listen(looking(LAYERS), rounds=True)
-    for number in looking(LAYERS):
-        sequence.listener(number)(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
+    sequence.capture_queries(search_layers(LAYERS), rounds=True)
+    for number in search_layers(LAYERS):
+        sequence.listeners(number, 0, 0)[0].notify(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    found = sequence.look(caches, ASKING, LIVE).ranked
+    found = sequence.search_archive(caches, ASKING, LIVE).ranked
     peak = mx.get_peak_memory() - before
-    sequence.listen([], rounds=True)
+    sequence.capture_queries([], rounds=True)
     gc.collect()
     mx.clear_cache()
-    tokens = sum(len(scored.extent.positions) for scored in found)
+    tokens = sum(len(scored.block.positions) for scored in found)
     live = sum(cache.nbytes for cache in caches)
     size = 0 if sequence.archive is None else sequence.archive.nbytes
     report = {"archived": tokens, "size": size, "live": live, "look": peak}

@@ -18,8 +18,8 @@ from cli.tools import command, environment, facts
 from mlx_tq import EvictConfig, KVConfig, Session
 from mlx_tq.__main__ import main
 from mlx_tq.cache.blocks import keys_start
-from mlx_tq.prompt_cache.passes import sequence_in
-from mlx_tq.prompt_cache.recall import looking
+from mlx_tq.prompt_cache.layer_group import layer_group_of
+from mlx_tq.prompt_cache.recall import search_layers
 
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
 CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32, evict=EVICT)
@@ -57,7 +57,7 @@ def limited(nbytes):
 
 def written(session):
     """The archive, and its blocks, all of which are in the file."""
-    sequence = sequence_in(session.cache)
+    sequence = layer_group_of(session.cache)
     sequence.archive.settle()
     return sequence.archive, sequence.archived
 
@@ -125,11 +125,11 @@ def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(exact, f
     path, most = tmp_path / "chat.safetensors", 200_000
     ids, turn, warned = converse(exact, limited(most), lambda session: session.save(path))
     assert len(warned) == 1
-    assert "the archive has reached its limit of 200,000 bytes: blocks that were recalled least leave" in warned[0]
+    assert "the archive has reached its limit of 200,000 bytes: the least recalled blocks are deleted" in warned[0]
     assert turn.recalled
     with Session(*exact, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
         session.load(path)
-        sequence = sequence_in(session.cache)
+        sequence = layer_group_of(session.cache)
         assert sequence.archive.limit == most == session.config.evict.archive_limit
         assert most / 2 < sequence.archive.nbytes <= most
         list(session.respond(QUESTION))
@@ -149,27 +149,27 @@ class Found:
 def found(exact):
     """In a conversation without a fault."""
     ends = []
-    _, turn, _ = converse(exact, CONFIG, lambda session: ends.extend(e.start + e.size for e in written(session)[1]))
+    _, turn, _ = converse(exact, CONFIG, lambda session: ends.extend(e.start + e.nbytes for e in written(session)[1]))
     return Found(turn.recalled[0], sorted(ends))
 
 
 def block_of(session, found):
     """The archive, and that block."""
     archive, blocks = written(session)
-    return archive, next(extent for extent in blocks if extent.positions[0] == found.first)
+    return archive, next(block for block in blocks if block.positions[0] == found.first)
 
 
 @pytest.fixture(scope="module")
 def without(exact, found):
     """Tokens and last turn of a conversation that has not that block."""
-    ids, turn, _ = converse(exact, CONFIG, lambda session: block_of(session, found)[1].leave())
+    ids, turn, _ = converse(exact, CONFIG, lambda session: block_of(session, found)[1].delete())
     return ids, turn.recalled
 
 
 def keys_of(archive, block):
     """Where a block's keys begin of the first layer that looks, and their bytes."""
     layers, count = archive.shapes, len(block.positions)
-    first = looking(len(layers))[0]
+    first = search_layers(len(layers))[0]
     before = sum(shape.key_count(count) for shape in layers[:first])
     return block.start + keys_start(count) + 2 * before, 2 * layers[first].key_count(count)
 
@@ -186,7 +186,7 @@ def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exac
 
     def damage_one(session):
         archive, block = block_of(session, found)
-        begin = block.start + block.size if at < 0 else keys_of(archive, block)[0]
+        begin = block.start + block.nbytes if at < 0 else keys_of(archive, block)[0]
         os.pwrite(archive._file, data, begin + at)
 
     ids, turn, warned = converse(exact, CONFIG, damage_one)
@@ -201,13 +201,13 @@ def test_a_block_whose_keys_outweigh_all_others_is_seen_to_be_damaged(exact, fol
 
     def other(session):
         archive, blocks = written(session)
-        return archive, [extent for extent in blocks if extent.positions[0] != found.first][place]
+        return archive, [block for block in blocks if block.positions[0] != found.first][place]
 
     def damage_one(session):
         begin, size = keys_of(*other(session))
         os.pwrite(other(session)[0]._file, b"\xff\x7b" * (size // 2), begin)
 
-    wanted, turn, _ = converse(exact, CONFIG, lambda session: other(session)[1].leave())
+    wanted, turn, _ = converse(exact, CONFIG, lambda session: other(session)[1].delete())
     ids, damaged, warned = converse(exact, CONFIG, damage_one)
     assert (ids, damaged.recalled, warned) == (wanted, turn.recalled, DAMAGED)
     assert turn.recalled
@@ -216,9 +216,9 @@ def test_a_block_whose_keys_outweigh_all_others_is_seen_to_be_damaged(exact, fol
 def test_where_every_block_is_damaged_only_what_leaves_later_comes_back(exact, folder):
     def lose(session, leave):
         archive, blocks = written(session)
-        for extent in blocks:
-            extent.leave() if leave else os.pwrite(archive._file, b"??", extent.start + extent.size - 2)
-            gone.update(extent.positions.tolist())
+        for block in blocks:
+            block.delete() if leave else os.pwrite(archive._file, b"??", block.start + block.nbytes - 2)
+            gone.update(block.positions.tolist())
 
     gone = set()
     wanted, without, _ = converse(exact, CONFIG, partial(lose, leave=True))
@@ -233,9 +233,9 @@ def test_of_a_disk_that_fills_the_tokens_are_those_of_an_archive_of_what_fits(ex
     room, stack = found.ends[len(found.ends) // 2], ExitStack()
 
     def fill(session):
-        for extent in written(session)[1]:
-            if extent.start + extent.size > room:
-                extent.leave()
+        for block in written(session)[1]:
+            if block.start + block.nbytes > room:
+                block.delete()
         stack.enter_context(files_of_at_most(room))
 
     with stack:

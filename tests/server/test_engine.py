@@ -15,7 +15,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.api_errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.job import Piece, SessionResult, Started
 from mlx_tq.session.restore import recall_rows
@@ -252,7 +252,7 @@ def test_rows_are_recalled_for_the_question_of_a_request(loaded, monkeypatch, st
     Also where the whole document is prefilled in one step, whose eviction round comes before the question.
     """
     evict, stored = EvictConfig("recency:granularity=16:trigger=32", 160, "off"), []
-    record_stored_prompts(monkeypatch, lambda tokens, caches: stored.append(sequence_in(caches)))
+    record_stored_prompts(monkeypatch, lambda tokens, caches: stored.append(layer_group_of(caches)))
 
     def answers(evict):
         engine, jobs = make_engine(loaded, replace(RECALL, evict=evict), prefill_step_size=step), []

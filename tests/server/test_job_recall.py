@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import EvictConfig, KVConfig
-from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.layer_group import layer_group_of
 from mlx_tq.server.job import Piece, Quoted, SessionStart, Started
 from mlx_tq.session.restore import RecallDuringDecode, prefill, recall_rows, split_question
 from mlx_tq.session.transcript import Quotation
@@ -113,7 +113,7 @@ def test_a_quotation_repeats_no_recalled_row(loaded, session):
         assert recalled_by_search == len(recalled.by_search) == 0
         assert recalled.positions
         assert {*recalled.positions} <= {*live.tolist()} < {*range(start + index)}
-        assert sequence_in(result.caches).held is None, "the answer is complete"
+        assert layer_group_of(result.caches).pinned is None, "the answer is complete"
         return result, index, ids
 
     async def then():

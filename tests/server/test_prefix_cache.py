@@ -5,7 +5,7 @@ import resource
 import pytest
 from cli.tools import zoo_model
 
-from mlx_tq.cache import body
+from mlx_tq.cache import packed_rows
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
@@ -73,7 +73,7 @@ def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_
 @pytest.mark.parametrize("source", ["memory", "disk"])
 def test_requests_hold_a_cached_prefix_once(source, loaded, store, monkeypatch):
     """A prefix that is in memory after a first request, or that a fresh engine restores from the disk."""
-    monkeypatch.setattr(body, "LEAST", 64)
+    monkeypatch.setattr(packed_rows, "LEAST", 64)
     prefix, count, saved = random_ids(416), 4, []
 
     def jobs(seeds):

@@ -8,9 +8,8 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from mlx_tq.prompt_cache.archive import Extent
-from mlx_tq.prompt_cache.places import Places
-from mlx_tq.prompt_cache.recall import Scored
+from mlx_tq.prompt_cache.archive import ArchivedBlock
+from mlx_tq.prompt_cache.recall import BlockScore
 from mlx_tq.server.answers import Answer, MessageReader, ResponseWriter
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
@@ -88,7 +87,7 @@ def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
     writer = ResponseWriter(answer, request)
     text = f"I add.</think>Let me see.{CALL}{CALL}"
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
-    block = Scored(Extent(np.arange(40), 0, 0, Places(0)), 1.0, 0, True)
+    block = BlockScore(ArchivedBlock(np.arange(40), 0, 0, 0, lambda: None), 1.0, 0, True)
     pieces.append(Piece("", finish_reason="stop", recalled=RecallResult((5, 6), (9,), (block,), seconds=0.002)))
     events = writer.start_events()
     for piece in pieces:

@@ -14,10 +14,9 @@ from zoo import build
 
 from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
 from mlx_tq.config import BLOCK
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.layer_group import LayerGroup
-from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
-from mlx_tq.prompt_cache.recall import LONGEST_QUESTION, Listener, looking, positions_of
+from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.layer_group import LayerGroup, evicting_layers, layer_group_of
+from mlx_tq.prompt_cache.recall import MAX_QUESTION, QueryBuffer, positions_of, search_layers
 from mlx_tq.session.restore import (
     SHORTEST_QUESTION,
     RecallDuringDecode,
@@ -97,12 +96,12 @@ def test_the_last_256_tokens_of_a_long_message_search(exact):
     model, tokenizer = exact
     question = tokenizer.encode(facts(80)[1])
     long = [*tokenizer.encode("The history of the city. ")] * 150 + question
-    assert len(long) > 2 * LONGEST_QUESTION
+    assert len(long) > 2 * MAX_QUESTION
     results = []
-    for message in (long, long[-LONGEST_QUESTION:]):
+    for message in (long, long[-MAX_QUESTION:]):
         caches, _ = caches_of(exact, ROOMY, 80)
         positions = recall_rows(model, caches, message, 128, limit=MOST).positions
-        results.append((positions, sequence_in(caches).stats.tokens))
+        results.append((positions, layer_group_of(caches).stats.tokens))
         release(caches)
     assert results[0] == results[1]
     assert results[0][0]
@@ -117,7 +116,7 @@ def test_the_first_round_does_not_wait_until_the_question_was_prefilled(exact):
     policy = f"triattention:calibration=text:score_unrotated_dims=on:warmup={warmup}:trigger=16"
     caches = make_prompt_cache(model, replace(CONFIG, evict=EvictConfig(policy, 200, recall=MOST)))
     read(model, caches, ids, -(-len(ids) // 8))
-    sequence = sequence_in(caches)
+    sequence = layer_group_of(caches)
     assert not sequence.stats.rounds
     recalled = recall_rows(model, caches, asked, 128)
     stats = sequence.stats
@@ -134,13 +133,13 @@ def test_a_loaded_cache_holds_the_round_before_the_question_too(exact, tmp_path)
     config = replace(CONFIG, evict=evict)
     caches, path = make_prompt_cache(model, config), tmp_path / "a.safetensors"
     read(model, caches, tokenizer.encode(facts(40)[0]))
-    sequence_in(caches).before(sequence_layers(caches), 0)  # only the question makes a round due
+    layer_group_of(caches).before(evicting_layers(caches), 0)  # only the question makes a round due
     save_prompt_cache(path, caches, model=model, config=config)
     rounds = []
     for each in (caches, load_prompt_cache(path, model=model).caches):
-        before = sequence_in(each).stats.rounds
+        before = layer_group_of(each).stats.rounds
         evict_before_question(each, 64)
-        rounds.append((sequence_in(each).stats.rounds - before, live_positions(each, 0).tolist()))
+        rounds.append((layer_group_of(each).stats.rounds - before, live_positions(each, 0).tolist()))
     assert rounds[0][0] == 1
     assert rounds[0] == rounds[1]
 
@@ -148,15 +147,15 @@ def test_a_loaded_cache_holds_the_round_before_the_question_too(exact, tmp_path)
 def test_the_latest_search_decides_what_is_recalled(exact, monkeypatch):
     """Blocks of the rescue service's search stay. All leave again, and each token is archived once."""
     model, _ = exact
-    selections, look = [], LayerGroup.look
+    selections, search = [], LayerGroup.search_archive
 
     def spied(self, *arguments, **options):
-        selections.append(look(self, *arguments, **options))
+        selections.append(search(self, *arguments, **options))
         return selections[-1]
 
-    monkeypatch.setattr(LayerGroup, "look", spied)
+    monkeypatch.setattr(LayerGroup, "search_archive", spied)
     caches, question = caches_of(exact)
-    sequence, layers = sequence_in(caches), sequence_layers(caches)
+    sequence, layers = layer_group_of(caches), evicting_layers(caches)
     block = sequence.archived[-1]
     sequence.recall(layers, [block])
     recall, searches, stays_alone = RecallDuringDecode(caches, RecallResult(search_blocks=(block,))), 0, False
@@ -164,7 +163,7 @@ def test_the_latest_search_decides_what_is_recalled(exact, monkeypatch):
         assert recall.searches == len(selections)
         if recall.searches > searches:
             searches, archived = recall.searches, len(positions_of(sequence.archived))
-            selected = set(positions_of(selections[-1].chosen).tolist())
+            selected = set(positions_of(selections[-1].blocks).tolist())
             assert sequence.recalled.tolist() == sorted(selected | set(block.positions.tolist()))
             assert selected <= set(layers[0].positions.tolist())
             assert 0 < len(selected) <= MOST
@@ -179,8 +178,8 @@ def test_the_latest_search_decides_what_is_recalled(exact, monkeypatch):
     assert 0 < recall.seconds == result.seconds
     release(caches)
     evicted = set(range(layers[0].offset)) - set(layers[0].positions.tolist())
-    assert sorted(p for extent in sequence.archived for p in extent.positions.tolist()) == sorted(evicted)
-    assert sequence.listener(0) is None
+    assert sorted(p for block in sequence.archived for p in block.positions.tolist()) == sorted(evicted)
+    assert not sequence.listeners(0, 0, 0)
 
 
 def test_a_block_that_is_quoted_whole_is_not_reloaded(exact):
@@ -206,14 +205,14 @@ def test_the_time_of_a_search_depends_on_counts_and_on_no_clock(exact, monkeypat
         monkeypatch.setattr("mlx_tq.session.restore.time.perf_counter", lambda clock=clock: next(clock))
         caches, question = caches_of(exact)
         recall = RecallDuringDecode(caches, RecallResult())
-        archived, layers = len(positions_of(sequence_in(caches).archived)), len(sequence_layers(caches))
+        archived, layers = len(positions_of(layer_group_of(caches).archived)), len(evicting_layers(caches))
         found = []
         for number in decode(exact[0], caches, recall, question, 120):
             found += [number] * (recall.searches - len(found))
         listed = min(archived, max(shortlist, 2 * MOST))
         assert (listed < archived) == (shortlist == 64)
-        first = 1 if listed < archived else len(looking(layers))
-        scored = first * archived + (len(looking(layers)) - first) * (listed + (archived - listed) // 16)
+        first = 1 if listed < archived else len(search_layers(layers))
+        scored = first * archived + (len(search_layers(layers)) - first) * (listed + (archived - listed) // 16)
         wait = int(scored / layers / per_token)
         assert found[0] == max(EVERY, wait)
         assert (wait > EVERY) == (per_token == 6)
@@ -225,7 +224,7 @@ def listening(exact, times=1):
     """Return caches that evicted most of a text and have read a question some times over, and its tokens."""
     caches, question = caches_of(exact)
     ids = question * times
-    sequence_in(caches).listen(looking(len(sequence_layers(caches))), rounds=False)
+    layer_group_of(caches).capture_queries(search_layers(len(evicting_layers(caches))), rounds=False)
     read(exact[0], caches, ids, len(ids))
     return caches, ids
 
@@ -233,12 +232,12 @@ def listening(exact, times=1):
 def weights_of(caches, count):
     """Return each layer's weights of all positions for the last `count` tokens, had none been evicted: [Hq, L, S]."""
     twin = copy.deepcopy(caches)
-    sequence, layers = sequence_in(twin), sequence_layers(twin)
+    sequence, layers = layer_group_of(twin), evicting_layers(twin)
     sequence.recall(layers, sequence.archived)
     positions, weights_by_layer = layers[0].positions, {}
-    for number, listener in sequence_in(caches)._listeners.items():
+    for number, listener in layer_group_of(caches)._buffers.items():
         keys = np.array(layers[number].keys_and_values()[0].materialize().astype(mx.float32), np.float64)[0]
-        queries = np.array(mx.concatenate(list(listener.heard), axis=2), np.float64)[0, :, -count:]
+        queries = np.array(mx.concatenate(list(listener.passes), axis=2), np.float64)[0, :, -count:]
         logits = listener.scale * queries @ np.repeat(keys, len(queries) // len(keys), axis=0).swapaxes(1, 2)
         logits[:, positions > np.arange(layers[0].offset - count, layers[0].offset)[:, None]] = -np.inf
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -252,10 +251,10 @@ def test_scores_of_blocks_against_float64(exact, times):
     """And the layer with the largest weights of each block. Also if the question's first tokens are packed already."""
     caches, ids = listening(exact, times)
     assert (len(ids) > 2 * CONFIG.window + BLOCK) == (times > 1)
-    sequence, weights = sequence_in(caches), weights_of(caches, len(ids))
-    ranked = sequence.look(sequence_layers(caches), len(ids), MOST).ranked
+    sequence, weights = layer_group_of(caches), weights_of(caches, len(ids))
+    ranked = sequence.search_archive(evicting_layers(caches), len(ids), MOST).ranked
     powers = {
-        number: np.stack([(each[..., piece.extent.positions].max(axis=-1) ** 4).sum(axis=0) for piece in ranked], 1)
+        number: np.stack([(each[..., piece.block.positions].max(axis=-1) ** 4).sum(axis=0) for piece in ranked], 1)
         for number, each in weights.items()
     }
     by_many = [[power**0.25 for power in token] for token in sum(powers.values())]
@@ -274,24 +273,24 @@ def test_scores_of_blocks_against_float64(exact, times):
 @given(passes=st.lists(st.sampled_from([1, 7, 64, 255, 256, 512]), min_size=1, max_size=300))
 def test_queries_are_kept_while_a_question_may_need_them(passes):
     """The latest 256, and no pass before these."""
-    listener, ends = Listener(), np.cumsum(passes)
+    listener, ends = QueryBuffer(), np.cumsum(passes)
     for count, end in zip(passes, ends, strict=True):
-        listener.hear(mx.arange(int(end) - count, int(end))[None, None, :, None], 1.0)
-    kept = np.concatenate([np.array(each).ravel() for each in listener.heard])
+        listener.append(mx.arange(int(end) - count, int(end))[None, None, :, None], 1.0)
+    kept = np.concatenate([np.array(each).ravel() for each in listener.passes])
     assert kept.tolist() == list(range(int(ends[-1]) - len(kept), int(ends[-1])))
-    assert len(kept) >= min(LONGEST_QUESTION, ends[-1])
-    assert len(kept) - listener.heard[0].shape[2] < LONGEST_QUESTION
+    assert len(kept) >= min(MAX_QUESTION, ends[-1])
+    assert len(kept) - listener.passes[0].shape[2] < MAX_QUESTION
 
 
 def test_of_layers_that_share_keys_only_the_first_is_listened_to():
     model = build("gemma4_text")
     caches = make_prompt_cache(model, CONFIG)
-    sequence = sequence_in(caches)
-    sequence.listen(range(len(sequence_layers(caches))), rounds=True)
+    sequence = layer_group_of(caches)
+    sequence.capture_queries(range(len(evicting_layers(caches))), rounds=True)
     with compressed(model):
         for count in (9, 1):
             mx.eval(model(mx.arange(count)[None], cache=caches))
-    queries = [listener.heard for listener in sequence._listeners.values()]
+    queries = [listener.passes for listener in sequence._buffers.values()]
     assert model.args.num_kv_shared_layers == 2
     assert [[each.shape[2] for each in passes] for passes in queries] == [[9, 1]] * len(queries)
 
@@ -299,8 +298,8 @@ def test_of_layers_that_share_keys_only_the_first_is_listened_to():
 def test_the_layers_that_decided_the_question_search_while_it_is_answered(exact):
     """Those of its eight best blocks; the others' queries are not kept."""
     caches, ids = listening(exact)
-    sequence, layers = sequence_in(caches), sequence_layers(caches)
-    ranked = sequence.look(layers, len(ids), MOST).ranked
+    sequence, layers = layer_group_of(caches), evicting_layers(caches)
+    ranked = sequence.search_archive(layers, len(ids), MOST).ranked
     RecallDuringDecode(caches, RecallResult(ranked=tuple(ranked))).start()
-    numbers = {number for number in range(len(layers)) if sequence.listener(number)}
-    assert numbers == {piece.layer for piece in ranked[:8]} < set(looking(len(layers)))
+    numbers = {number for number in range(len(layers)) if sequence.listeners(number, 0, 0)}
+    assert numbers == {piece.layer for piece in ranked[:8]} < set(search_layers(len(layers)))

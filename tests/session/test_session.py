@@ -14,8 +14,8 @@ from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import PROFILES, RescueConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prefix_cache.folder import Folder
-from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
-from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
+from mlx_tq.prompt_cache.recall import MAX_QUESTION
 from mlx_tq.session.transcript import QUOTATION_MARK, QUOTATION_START
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
@@ -124,7 +124,7 @@ def test_what_a_text_made_leave_is_told_while_it_is_answered(chat, service, lett
     session = chat(EVICTS, rescue=at(service))
     answer = session.respond(page(letters))
     next(answer)
-    assert (len(session.ids) > LONGEST_QUESTION) == (letters == 1200)
+    assert (len(session.ids) > MAX_QUESTION) == (letters == 1200)
     assert session.client.flush(60)
     assert session.client.stats.written > 0
     assert "".join(answer)
@@ -174,7 +174,7 @@ def test_a_quotation_stays_while_it_is_needed_and_is_not_stored_twice(chat, serv
     quotation = last_quotation(session)
     assert len(quotation) > 100
     assert all(quotation <= now for now in seen)
-    assert sequence_in(session.cache).held is None
+    assert layer_group_of(session.cache).pinned is None
     say(session, "Go on.", max_tokens=60)
     assert not quotation <= set(live(session))  # and then it goes as others do
     session.client.flush(30)
@@ -241,9 +241,9 @@ def test_a_turn_is_undone_past_an_eviction_where_rows_are_archived(chat):
     """What it had driven out of the window is back, and what left before it can be recalled."""
     session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)), prefill_step_size=32)
     say(session, page())
-    before, rounds = session.ids, sequence_in(session.cache).stats.rounds
+    before, rounds = session.ids, layer_group_of(session.cache).stats.rounds
     assert not list(session.respond(page(), progress=lambda read, _: session.stop() if read > 200 else None))
-    assert sequence_in(session.cache).stats.rounds > rounds
+    assert layer_group_of(session.cache).stats.rounds > rounds
     assert session.ids == before
     assert len(session.turns) == 1
     assert all(cache.offset == len(before) for cache in session.cache)

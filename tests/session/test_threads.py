@@ -10,7 +10,7 @@ import pytest
 
 from mlx_tq import KVConfig, Session
 from mlx_tq.config import PROFILES
-from mlx_tq.prompt_cache.passes import cache_parts
+from mlx_tq.prompt_cache.layer_group import cache_parts
 
 SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
 QUESTIONS = ("The access code is 417295.", "What is the access code?", "Say it once more.")

@@ -6,7 +6,6 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
-from mlx_tq.cache.files import check_replaceable
 from mlx_tq.cli.args import check_writable, config_from_args, names_cache
 from mlx_tq.cli.loading import load_chosen
 from mlx_tq.cli.preflight import check_arguments, check_memory, check_positions, free_memory
@@ -18,9 +17,9 @@ from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import position_limit
 from mlx_tq.prompt_cache.build import decode_caches
+from mlx_tq.prompt_cache.cache_file import check_replaceable, load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.prompt_cache.statistics import cache_stats
 from mlx_tq.session.text import PromptLengthLimit
 

@@ -14,7 +14,7 @@ from mlx_tq.cli.progress import prefill_progress
 from mlx_tq.errors import ConfigError
 from mlx_tq.models import fingerprint
 from mlx_tq.policies.calibration import SKIP, check_replaceable
-from mlx_tq.prompt_cache.known_queries import kept_queries, make_folder
+from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_chosen(args)
     path = args.output
     if path is None:
-        path = kept_queries(fingerprint(model), covariance=args.covariance)
+        path = calibration_path(fingerprint(model), covariance=args.covariance)
         make_folder(path)
         _check(path)
     if share == 1:

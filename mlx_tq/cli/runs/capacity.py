@@ -13,7 +13,7 @@ from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import model_facts
 from mlx_tq.models import load
-from mlx_tq.prompt_cache.capacity import capacities, context_limit, weights_nbytes
+from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes
 
 STREAMS = [1, 2, 4, 8]
 CONTEXTS = [4096, 16384, 65536]

@@ -23,7 +23,7 @@ from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
-from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.layer_group import compressed_caches
 
 PROMPT, ANSWER = 216, 6
 DIM, HEAVY = 128, 16 << 20
@@ -114,21 +114,21 @@ def test_steps_read_the_buffers_of_the_cache(length):
     mlx copies nothing (`ensure_row_contiguous=False`); the addresses show that wrappers and cache do not either.
     """
     cache = make_cache(180)
-    first, calls, queries = cache.body_tokens, {}, transposed(length, heads=4)[0]
+    first, calls, queries = cache.packed_tokens, {}, transposed(length, heads=4)[0]
 
     def record(name, inputs):  # of two attentions, the last remains
         calls[name.removesuffix("_short")] = {name: address(array) for name, array in inputs.items()}
 
     with watched(record):
-        while cache.body_tokens < first + 2 * BLOCK:
+        while cache.packed_tokens < first + 2 * BLOCK:
             keys, values = (address(array) for array in cache.arrays()[:2])
-            packed = cache.body_tokens
+            packed = cache.packed_tokens
             calls.clear()
             cache.append(*transposed(length)).attend(queries, 0.1, "causal", None)
             stored = [address(array) for array in cache.arrays()]
             assert (calls["attend"]["full_keys"], calls["attend"]["full_values"]) == tuple(stored[:2])
             assert calls["attend"]["packed_rows"] in stored[2:]
-            assert ("encode" in calls) == (cache.body_tokens > packed)
+            assert ("encode" in calls) == (cache.packed_tokens > packed)
             if "encode" in calls:
                 sink_bytes = 2 * CONFIG.sinks * DIM
                 assert calls["encode"]["keys"] == keys + sink_bytes
@@ -176,12 +176,12 @@ def test_a_step_does_not_synchronize(lazy_backend):
     with backend.using("reference"):
         cache = make_cache(196)
     mx.eval(cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None), cache.state)
-    packed = cache.body_tokens
+    packed = cache.packed_tokens
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     outputs = [cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None) for _ in range(8)]
-    assert cache.body_tokens == packed + BLOCK
+    assert cache.packed_tokens == packed + BLOCK
     assert mx.get_peak_memory() - before < HEAVY
     mx.eval(outputs)
     assert mx.get_peak_memory() - before >= HEAVY, "an evaluation shows"

@@ -4,10 +4,9 @@ import mlx.core as mx
 import pytest
 
 from cache.tools import DIM, contents, feed, filled, make_spec, queries_at, random_pair, same_bits
-from mlx_tq.cache import body
+from mlx_tq.cache import packed_rows
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.body import Body
-from mlx_tq.cache.buffers import body_capacity
+from mlx_tq.cache.packed_rows import PackedRows, row_capacity
 from mlx_tq.config import BLOCK
 
 SHARED, COPIES = 400, 20
@@ -46,7 +45,7 @@ def reads_alike(cache, other):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_copies_go_on_apart_and_read_what_they_share(spec, monkeypatch):
     """Over five turns, each from a copy of the one before that stays; then back to what all have."""
-    monkeypatch.setattr(body, "LEAST", BLOCK)
+    monkeypatch.setattr(packed_rows, "MIN_SHARED", BLOCK)
     first = filled(spec, *BEGINNING)
     whole = alone(first)
     shared, kept = [first], []
@@ -55,8 +54,8 @@ def test_copies_go_on_apart_and_read_what_they_share(spec, monkeypatch):
         feed(cache, *own(1), [33])
         shared.append(cache)
         kept.append(alone(cache))
-        assert len(cache._body._shared) <= body.MOST, turn
-    assert len(shared[1]._body._shared) == (0 if spec.cold else 1)
+        assert len(cache._rows._shared) <= packed_rows.MAX_SHARED_BUFFERS, turn
+    assert len(shared[1]._rows._shared) == (0 if spec.cold else 1)
     other = first.fork()
     feed(other, *own(2), [100])
     assert not same_bits(other.state, shared[3].state)
@@ -70,7 +69,7 @@ def test_copies_go_on_apart_and_read_what_they_share(spec, monkeypatch):
     reads_alike(shared[-1], kept[-1])
     whole.trim(200)
     first.trim(200)
-    assert sum(piece.tokens for piece in first._body.shared(first.body_tokens)) <= first.body_tokens
+    assert sum(piece.tokens for piece in first._rows.shared(first.packed_tokens)) <= first.packed_tokens
     reads_alike(first, whole)
 
 
@@ -78,7 +77,7 @@ def test_a_batch_holds_once_what_its_rows_begin_with():
     first = filled(SPECS["plain"], *BEGINNING)
     batch = BatchCompressedKVCache.merge([first] * COPIES)
     rows = [alone(first) for _ in range(COPIES)]
-    assert batch.nbytes < 2 * first.nbytes + COPIES * (first.nbytes - first.body_nbytes)
+    assert batch.nbytes < 2 * first.nbytes + COPIES * (first.nbytes - first.packed_nbytes)
     for _ in range(2 * BLOCK):
         keys, values = (x[:, :, first.offset : first.offset + 1] for x in TOKENS[1])
         key, _ = batch.update_and_fetch(*(mx.repeat(x, COPIES, axis=0) for x in (keys, values)))
@@ -86,16 +85,16 @@ def test_a_batch_holds_once_what_its_rows_begin_with():
     out = key.view.attend(mx.repeat(queries_at(0, 1), COPIES, axis=0), DIM**-0.5, None, None)
     mx.eval(out, batch.state)
     assert mx.array_equal(out[3:4], views[3].attend(queries_at(0, 1), DIM**-0.5, None, None))
-    arrays = {id(array): array.nbytes for row in batch.rows for array in row._body.arrays}
-    once = first._body.arrays[0].nbytes
+    arrays = {id(array): array.nbytes for row in batch.rows for array in row._rows.arrays}
+    once = first._rows.arrays[0].nbytes
     assert len(arrays) == COPIES + 1
-    assert sum(arrays.values()) <= once + COPIES * 3 * BLOCK * once // body_capacity(first.body_tokens)
-    beside = sum(row.nbytes - sum(array.nbytes for array in row._body.arrays) for row in batch.rows)
+    assert sum(arrays.values()) <= once + COPIES * 3 * BLOCK * once // row_capacity(first.packed_tokens)
+    beside = sum(row.nbytes - sum(array.nbytes for array in row._rows.arrays) for row in batch.rows)
     assert batch.nbytes <= sum(arrays.values()) + beside
 
 
 def test_rows_that_nobody_else_has_any_more_are_written_in_place():
-    whole = Body(mx.zeros((1, 1, 512, 2), mx.uint32))
+    whole = PackedRows(mx.zeros((1, 1, 512, 2), mx.uint32))
     rows = mx.ones((1, 1, 288, 2), mx.uint32)
     twin = whole.fork()
     twin.write(rows, 300)

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from mlx_lm.models import cache as native
 
-from mlx_tq.cache.links import SavedPart
 from mlx_tq.config import Budget
 from mlx_tq.errors import CacheFormatError
 from mlx_tq.policies.selection import PositionRange
+from mlx_tq.prompt_cache.cache_file import load_prompt_cache, save_prompt_cache
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
-from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.prompt_cache.passes import before_pass, sequence_in
+from mlx_tq.prompt_cache.layer_group import begin_pass, layer_group_of
 from prompt_cache.driving import MODEL, POLICIES, TOKENS, config, extracted, fresh, live, merged, read, rounds
 
 TOGETHER = r"All layers evict together: copy, keep and drop a prompt cache as a whole\.$"
@@ -73,7 +72,7 @@ def test_copies_go_their_own_ways(name, length, policy, tmp_path):
     read(alone, length, length + 120)
     assert live(twins) == live(caches) == live(alone)
     assert rounds(twins) == rounds(caches) > held
-    assert all(cache.sequence is sequence_in(twins) for cache in twins)
+    assert all(cache.group is layer_group_of(twins) for cache in twins)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -132,9 +131,9 @@ def test_a_missing_layer_is_refused():
     with pytest.raises(CacheFormatError, match=f"1 of the 2 caches of a sequence are left. {TOGETHER}"):
         MODEL(mx.array([[1]]), cache=caches[:1])
     assert caches[0].offset == 40
-    assert sequence_in(caches[::-1]) is sequence_in(caches)  # their order does not matter
+    assert layer_group_of(caches[::-1]) is layer_group_of(caches)  # their order does not matter
     keeps = fresh(policy=None)
-    assert (sequence_in(keeps), before_pass(keeps, 5)) == (None, False)
+    assert (layer_group_of(keeps), begin_pass(keeps, 5)) == (None, False)
 
 
 @pytest.mark.parametrize("other", ["longer", "of another text", "twice the same", "of another plan"])
@@ -206,8 +205,7 @@ def test_a_saved_part_waits_for_a_pass():
     caches = fresh(POLICIES[1])
     read(caches, 0, 125)
     loaded = [type(cache).from_state(cache.state) for cache in caches]
-    assert all(type(cache.sequence) is SavedPart for cache in loaded)
-    assert loaded[0].sequence.observer(0, 0, 10) is None
+    assert all(cache.evicts and cache.group is None for cache in loaded)
     again = [cache.fork() for cache in loaded]
     loaded[0].trim(3)
     assert mx.array_equal(read(again, 125, 130), read(caches, 125, 130))
@@ -228,29 +226,29 @@ def test_what_departed_is_told_once():
     caches, told = fresh(), []
     for start in range(0, 120, 20):
         read(caches, start, start + 20)
-        told.append(sequence_in(caches).take_departed())
-        assert len(sequence_in(caches).take_departed()) == 0
+        told.append(layer_group_of(caches).take_evicted())
+        assert len(layer_group_of(caches).take_evicted()) == 0
     assert all(part.dtype == np.int64 and np.all(np.diff(part) > 0) for part in told)
     read(caches, 120, 160)  # not asked after this round
     others = [copy.deepcopy(caches), [cache.fork() for cache in caches], extracted(merged(caches), 0)]
     for each in (caches, *others):
         read(each, 160, 240)
-        mine = [*told, sequence_in(each).take_departed()]
+        mine = [*told, layer_group_of(each).take_evicted()]
         gone = np.concatenate(mine).tolist()
-        assert len(gone) == len(set(gone)) == sequence_in(each).stats.tokens
+        assert len(gone) == len(set(gone)) == layer_group_of(each).stats.tokens
         assert sorted(gone + live(each)) == list(range(240))
     read(caches, 240, 300)
     loaded = [type(cache).from_state(cache.state) for cache in caches]  # files do not keep what departed
-    assert len(sequence_in(caches).take_departed())
-    assert len(sequence_in(loaded).take_departed()) == 0
+    assert len(layer_group_of(caches).take_evicted())
+    assert len(layer_group_of(loaded).take_evicted()) == 0
 
 
 def test_held_positions_go_with_copies_and_rows():
     caches, span = fresh(), PositionRange(30, 50)
     read(caches, 0, 60)
-    sequence_in(caches).held = span
+    layer_group_of(caches).pinned = span
     row = merged(caches)
-    sequence_in(caches).held = None
+    layer_group_of(caches).pinned = None
     for each in (caches, row):
         read(each, 60, 300)
     kept = live([layer.rows[0] for layer in row])
@@ -263,8 +261,8 @@ def test_another_plan_from_now_on():
     caches = fresh(budget=300)
     read(caches, 0, 130)
     twins = copy.deepcopy(caches)
-    sequence_in(twins).replan(plan_caches(MODEL, config(budget=50)).eviction, [None, None])
-    assert sequence_in(twins).plan.budget == Budget(tokens=50)
+    layer_group_of(twins).replan(plan_caches(MODEL, config(budget=50)).eviction, [None, None])
+    assert layer_group_of(twins).plan.budget == Budget(tokens=50)
     for each in (caches, twins):
         read(each, 130, 131)
     assert (rounds(caches), rounds(twins)) == (0, 1)

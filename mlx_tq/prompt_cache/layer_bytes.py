@@ -1,0 +1,126 @@
+"""Bytes of one layer's tokens, region by region: exact while nothing is evicted, else an upper bound."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlx_tq.cache.layer import HEALTH_BYTES
+from mlx_tq.cache.normalizer import SKIP
+from mlx_tq.cache.packed_rows import STEP, row_capacity
+from mlx_tq.cache.region_map import SCALE_READY, SCALE_TOKENS
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.formats.base import dtype_of
+from mlx_tq.codec.normalization import MEAN_TOKENS
+from mlx_tq.codec.rows import RowLayout
+from mlx_tq.config import BLOCK
+from mlx_tq.integration.probe import SlotFacts
+
+MEAN_BYTES = 2  # of a number of a mean
+_SCALE_BYTES = 4  # of a number of the scale and of the queries' statistics
+_INDEX_BYTES = 4  # of the number of a row's mean
+
+
+@dataclass(frozen=True)
+class RegionBytes:
+    """Bytes of one sequence.
+
+    Attributes:
+        packed: packed tokens and their key normalization.
+        sinks: sink tokens, in full precision.
+        window: recent tokens in full precision, the block in progress and the slack for trims included.
+        allocated: all arrays, with unused capacity, counters and what is learned.
+    """
+
+    packed: int = 0
+    sinks: int = 0
+    window: int = 0
+    allocated: int = 0
+
+    def __add__(self, other: "RegionBytes") -> "RegionBytes":
+        return RegionBytes(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """What is known of the tokens that were evicted from a layer.
+
+    Attributes:
+        seen: tokens that the layer has seen; None for any number.
+        granularity: tokens that are evicted together.
+    """
+
+    seen: int | None
+    granularity: int
+
+
+def layer_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:
+    return spec.layout(slot.key_dim, slot.value_dim, dtype_of(slot.dtype))
+
+
+def fp16_bytes(slot: SlotFacts, tokens: int) -> int:
+    """Return the bytes of tokens at 16 bits, whatever the model's dtype is."""
+    return slot.heads * tokens * (slot.key_dim + slot.value_dim) * 2
+
+
+def native_bytes(slot: SlotFacts, tokens: int) -> int:
+    """Return the bytes of tokens in the model's dtype."""
+    return fp16_bytes(slot, tokens) * dtype_of(slot.dtype).size // 2
+
+
+def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted | None = None) -> RegionBytes:
+    """Return the bytes of a layer that stores `tokens` tokens; an upper bound if others were evicted."""
+    layout, packed = layer_layout(slot, spec), spec.packed_until(tokens)
+    rows = slot.heads * _row_bytes(slot, spec, packed)
+    # After an eviction, the tokens that are left fill no whole blocks.
+    most = packed if evicted is None else max(spec.sinks, tokens - spec.window)
+    capacity = slot.heads * _row_bytes(slot, spec, most, row_capacity)
+    if evicted is not None and spec.cold and most > spec.sinks:  # tokens of both key formats may be left
+        cold = spec.cold_layout(layout, dtype_of(slot.dtype)).nbytes
+        all_cold = row_capacity(most - spec.sinks + BLOCK) * cold
+        capacity = max(capacity, slot.heads * all_cold) + slot.heads * STEP * (layout.nbytes + cold)
+    learned = slot.heads * layout.learned_bytes if rows else 0
+    scale = slot.heads * slot.key_dim * _SCALE_BYTES if spec.normalize and tokens >= SCALE_READY else 0
+    queries = 0
+    if spec.normalize and tokens < SCALE_READY + BLOCK:  # kept until no exact trim leads back to an unknown scale
+        queries = slot.heads * slot.key_dim * _SCALE_BYTES * max(0, min(tokens, SCALE_TOKENS) - SKIP)
+    full = native_bytes(slot, spec.full_capacity(most, tokens) + _slack_tokens(spec, packed, evicted))
+    means, all_means = (_mean_bytes(slot, spec, end, evicted) for end in (packed, most))
+    return RegionBytes(
+        packed=rows + means + (scale if rows else 0),
+        sinks=native_bytes(slot, min(spec.sinks, tokens)),
+        window=native_bytes(slot, max(0, tokens - spec.originals_from(packed))),
+        allocated=capacity + learned + all_means + scale + queries + full + HEALTH_BYTES,
+    )
+
+
+def _row_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, capacity: Callable[[int], int] = int) -> int:
+    """Return the bytes of a KV head's rows when tokens before `packed` are packed, in buffers of a capacity.
+
+    Tokens that went cold last are there in both key formats, for as long as their originals are kept.
+    """
+    layout = layer_layout(slot, spec)
+    cold = spec.cold_until(packed) - spec.sinks
+    recent = packed - spec.cold_until(spec.originals_from(packed))
+    nbytes = capacity(recent) * layout.nbytes
+    return nbytes + capacity(cold) * spec.cold_layout(layout, dtype_of(slot.dtype)).nbytes if cold else nbytes
+
+
+def _mean_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, evicted: Evicted | None) -> int:
+    """Return the bytes of the means of keys and, after an eviction, of the number of each row's mean."""
+    if not spec.normalize:
+        return 0
+    rows, per_block = packed - spec.sinks, slot.heads * slot.key_dim * MEAN_BYTES
+    if evicted is None:
+        return per_block * -(-rows // MEAN_TOKENS)
+    # Blocks that are evicted together need not be those that have a mean together.
+    blocks = rows if evicted.granularity == 1 else 2 * -(-rows // evicted.granularity)
+    if evicted.seen is not None:
+        blocks = min(blocks, -(-(spec.packed_until(evicted.seen) - spec.sinks) // MEAN_TOKENS))
+    return per_block * blocks + _INDEX_BYTES * rows
+
+
+def _slack_tokens(spec: CacheSpec, packed: int, evicted: Evicted | None) -> int:
+    """Return the packed tokens whose originals are kept: a block, but at first all normalized ones."""
+    if evicted is None:
+        return packed - spec.originals_from(packed)
+    first = spec.packed_until(SCALE_READY + BLOCK - 1) - spec.sinks if spec.normalize else 0
+    return max(BLOCK, first) if evicted.seen is None or evicted.seen < SCALE_READY + 2 * BLOCK else BLOCK

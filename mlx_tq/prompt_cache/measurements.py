@@ -1,0 +1,109 @@
+"""What is measured of a model once: the loss of each layer, and query statistics. Small files by the fingerprint.
+
+They are in the user's cache folder or, for the embedded model, inside the package.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.files import atomic_write, cache_folder
+
+MEASURED_FORMAT = "tq3"  # its loss is visible in one layer of many, and small enough to grow with the error
+
+
+@dataclass(frozen=True)
+class Losses:
+    """KL divergence in nats, mean over tokens, if one layer alone is stored as MEASURED_FORMAT.
+
+    Attributes:
+        keys: by layer, if only its keys are.
+        values: by layer, if only its values are.
+        tokens: tokens that were compared.
+
+    Raises:
+        CacheFormatError: different numbers of layers, or a value that is not a loss.
+    """
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.values) or not all(isfinite(x) and x >= 0 for x in (*self.keys, *self.values)):
+            raise CacheFormatError(f"losses of keys {self.keys} and of values {self.values} are not those of layers.")
+
+
+def losses_path(fingerprint: str) -> Path:
+    """Return where the losses of a model are stored."""
+    return cache_folder() / f"losses-{fingerprint}.json"
+
+
+def find_losses(fingerprint: str) -> Losses | None:
+    """Return the losses of a model, or None if they were never measured; raise CacheFormatError if damaged."""
+    path = _find(losses_path(fingerprint), "losses")
+    if path is None:
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Losses(tuple(map(float, fields["keys"])), tuple(map(float, fields["values"])), int(fields["tokens"]))
+    except (OSError, ValueError, TypeError, KeyError, CacheFormatError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). Remove it: it is made again.") from error
+
+
+def save_losses(path: Path, losses: Losses) -> None:
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(asdict(losses)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CacheFormatError(
+            f"cannot write the losses {path}: {error}. Set XDG_CACHE_HOME to another folder."
+        ) from error
+
+
+def calibration_path(fingerprint: str, *, covariance: bool = False) -> Path:
+    """Return where the query statistics of a model are stored, with or without the covariance."""
+    return cache_folder() / f"queries-{fingerprint}{'-covariance' if covariance else ''}.safetensors"
+
+
+def find_calibration(fingerprint: str, *, covariance: bool = False) -> Path | None:
+    """Return the file of query statistics of a model, or None if it was never calibrated."""
+    return _find(calibration_path(fingerprint, covariance=covariance), "queries")
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder of a file; raise ConfigError if no file can be made in it."""
+    trial = path.with_suffix(".trial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trial.touch()
+        trial.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no statistics can be kept in {path.parent}: {error.strerror}. Set XDG_CACHE_HOME to a folder that can be "
+            "written, or name a file."
+        ) from error
+
+
+def _find(path: Path, folder: str) -> Path | None:
+    shipped = Path(str(files("mlx_tq") / "assets" / folder)) / path.name
+    return next((candidate for candidate in (path, shipped) if candidate.is_file()), None)
+
+
+def log_probabilities(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
+    """Run `ids` over the caches; return the log-probabilities of each next token, fp32 [L, V]."""
+    logits = model(mx.array(ids)[None], cache=caches)[0].astype(mx.float32)
+    result: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return result
+
+
+def kl_divergence(reference: mx.array, other: mx.array) -> mx.array:
+    """Return the KL divergence of two log-probabilities [..., V], in nats: [...]."""
+    divergence: mx.array = (mx.exp(reference) * (reference - other)).sum(axis=-1)
+    return mx.maximum(divergence, 0)

@@ -1,0 +1,168 @@
+"""What caches take at a context length, from the shape of a model alone, and how many contexts fit into a memory."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec.formats import get_format
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
+from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import SlotFacts, model_facts, native_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.layer_bytes import native_bytes
+from mlx_tq.prompt_cache.layer_group import EvictionPlan
+from mlx_tq.prompt_cache.plan import LayerPlan, Plan, budget_in_tokens
+
+_NATIVE_STEP = 256  # tokens by which mlx-lm's own caches grow
+_PROBE_TOKENS = 8
+_DEFAULT_LIMIT = 1 << 20  # tokens, if a model's configuration names no limit
+
+Bytes = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of stored tokens; a cache's `nbytes` adds the spare capacity of its buffers.
+
+    Attributes:
+        body: packed tokens; with eviction, the most that stay between two forward passes.
+        sinks: first tokens, in full precision.
+        window: recent tokens in full precision, the block in progress and the slack for trims included.
+        fp16: all tokens at 16 bits, evicted ones included.
+    """
+
+    body: int
+    sinks: int
+    window: int
+    fp16: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all regions."""
+        return self.body + self.sinks + self.window
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than fp16 the cache is."""
+        return self.fp16 / self.total
+
+
+def memory_report(
+    seq_len: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    config: KVConfig = PROFILES[DEFAULT_PROFILE],
+) -> MemoryReport:
+    """Return the bytes of `seq_len` tokens of a 16-bit model whose layers all have plain KV caches.
+
+    Raises:
+        ConfigError: a size below 1, a head_dim that a format does not support, or a budget that cannot be met.
+    """
+    for name, size in (("seq_len", seq_len), ("num_layers", num_layers), ("num_kv_heads", num_kv_heads)):
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; it must be 1 or more.")
+    get_format("fp16").bytes_per_vector(head_dim)  # raises for a head_dim that cannot be stored
+    slots = [
+        SlotFacts(layer, None, num_kv_heads, head_dim, head_dim, "float16", 1.0, shared=False)
+        for layer in range(num_layers)
+    ]
+    full = sum(native_bytes(slot, seq_len) for slot in slots)
+    if config.is_off:
+        return MemoryReport(body=0, sinks=0, window=full, fp16=full)
+    layers = [
+        LayerPlan(slot, CacheSpec.for_layer(config, slot.index, *config.formats_of(slot.index, num_layers)), "")
+        for slot in slots
+    ]
+    plan = Plan("", config, [], layers, list)
+    if config.evict is not None:
+        budget = budget_in_tokens(plan, config.evict)
+        plan = replace(plan, eviction=EvictionPlan(config.evict, budget, num_layers))
+    regions = plan.bytes_at(seq_len)
+    return MemoryReport(body=regions.packed, sinks=regions.sinks, window=regions.window, fp16=full)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What fits with one configuration.
+
+    Attributes:
+        profile: name of the configuration.
+        nbytes: bytes of one context, by its tokens.
+        longest: tokens of each context, by the number of contexts at once; 0 if not even one token fits.
+        streams: how many contexts fit, by their tokens.
+    """
+
+    profile: str
+    nbytes: dict[int, int]
+    longest: dict[int, int]
+    streams: dict[int, int]
+
+
+def capacities(
+    model: Any, configs: Mapping[str, KVConfig], available: int, *, contexts: list[int], streams: list[int]
+) -> list[Capacity]:
+    """Count what fits into `available` bytes with each named configuration.
+
+    `contexts` are tokens of a context, `streams` numbers of contexts at once. Raises as `plan_caches` does.
+    """
+    others, lengths = other_bytes(model), range(context_limit(model) + 1)
+    rows = []
+    for profile, config in configs.items():
+        count = sequence_bytes(model, config, others)
+        longest = {together: bisect_right(lengths, available // together, lo=1, key=count) - 1 for together in streams}
+        nbytes = {tokens: count(tokens) for tokens in contexts}
+        rows.append(Capacity(profile, nbytes, longest, {tokens: available // nbytes[tokens] for tokens in contexts}))
+    return rows
+
+
+def weights_nbytes(model: Any) -> int:
+    weights: list[tuple[str, mx.array]] = tree_flatten(model.parameters())  # type: ignore[assignment]
+    return sum(weight.nbytes for _, weight in weights)
+
+
+def context_limit(model: Any) -> int:
+    """Return the tokens of the longest context to count."""
+    return model_facts(model).positions or _DEFAULT_LIMIT
+
+
+def sequence_bytes(model: Any, config: KVConfig, others: Bytes) -> Bytes:
+    """Return the bytes of all caches of one sequence by its tokens; `others` comes from `other_bytes`."""
+    if config.is_off:
+        slots = model_facts(model).slots
+        return lambda tokens: others(tokens) + sum(native_bytes(slot, _round_to_step(tokens)) for slot in slots)
+    plan = plan_caches(model, config)
+    return lambda tokens: others(tokens) + plan.peak_nbytes(tokens)
+
+
+def other_bytes(model: Any) -> Bytes:
+    """Return the bytes of caches that are not compressed: a window of tokens, or a state of fixed size.
+
+    Runs the model once on a few tokens.
+    """
+    slots = {(slot.index, slot.part) for slot in model_facts(model).slots}
+    caches = native_caches(model)
+    mx.eval(model(mx.zeros((1, _PROBE_TOKENS), mx.int32), cache=caches))
+    fixed, windows = 0, []
+    for index, cache in enumerate(caches):
+        parts = enumerate(cache.caches) if hasattr(cache, "caches") else [(None, cache)]
+        for number, part in parts:
+            if (index, number) in slots or part.empty():
+                continue
+            leaves: list[tuple[str, Any]] = tree_flatten(part.state)  # type: ignore[assignment]
+            nbytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+            window = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
+            if window is None:
+                fixed += nbytes
+            else:
+                windows.append((window, nbytes // _PROBE_TOKENS))
+    return lambda tokens: fixed + sum(min(window, _round_to_step(tokens)) * nbytes for window, nbytes in windows)
+
+
+def _round_to_step(tokens: int) -> int:
+    return -(-tokens // _NATIVE_STEP) * _NATIVE_STEP
