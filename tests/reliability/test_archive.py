@@ -105,19 +105,19 @@ def generated(capsys, *more):
     return json.loads(shown.out), [line for line in shown.err.splitlines() if "warning" in line]
 
 
-@pytest.mark.parametrize("fault", ["full disk", "read-only folder", "limit"])
-def test_what_is_generated_after_a_fault_is_what_it_is_without_recall(folder, fault, monkeypatch, capsys):
+def test_what_is_generated_after_a_fault_is_what_it_is_without_recall(folder, monkeypatch, capsys):
     wanted, without = generated(capsys, "--kv-recall", "off")
     assert len(without) == 1
     sound = generated(capsys)[0]
     assert sound["recalled"]["positions"]
-    if fault == "read-only folder":
-        monkeypatch.setenv("XDG_CACHE_HOME", "/sys")
-    with files_of_at_most(1) if fault == "full disk" else nullcontext():
-        found, warned = generated(capsys, *(["--kv-archive-limit", "1KB"] if fault == "limit" else []))
-    assert found["text"] == wanted["text"] != sound["text"]
-    assert found["recalled"]["positions"] == []
-    assert len(warned) == 1
+    for fault in ("full disk", "limit", "read-only folder"):
+        if fault == "read-only folder":
+            monkeypatch.setenv("XDG_CACHE_HOME", "/sys")
+        with files_of_at_most(1) if fault == "full disk" else nullcontext():
+            found, warned = generated(capsys, *(["--kv-archive-limit", "1KB"] if fault == "limit" else []))
+        assert found["text"] == wanted["text"] != sound["text"], fault
+        assert found["recalled"]["positions"] == [], fault
+        assert len(warned) == 1, fault
     assert "The conversation goes on." in warned[0]
 
 
