@@ -64,7 +64,7 @@ def named(
 
 
 def by_rank(order: Sequence[Extent], sinks: int, most: int) -> list[Extent]:
-    """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
+    """The first blocks with the neighbors on both sides: their text does not say where what it tells goes on."""
     return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), sinks, most)
 
 
@@ -136,7 +136,7 @@ def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, log
 
 
 def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str:
-    """Text of blocks as text rescue quotes it, neighbours as one."""
+    """Text of blocks as text rescue quotes it, neighbors as one."""
     positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
     return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])

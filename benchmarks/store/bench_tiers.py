@@ -50,8 +50,8 @@ def layers(tokens):
     more = tokens - rows.shape[2]
     each = []
     for _ in range(LAYERS):
-        body, centres = (mx.tile(x, (1, 1, times, 1)) for x in (rows, means))
-        known = (asked, scale, centres[:, :, : tokens // 32])
+        body, centers = (mx.tile(x, (1, 1, times, 1)) for x in (rows, means))
+        known = (asked, scale, centers[:, :, : tokens // 32])
         state = (
             keys,
             values,
