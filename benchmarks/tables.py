@@ -578,7 +578,7 @@ SEARCHES = {
     "plain BM25": "BM25",
     "BM25 porter": "BM25 with stemming (default without an embedder)",
     "minilm dense": "MiniLM",
-    "minilm fused 0.6": "hybrid, MiniLM weight .6 (default)",
+    "minilm fused 0.6": "hybrid, alpha .6 (the default)",
     "minilm RRF 0.5": "reciprocal rank fusion",
     "hashing fused 0.3": "hybrid, hashing embedder",
 }
