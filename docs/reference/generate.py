@@ -157,7 +157,7 @@ def signature(name: str, member: Any) -> str:
     except ValueError:
         return name
     shown = [str(each).replace("mlx.core.", "mx.") for each in parameters if each.name != "self"]
-    shown = [re.sub(r"<(\S+) at 0x[0-9a-f]+>", "...", each) for each in shown]  # addresses differ each time
+    shown = [re.sub(r"<[^<>]+ at 0x[0-9a-f]+>", "...", each) for each in shown]  # addresses differ each time
     line = f"{name}({', '.join(shown)})"
     return line if len(line) < 100 else "\n".join([f"{name}(", *(f"    {each}," for each in shown), ")"])
 
