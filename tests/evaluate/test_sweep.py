@@ -163,15 +163,10 @@ def needle_record(name, kind, live, verdict):
 
 
 def test_the_table():
-    records = [
-        needle_record("a", "single", 20, "PASS"),
-        needle_record("a", "single", 10, "FAIL"),
-        needle_record("a", "decoys", 0, "VOID"),
-        {**needle_record("b", "single", 20, "PASS")},
-        dict.fromkeys(("name", "variant"), "b")
-        | {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2},
-    ]
-    columns, rows = tabulate(records)
+    cells = (("a", "single", 20, "PASS"), ("a", "single", 10, "FAIL"), ("a", "decoys", 0, "VOID"))
+    records = [needle_record(*cell) for cell in (*cells, ("b", "single", 20, "PASS"))]
+    text = {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2}
+    columns, rows = tabulate([*records, {"name": "b", "variant": "b", **text}])
     lines = [[show(row) for show in columns.values()] for row in rows]
     assert list(columns)[-4:] == ["alive %", "whole", "single", "decoys"]
     assert lines[0] == ["a", "50", "1", "32", "0", "50", "4", "-", "-", "-", "50", "1/3", "1/2", "0/0"]
