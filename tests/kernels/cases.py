@@ -5,8 +5,7 @@ error is the root mean square over the output, which varies little; the largest 
 """
 
 import math
-import random as chance
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -323,8 +322,3 @@ def _is_within(error: np.ndarray, allowed: np.ndarray, peak: float, floor: float
 
 def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x * x)))
-
-
-def random_cases(parameters: Mapping[str, Sequence], count: int, seed: int = 0) -> list[dict]:
-    rng = chance.Random(seed)
-    return [{name: rng.choice(values) for name, values in parameters.items()} for _ in range(count)]
