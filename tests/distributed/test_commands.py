@@ -87,19 +87,12 @@ def test_ranks_print_what_one_process_prints(name, way, tmp_path):
 @pytest.mark.full
 def test_a_chat_of_ranks_is_one_of_one_process(tmp_path):
     """Only the first rank calls the rescue service."""
-    lines = [
-        "The access code is 417295.",
-        facts(40, key=0)[0],
-        "What is the access code?",
-        "/save x",
-        "/stats",
-        "/quit",
-    ]
+    lines = ["The access code is 417295.", facts(40, key=0)[0], "What is the access code?"]
     words = ("--max-tokens", "12", *PACKED, "--kv-evict", "recency", "--kv-budget", "200")
     words = (*words, "--kv-recall", "off", "--rescue-timeout", "60")
-    said = "".join(f"{line}\n" for line in lines)
-    (alone,) = command(tmp_path / "alone", 1, "chat", *words, said=said.replace("/save x\n", ""))
-    first, second = command(tmp_path / "together", 2, "chat", *words, said=said)
+    alone_input, together_input = ("\n".join([*lines, *more, "/stats", "/quit\n"]) for more in ([], ["/save x"]))
+    (alone,) = command(tmp_path / "alone", 1, "chat", *words, said=alone_input)
+    first, second = command(tmp_path / "together", 2, "chat", *words, said=together_input)
     assert (alone.code, first.code, second.code) == (0, 0, 0), (first.err, second.err)
     assert "417295" in first.out
     assert first.out.splitlines()[:3] == alone.out.splitlines()[:3]

@@ -1,10 +1,8 @@
 """What README.md, the guides and the Python page say to type works as it is, in the order in which it stands there."""
 
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +15,7 @@ from mlx_tq.__main__ import COMMANDS, main
 from mlx_tq.models import embedded_path
 from mlx_tq.models.load import SMOLLM2_REQUIREMENT
 
-from .pages import GUIDES, INDEX, PASTED, README, ROOT, blocks, commands, conversation, name, sh_lines
+from .pages import GUIDES, INDEX, PASTED, README, ROOT, blocks, commands, conversation, name, run, sh_lines
 
 SERVER = "http://127.0.0.1:8080"  # where the pages say that the server is
 FACT = "417295"
@@ -44,18 +42,12 @@ PAGES = [
 
 
 def is_setup(line):
-    """Done by a machine's owner once, not by a test."""
+    """Return whether the owner of a machine does this once."""
     return bool(re.match(r"(\. |(python3? -m )?pip )", line))
 
 
 class Reader:
-    """Somebody who types a page from its top to its end.
-
-    Args:
-        page: that is read.
-        folder: in which it happens.
-        full: type every command as it is, however long it takes.
-    """
+    """Somebody who types a page from its top to its end; if `full`, every command as it is, however long it takes."""
 
     def __init__(self, page, folder, full, capsys, monkeypatch):
         self.page, self.folder, self.full = page, folder, full
@@ -65,7 +57,6 @@ class Reader:
         self.stack = ExitStack()
 
     def type(self, line):
-        """A line for a shell."""
         words = shlex.split(line)
         if words[0] == "make":
             makefile = (ROOT / "Makefile").read_text()
@@ -107,37 +98,17 @@ class Reader:
             assert [line for line in shown.out.splitlines() if line] == [answer for _, answer in talk]
 
     def program(self, words):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": f"{self.server.url}/v1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run([sys.executable, *words], self.folder, OPENAI_BASE_URL=f"{self.server.url}/v1")
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         assert FACT in done.stdout, done.stdout
 
     def launch(self, words):
-        """Several processes on this machine; `mlx.launch` wants an input that does not end."""
-        done = subprocess.run(
-            [
-                Path(sys.executable).with_name("mlx.launch"),
-                *(sys.executable if word == "python" else word for word in words),
-            ],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=os.pipe()[0],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        """Start several processes on this machine."""
+        program = Path(sys.executable).with_name("mlx.launch")
+        done = run([program, *(sys.executable if word == "python" else word for word in words)], self.folder)
         assert re.search(r"^1 +[\d.]+ .B .* calls", done.stderr, re.MULTILINE), f"{words}\n{done.stdout}\n{done.stderr}"
 
     def paste(self, code):
-        """A block of Python, after those before it."""
         if self.server is not None:
             code = code.replace(SERVER, self.server.url)
         exec(compile(code, name(self.page), "exec"), self.names)

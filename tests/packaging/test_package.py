@@ -25,14 +25,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def call(*words, **options):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
-    done = subprocess.run(
-        [str(word) for word in words],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-        **{"timeout": 300, **options},
-    )
+    options = {"timeout": 300, "env": env, "capture_output": True, "text": True, **options}
+    done = subprocess.run([str(word) for word in words], check=False, **options)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done
 

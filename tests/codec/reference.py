@@ -14,6 +14,7 @@ from mlx_tq.codec import Codec, CodecOptions, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
 from mlx_tq.codec.formats.turbo import TurboCodec
 
+SEED = 1042
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
 RULES = ("raw", "matched", "ls", "unbiased")
@@ -32,10 +33,13 @@ def gaussian(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def relative_errors(codec: Codec, x: mx.array) -> np.ndarray:
+def roundtrip(codec: Codec, x: np.ndarray) -> np.ndarray:
+    return np.array(codec.decode(codec.encode(mx.array(x))), np.float64)
+
+
+def relative_errors(codec: Codec, x: np.ndarray) -> np.ndarray:
     """Return ||x - x_hat||^2 / ||x||^2 of each vector."""
-    error = codec.decode(codec.encode(x)) - x
-    return np.array((error * error).sum(axis=-1) / (x * x).sum(axis=-1), np.float64)
+    return ((roundtrip(codec, x) - x) ** 2).sum(axis=-1) / (x.astype(np.float64) ** 2).sum(axis=-1)
 
 
 def signs(dim: int, seed: int) -> np.ndarray:
@@ -44,8 +48,7 @@ def signs(dim: int, seed: int) -> np.ndarray:
 
 def small_hadamard(order: int) -> np.ndarray:
     """Return MLX's own matrix of order 1, 12, 20 or 28, float64."""
-    columns = np.array(mx.hadamard_transform(mx.eye(order), scale=1.0), np.float64)
-    return np.rint(columns.T)
+    return np.rint(np.array(mx.hadamard_transform(mx.eye(order), scale=1.0), np.float64).T)
 
 
 def hadamard_matrix(dim: int) -> np.ndarray:
@@ -87,13 +90,12 @@ def rotate(x: np.ndarray, seed: int) -> np.ndarray:
 def fixed_sum(x: np.ndarray) -> np.ndarray:
     """Sum coordinates in fp32: neighbors in pairs within each of m rows, then the rows left to right."""
     order = ORDERS[len(x)]
-    rows = [list(run) for run in x.reshape(order, len(x) // order, -1)]
-    for row in rows:
-        while len(row) > 1:
-            row[:] = [row[i] + row[i + 1] for i in range(0, len(row), 2)]
-    total = rows[0][0]
-    for row in rows[1:]:
-        total = total + row[0]
+    rows = x.reshape(order, len(x) // order, -1)
+    while rows.shape[1] > 1:
+        rows = rows[:, ::2] + rows[:, 1::2]
+    total = rows[0, 0]
+    for row in rows[1:, 0]:
+        total = total + row
     return total
 
 
@@ -107,9 +109,8 @@ def quantize(x: np.ndarray, bits: int, seed: int) -> tuple[np.ndarray, np.ndarra
     """Return codes [D, n] and norms fp32 [n] of fp32 vectors [D, n]."""
     norm = np.sqrt(fixed_sum(x * x))
     y = rotate(x, seed) * (np.float32(1) / norm)
-    table = levels(bits).astype(np.float64)
     code = np.zeros(x.shape, int)
-    for low, high in pairwise(table):
+    for low, high in pairwise(levels(bits).astype(np.float64)):
         code += y > np.float32((low + high) / 2)
     return code, norm
 
