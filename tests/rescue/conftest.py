@@ -15,7 +15,7 @@ from .harness import Here, Server
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_settings_of_the_service() -> Iterator[None]:
-    """Whoever runs the tests may have a service of their own."""
+    """Ignore the settings of the user's own service."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("RESCUE_")]:
             patch.delenv(name)
@@ -24,13 +24,13 @@ def _no_settings_of_the_service() -> Iterator[None]:
 
 @pytest.fixture(params=[10, pytest.param(1, marks=pytest.mark.full)], ids=["a tenth", "all"])
 def times(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """How often a test does what it does: the full count in `make test-full`, a tenth of it in `make test`."""
+    """Return the full count in `make test-full`, a tenth of it in `make test`."""
     return lambda count: count // request.param
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[postgres_server.PostgresServer]:
-    """A server for tests that each have databases of their own there."""
+    """Run a server in which each test makes its own databases."""
     if lacking := postgres_server.missing():
         pytest.skip(lacking)
     server = postgres_server.PostgresServer(fsync="off")  # none of them pulls a plug
@@ -39,29 +39,29 @@ def postgres() -> Iterator[postgres_server.PostgresServer]:
 
 
 class Sqlite:
-    """Services that keep all in their data folders."""
+    """Services that store their data in folders."""
 
     def __call__(self, data_dir: Path) -> dict[str, str]:
-        """The settings of a service."""
+        """Return the settings of a service."""
         return {}
 
     def files(self, data_dir: Path) -> list[Path]:
-        """Every file that may hold what a service was given."""
+        """Return every file that may contain a service's data."""
         return [path for path in data_dir.rglob("*") if path.is_file()]
 
     def change(self, data_dir: Path, statement: str) -> None:
-        """Run a statement behind the back of services."""
+        """Run a statement directly on the database."""
         with closing(sqlite3.connect(data_dir / "rescue.db")) as database, database:
             database.execute(statement)
 
     def dims(self, service: Here, session: str) -> list[int]:
-        """How many dimensions each stored vector has."""
+        """Return the dimensions of each stored vector."""
         store, worker = service.service.store, service.service.embedder
         return [len(row) for row in store.vectors(store.session(session).id, worker.model, 0, worker.dim()).vectors]
 
 
 class Postgres(Sqlite):
-    """Services that keep all in a database, one for each data folder."""
+    """Services that store their data in PostgreSQL, in one database per data folder."""
 
     def __init__(self, server: postgres_server.PostgresServer) -> None:
         self.server = server
@@ -87,13 +87,13 @@ class Postgres(Sqlite):
 
 @pytest.fixture(scope="session")
 def kept_in(request: pytest.FixtureRequest) -> Sqlite:
-    """Where services keep what they are given. EACH_STORE asks for SQLite, then for PostgreSQL."""
+    """Return where services store their data: SQLite, with EACH_STORE then PostgreSQL."""
     on_postgres = getattr(request, "param", "sqlite") == "postgres"
     return Postgres(request.getfixturevalue("postgres")) if on_postgres else Sqlite()
 
 
 def starting(kind: Any, end: Callable[[Any], None]) -> Any:
-    """A fixture that starts services on `tmp_path / "data"` or another folder; they end with the test."""
+    """Return a fixture that starts services in `tmp_path / 'data'` or another folder and ends them with the test."""
 
     @pytest.fixture
     def start(tmp_path: Path, kept_in: Sqlite) -> Iterator[Callable[..., Any]]:
@@ -115,7 +115,7 @@ serve = starting(Server, Server.kill)  # in processes of their own
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory, kept_in: Sqlite) -> Iterator[Here]:
-    """One service for tests that only add sessions of their own."""
+    """Run one service for tests that only add sessions of their own."""
     folder = tmp_path_factory.mktemp("shared") / "data"
     service = Here(folder, **kept_in(folder))
     yield service

@@ -1,4 +1,4 @@
-"""One service in a process of its own, looked at from outside: its log, its socket, its memory, its neighbours."""
+"""One service in its own process: its log, its socket, and a second process beside it."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A full disk, a damaged page, tables and rights that go, a primary that becomes a standby: said, and gone on with."""
+"""Faults while the service runs: a full disk, a damaged page, lost tables and privileges, a standby."""
 
 import os
 import pwd
@@ -14,7 +14,7 @@ DATABASE = "SELECT current_database()"
 
 @pytest.fixture
 def small_disk(own):
-    """The URL of a database on a tmpfs, and a file there that takes up room."""
+    """Return the URL of a database on a tmpfs, and the path of a file that takes up space."""
     folder, nobody = own.folder / "small", pwd.getpwnam("nobody").pw_uid
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size=16m,mode=700,uid={nobody}", "tmpfs", str(folder)], check=True)
@@ -31,7 +31,7 @@ def small_disk(own):
 
 
 def page(number, words=700):
-    """A text that nothing compresses, at tokens of its own."""
+    """Return an incompressible text and its token range."""
     rng = random.Random(number)
     return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(words)), number, number + 1
 
@@ -53,7 +53,7 @@ def test_a_full_disk_loses_nothing(small_disk, here):
 
 
 def fill(service, number):
-    """Write pages from this number on until the disk is full; return how many a session then has, all of them."""
+    """Write pages from this number on until the disk is full; return the number of the session's pages."""
     first = number
     while (answer := service.write("s", page(number))).status_code == 201:
         number += 1
@@ -91,7 +91,7 @@ def test_a_damaged_page_is_said_and_other_sessions_go_on(own, here):
 
 
 def refused(service):
-    """Why a write is refused for now."""
+    """Return why a write is refused."""
     answer = service.write("s", page(9))
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
     assert service.http.get("/healthz").status_code == 200
@@ -99,7 +99,6 @@ def refused(service):
 
 
 def test_rights_that_go_and_come_back(postgres, here):
-    """Those of a standby, and those of a role from which an administrator takes one."""
     url = postgres.database()
     ((name,),) = postgres.sql(DATABASE, url)
     for statement in (

@@ -1,4 +1,4 @@
-"""What is wrong with a server is said at the start: what it is, and what to do; no message holds the password."""
+"""Faults of a server are reported at the start, with the remedy and without the password."""
 
 import re
 import socket
@@ -17,7 +17,7 @@ PASSWORD = "Xylophonquartz"
 
 
 def role(server, name, *statements):
-    """A role of few rights."""
+    """Create a role without privileges."""
     for statement in (f"CREATE ROLE {name} LOGIN", *statements):
         server.sql(statement)
     return name
@@ -73,7 +73,7 @@ def a_standby(server):
 
 
 def old_server(server):
-    """Speaks the first words of PostgreSQL's protocol, version 3."""
+    """Speak the first messages of PostgreSQL's protocol, version 3."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def message(kind, body):

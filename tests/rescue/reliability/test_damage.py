@@ -1,7 +1,4 @@
-"""Truncation and flipped bytes in every file: a typed error or a right rebuild, no crash, no silently wrong data.
-
-In this process, with real SQLite and FAISS files: a crash of either ends the test run.
-"""
+"""Truncated and changed files give a typed error or a correct rebuild, with real SQLite and FAISS files."""
 
 import random
 import shutil
@@ -30,7 +27,7 @@ QUESTION = "which fact about the owl?"
 
 @contextmanager
 def opened(folder: Path):
-    """A store with its indexes, closed cleanly unless something is raised."""
+    """Open a store with its indexes; close it unless something is raised."""
     store = SqliteStore(folder, CAPS)
     residents = Residents(store, "faiss", EMBEDDER.model, lambda: EMBEDDER.dim, 2**30)
     while spans := store.pending(EMBEDDER.model, 0, 64):
@@ -41,7 +38,7 @@ def opened(folder: Path):
 
 
 def answers(folder: Path) -> dict[str, object]:
-    """All that a client could learn from these files: every span, and both rankings of a question."""
+    """Return all that a client could read from these files: every span, and both rankings of a question."""
     vector = EMBEDDER.embed([QUESTION])[0]
     learned: dict[str, object] = {}
     with opened(folder) as (store, residents):
@@ -61,7 +58,7 @@ def answers(folder: Path) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """A closed data directory with index files, a backup of it, and what both answer."""
+    """Return a closed data folder with index files, a backup of it, and what both answer."""
     folder = tmp_path_factory.mktemp("pristine") / "data"
     with opened(folder) as (store, _):
         for name, texts in TEXTS.items():
@@ -75,7 +72,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def copy(tmp_path):
-    """Copy a folder to a place where the copy before was."""
+    """Return a function that copies a folder over the previous copy."""
 
     def copy(folder: Path) -> Path:
         shutil.rmtree(tmp_path / "work", ignore_errors=True)
@@ -85,7 +82,7 @@ def copy(tmp_path):
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """Cut the file short, or change one or two of its bytes."""
+    """Truncate the file, or change one or two of its bytes."""
     data = bytearray(path.read_bytes())
     if rng.random() < 0.25:
         length = rng.randrange(len(data))
@@ -99,7 +96,7 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 def test_damage_is_found(pristine, copy, times):
-    """After a crash, without a seal, only the rows' own checks stand: spans and cosines are right or an error."""
+    """After a crash, without a seal, only the rows' checksums protect spans and cosines."""
     folder, backup, expected = pristine
     rng = random.Random("damage-1")
     errors = 0
@@ -122,7 +119,7 @@ def test_damage_is_found(pristine, copy, times):
 
 @pytest.fixture
 def changed(pristine, copy):
-    """Change a row behind the seals, as no damage to SQLite's own structure; return the folder, as after a crash."""
+    """Return a function that changes a row without breaking SQLite's own structure, as after a crash."""
 
     def changed(statement):
         work = copy(pristine[0])

@@ -1,4 +1,4 @@
-"""Full disks, directories that cannot be written, a second process, a clock that goes back."""
+"""Full and read-only disks, and a clock that goes back."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A tmpfs of four megabytes."""
+    """Mount a tmpfs of four megabytes."""
     folder = tmp_path / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)

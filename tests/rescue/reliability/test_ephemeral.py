@@ -1,4 +1,4 @@
-"""An ephemeral service: however it ends, what it wrote is gone and what others keep is not."""
+"""An ephemeral service deletes what it wrote, however it ends, and nothing else."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ SECRET = "the harbour master counts gulls"
 
 @contextmanager
 def ephemeral(folder=None):
-    """One in this process, that holds a text; its folder is cleared at the end."""
+    """Run one in this process that contains a text."""
     chosen = {} if folder is None else {"data_dir": folder}
     with ephemeral_folder(load_settings(ephemeral=True, **chosen)) as settings:
         service = Here(settings.data_dir)
@@ -37,7 +37,7 @@ def ephemeral(folder=None):
 
 
 def left_by_a_kill(folder, tmp_path):
-    """The folder as kill -9 would leave it."""
+    """Return a folder as kill -9 leaves it."""
     with ephemeral(folder) as service:
         return service.killed(tmp_path / "killed")
 
@@ -107,7 +107,6 @@ def test_a_killed_one_leaves_a_folder_that_is_its_own(tmp_path):
 
 
 def test_a_lasting_service_makes_a_folder_its_own(tmp_path, here):
-    """What a killed one left is no longer deleted once a lasting one keeps texts there."""
     folder = left_by_a_kill(tmp_path / "data", tmp_path)
     make_permanent(folder)
     assert here(folder).dump("s")["token_ranges"] == [[0, 5]]
@@ -119,7 +118,7 @@ def test_a_lasting_service_makes_a_folder_its_own(tmp_path, here):
 
 @pytest.fixture
 def start(popen, tmp_path):
-    """Start an ephemeral service that need not come to listen; its temporary and home folders are in `tmp_path`."""
+    """Return a function that starts an ephemeral service with its temporary and home folders in `tmp_path`."""
     (tmp_path / "tmp").mkdir()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "home")}
@@ -134,7 +133,7 @@ def start(popen, tmp_path):
 
 @pytest.fixture
 def listening(tmp_path):
-    """One that listens and holds a text; its standard input is ours to close."""
+    """Run one that contains a text; the test closes its standard input."""
     server = Server(tmp_path / "data", logs=tmp_path, stdin=subprocess.PIPE, ephemeral="true")
     server.write("s", (SECRET, 0, 5))
     assert (server.data_dir / "rescue.db-wal").exists()
@@ -144,7 +143,7 @@ def listening(tmp_path):
 
 
 def ended(process):
-    """Wait for the end of a process; its exit code and what it said."""
+    """Wait for the end of a process; return its exit code and stderr."""
     _, said = process.communicate(timeout=STOP_S)
     return process.returncode, said.decode()
 
@@ -160,7 +159,7 @@ def test_what_it_wrote_is_gone(listening, number):
 
 
 def test_ended_again_and_again(listening):
-    """A program closes the pipe and also sends a signal: neither may keep the other from its end."""
+    """A program may close the pipe and also send signals."""
     listening.process.stdin.close()
     while listening.process.poll() is None:
         with suppress(ProcessLookupError):
@@ -173,7 +172,6 @@ def test_ended_again_and_again(listening):
     ("moment", "number"), [(".", signal.SIGINT), ("rescue.db-wal", signal.SIGHUP), ("index", signal.SIGTERM)]
 )
 def test_ended_while_it_starts(start, tmp_path, moment, number):
-    """As soon as a file of its start is there."""
     folder = tmp_path / "data"
     process = start("--data-dir", folder)
     while not (folder / moment).exists():
@@ -185,7 +183,6 @@ def test_ended_while_it_starts(start, tmp_path, moment, number):
 
 
 def test_a_standard_input_that_is_closed_is_at_its_end(start, tmp_path):
-    """And the folder is not that of the user's lasting service, which is the default of others."""
     code, said = ended(start(stdin=None, preexec_fn=lambda: os.close(0)))
     assert (code, "Traceback" in said) == (0, False)
     assert not list((tmp_path / "tmp").iterdir())

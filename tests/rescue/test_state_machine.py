@@ -1,4 +1,4 @@
-"""Any sequence of calls and restarts against a dict: the service answers what the dict says."""
+"""Random sequences of calls and restarts give the answers of a dict."""
 
 import itertools
 import tempfile
@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import copies
 
-from ..harness import IN_FULL_EACH_STORE, Here
+from .harness import IN_FULL_EACH_STORE, Here
 
 EMBEDDER = HashingEmbedder()
 WORDS = ["fox", "owl", "code", "7742", "river", "moon", "elephant", "été", "naïve", "x_1"]
@@ -29,7 +29,7 @@ RUNS = itertools.count()
 
 
 class Shared:
-    """One service for all runs, each with sessions of its own: starting one takes longer than a run."""
+    """One service for all runs, because starting one takes longer than a run."""
 
     service: Here
     store: dict[str, str]  # its settings on PostgreSQL, which one may only stop and start
@@ -37,7 +37,7 @@ class Shared:
 
 
 class Rescue(RuleBasedStateMachine):
-    """The dict: session -> {(start, stop, text): layer}. Each span has a layer of its own, so that none are joined."""
+    """The dict: session -> {(start, stop, text): layer}. Each span has its own layer, so that none are joined."""
 
     @initialize()
     def begin(self):
@@ -46,7 +46,7 @@ class Rescue(RuleBasedStateMachine):
         self.layers = itertools.count()
 
     def name(self, which):
-        """Ids that a careless comparison could take for one another: no answer holds a span of another session."""
+        """Return similar ids: no answer may contain a span of another session."""
         return (f"run-{self.run}", f"RUN-{self.run}", f"run_{self.run}")[which]
 
     @rule(which=st.integers(0, 2), spans=st.lists(st.tuples(STARTS, st.integers(1, 8), TEXTS), min_size=1, max_size=8))
@@ -69,7 +69,7 @@ class Rescue(RuleBasedStateMachine):
         out=st.lists(st.tuples(STARTS, STARTS), max_size=2),
     )
     def retrieve_dense(self, which, query, top_k, out):
-        """Dense recall@k is exact: the cosines are the best ones there are."""
+        """Dense recall@k is exact."""
         Shared.service.wait_until_embedded()
         ranges = [[min(pair), max(pair)] for pair in out]
         answer = Shared.service.retrieve(

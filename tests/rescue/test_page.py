@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser, driven as a person would."""
+"""The page at `/` in a real browser."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from browser import SCRIPT, assert_fits_and_can_be_read, needs_chromium, refused_script
 from playwright.sync_api import expect
 
-from ..harness import TOKEN, Server
+from .harness import TOKEN, Server
 
 pytestmark = needs_chromium
 
@@ -20,7 +20,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def filled(server):
-    """Two sessions, also where the test before has forgotten one; the second was written last."""
+    """Write two sessions, the second one last."""
     animals = enumerate(("fox", "owl", "elk"))
     server.write("first-chat", *((f"the {animal} says number {n}", 10 * n, 10 * n + 8) for n, animal in animals))
     server.write("second-chat", (SCRIPT, 0, 40), ("an innocent \u202eneighbour", 100, 120))
@@ -100,7 +100,6 @@ def test_retrieved_text_is_never_code(filled, open_page):
 
 
 def test_an_injected_script_would_not_run(filled, browser):
-    """Defense in depth: the page's policy refuses injected markup, too."""
     page = browser.new_page()
     page.goto(filled.url)
     assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq rescue")
@@ -149,7 +148,6 @@ def test_it_fits_and_can_be_read(filled, open_page, scheme, width):
 
 
 def test_missing_parts_are_shown(serve, open_page, browser):
-    """Sessions, an embedder, and in the end the service; the token is the password."""
     server = serve(embedder="none", token=TOKEN)
     person = {"http_credentials": {"username": "anyone", "password": TOKEN}}
     page = open_page(server, **person)

@@ -1,6 +1,4 @@
-"""DELETE leaves no byte of the text: not in the database, its log or the index, and not in what is renamed aside.
-
-Of PostgreSQL: in no file of the server, where the role may empty its log."""
+"""DELETE leaves no byte of the text in any file, with PostgreSQL in no file of the server."""
 
 import random
 import shutil
@@ -10,14 +8,14 @@ from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import fts
 from rescue_svc.store.files import connect
 
-from ..harness import EACH_STORE, IN_FULL_EACH_STORE
+from .harness import EACH_STORE, IN_FULL_EACH_STORE
 
 SECRET = "Xylophonquartz"  # a word that nothing else on the disk holds
 WORDS = SECRET.lower().encode()
 
 
 def traces(files):
-    """Every one of these files that holds the secret, in any case, or the vector of a text."""
+    """Return the files that contain the secret, in any case, or the vector of a text."""
     vector = HashingEmbedder().embed([f"the {SECRET} number 5 is 5"])[0].tobytes()[:64]
     found = []
     for path in files:
@@ -69,7 +67,7 @@ def test_nothing_is_left_when_others_write_and_ask_meanwhile(here, kept_in, time
 
 
 def test_a_crash_in_the_middle_of_forgetting_is_made_good(here, kept_in, tmp_path):
-    """Committed, but the log not emptied and the index not removed: the next start does both."""
+    """The deletion is committed; the next start empties the log and removes the index."""
     first = here()
     first.write("secret", *secrets(100))
     first.wait_until_embedded()
