@@ -84,18 +84,18 @@ def test_the_score_floor_applies_to_the_similarity(shared):
 
 
 @EACH_STORE
-def test_a_span_is_found_before_it_has_a_vector(here):
-    service = here(embedder="none")
+def test_a_span_is_found_before_it_has_a_vector(start_service):
+    service = start_service(embedder="none")
     service.write("s", ("the gate opens at 7742", 0, 5))
     service.stop()
-    service = here(embed_batch=1)
+    service = start_service(embed_batch=1)
     service.write("s", *((f"filler number {n}", 10 * n, 10 * n + 5) for n in range(1, 200)))
-    assert service.found("s", "when does the gate open? 7742", top_k=1) == ["the gate opens at 7742"]
+    assert service.search("s", "when does the gate open? 7742", top_k=1) == ["the gate opens at 7742"]
 
 
 @EACH_STORE
-def test_without_an_embedder_search_uses_keywords(here):
-    service = here(embedder="none")
+def test_without_an_embedder_search_uses_keywords(start_service):
+    service = start_service(embedder="none")
     service.write("s", ("the launch code is 481729", 0, 8), ("nothing of use", 20, 30))
     answer = service.retrieve("s", "launch code")
     assert answer["mode"] == "bm25"
@@ -118,8 +118,8 @@ def test_every_answer_has_an_id_and_every_error_repeats_it(shared):
 
 
 @EACH_STORE
-def test_metrics_count_what_happened(here):
-    service = here(embedder="none")
+def test_metrics_count_what_happened(start_service):
+    service = start_service(embedder="none")
     service.write("s", ("a lemon", 0, 5))
     service.retrieve("s", "lemon")
     service.retrieve("s", "nothing")
@@ -137,8 +137,8 @@ def test_metrics_count_what_happened(here):
 
 
 @EACH_STORE
-def test_caps_admit_what_just_fits_and_refuse_the_rest(here):
-    service = here(embedder="none", max_session_spans=3, max_spans=5, max_sessions=3)
+def test_caps_admit_what_just_fits_and_refuse_the_rest(start_service):
+    service = start_service(embedder="none", max_session_spans=3, max_spans=5, max_sessions=3)
     spans = ("1", 0, 1), ("2", 1, 2), ("3", 2, 3), ("4", 3, 4)
     assert service.write("a", *spans[:3]).status_code == 201
     for session, refused, code, detail in (
@@ -153,8 +153,8 @@ def test_caps_admit_what_just_fits_and_refuse_the_rest(here):
     assert {name: session["session_total"] for name, session in service.sessions().items()} == {"a": 3, "b": 1, "c": 1}
 
 
-def test_embed_stores_nothing(here):
-    service = here()
+def test_embed_stores_nothing(start_service):
+    service = start_service()
     service.wait_until_embedded()
     texts = ["the access code is 481729", "rain", "rain"]
     answer = service.http.post("/embed", json={"texts": texts}).json()

@@ -64,7 +64,7 @@ def unharmed(shared):
     yield shared
     assert shared.dump("bad")["session_total"] == 0
     assert shared.write("good", ("still alive", 0, 1)).status_code == 201
-    assert shared.found("good", "alive", hybrid_alpha=0)
+    assert shared.search("good", "alive", hybrid_alpha=0)
 
 
 @pytest.mark.parametrize("content", BAD_WRITES.values(), ids=BAD_WRITES)
@@ -144,8 +144,8 @@ LARGE = {
 }
 
 
-def test_large_bodies_and_queries_do_not_delay_others(serve):
-    server = serve(embedder="none")
+def test_large_bodies_and_queries_do_not_delay_others(start_server):
+    server = start_server(embedder="none")
     for what, (path, content, status) in LARGE.items():
         with polled(server, "/healthz") as health:
             began = time.monotonic()

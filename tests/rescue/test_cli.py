@@ -67,12 +67,12 @@ def test_help_names_every_setting_and_wrong_usage_is_refused(tmp_path):
         assert field.description
 
 
-def test_doctor(here, tmp_path):
+def test_doctor(start_service, tmp_path):
     where = ("--data-dir", tmp_path / "data")
     healthy = command("doctor", "--json", *where, "--embedder", "hashing")
     assert healthy.code == 0
     assert {line["what"] for line in json.loads(healthy.out)} == {"python", "sqlite", "index", "embedder", "store"}
-    service = here(embedder="none")
+    service = start_service(embedder="none")
     assert "in use by a running service" in command("doctor", *where, "--embedder", "none").out
     service.stop()
     assert "0 sessions, 0 spans, all intact" in command("doctor", *where, "--embedder", "none").out
@@ -91,12 +91,12 @@ def test_a_backup_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_backup_rebuild_and_forget(here, tmp_path):
+def test_backup_rebuild_and_forget(start_service, tmp_path):
     for words in (("rebuild",), ("sessions",), ("backup", "elsewhere")):
         missing = command(*words, "--data-dir", tmp_path / "nothing")
         assert (missing.code, "nothing has no rescue.db" in missing.err) == (1, True)
         assert not (tmp_path / "nothing").exists()
-    service = here()
+    service = start_service()
     where = ("--data-dir", service.data_dir)
     service.write("s", ("kept in the backup", 0, 5))
     service.wait_until_embedded()
@@ -109,8 +109,8 @@ def test_backup_rebuild_and_forget(here, tmp_path):
     service.wait_until_embedded()
     service.stop()
     assert command("rebuild", *where).out == "kept 2 spans and 2 vectors, lost 0 spans\n"
-    assert here(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
-    again = here(embedder="none")
+    assert start_service(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
+    again = start_service(embedder="none")
     assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
     again.stop()
     assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"

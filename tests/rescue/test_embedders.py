@@ -112,34 +112,34 @@ print(embedder.model, embedder.dim, float(np.abs(embedder.embed(texts) - expecte
 
 
 @REAL
-def test_minilm_finds_by_meaning(here):
-    service = here()
+def test_minilm_finds_by_meaning(start_service):
+    service = start_service()
     others = ("quarterly revenue rose by seven percent", 20, 30), ("the train to Oslo leaves at noon", 40, 50)
     service.write("s", ("the feline slept on the warm windowsill", 0, 10), *others)
     service.wait_until_embedded()
-    assert service.found("s", "feline", top_k=1) == ["the feline slept on the warm windowsill"]
+    assert service.search("s", "feline", top_k=1) == ["the feline slept on the warm windowsill"]
     service.stop()
-    service = here(embedder="auto")
+    service = start_service(embedder="auto")
     service.wait_until_embedded()
     query = "where did the cat take a nap?"
     (near,) = service.retrieve("s", query, score_floor=None)["chunks"]  # the model's own floor leaves out the rest
     assert near["text"] == "the feline slept on the warm windowsill"
     assert near["dense"] > 0.4
     assert service.retrieve("s", query, top_k=1)["chunks"] == [near]
-    assert service.found("s", query, hybrid_alpha=1, top_k=1) == [near["text"]]
-    assert service.found("s", "who won the football match?", score_floor=None) == []
+    assert service.search("s", query, hybrid_alpha=1, top_k=1) == [near["text"]]
+    assert service.search("s", "who won the football match?", score_floor=None) == []
     ready = service.ready()
     assert (ready["retrieval"], ready["embedder"]["name"]) == ("hybrid", "minilm")
     service.stop()
-    service = here()
+    service = start_service()
     service.wait_until_embedded()
-    assert service.found("s", "feline", hybrid_alpha=1, top_k=1) == [near["text"]]
+    assert service.search("s", "feline", hybrid_alpha=1, top_k=1) == [near["text"]]
 
 
 @INSTALLED
-def test_wrong_weights_are_reported_and_search_uses_keywords(serve, tmp_path):
+def test_wrong_weights_are_reported_and_search_uses_keywords(start_server, tmp_path):
     folder_with_weights(tmp_path / "model")
-    server = serve(embedder="minilm", model_path=tmp_path / "model")
+    server = start_server(embedder="minilm", model_path=tmp_path / "model")
     server.write("s", ("a fig", 0, 5))
     wait_for(lambda: server.ready()["embedder"]["state"] == "unavailable")
     assert "has sha256" in server.ready()["embedder"]["reason"]
@@ -218,22 +218,22 @@ def wide(tmp_path) -> Path:
 @REAL
 @pytest.mark.full
 @EACH_STORE
-def test_another_embedder_embeds_all_spans_again(here, wide, kept_in):
-    service = here(embedder="minilm")
+def test_another_embedder_embeds_all_spans_again(start_service, wide, storage):
+    service = start_service(embedder="minilm")
     service.write("s", ("the feline slept on the warm windowsill", 0, 10), ("the train leaves at noon", 20, 30))
     service.wait_until_embedded()
     service.stop()
     for embedder in (f"sentence-transformers:{wide}", "sentence-transformers:" + str(find_minilm(None)), "minilm"):
-        service = here(embedder=embedder)
+        service = start_service(embedder=embedder)
         service.wait_until_embedded()
         answer = service.retrieve("s", "where did the cat take a nap?", hybrid_alpha=1, top_k=1)
         assert (answer["mode"], answer["chunks"][0]["text"][:10]) == ("dense", "the feline")
         vectors = service.http.post("/embed", json={"texts": ["a cat"]}).json()
-        stored = kept_in.dims(service, "s")
+        stored = storage.dims(service, "s")
         service.stop()
         expected = 768 if str(wide) in embedder else 384
         assert (len(vectors["vectors"][0]), stored) == (expected, [expected] * 2)
-        resumed = here(embedder=embedder)
+        resumed = start_service(embedder=embedder)
         resumed.wait_until_embedded()
         assert resumed.resume("s")["vectors"] == 2  # of the index that was kept
         resumed.stop()
@@ -242,15 +242,15 @@ def test_another_embedder_embeds_all_spans_again(here, wide, kept_in):
 @REAL
 @pytest.mark.full
 @EACH_STORE
-def test_a_model_that_changes_while_the_service_runs_is_not_used(here, wide):
-    service = here(embedder=f"sentence-transformers:{wide}")
+def test_a_model_that_changes_while_the_service_runs_is_not_used(start_service, wide):
+    service = start_service(embedder=f"sentence-transformers:{wide}")
     service.write("s", ("a fig", 0, 5))
     service.wait_until_embedded()
     (wide / "1_Pooling" / "config.json").write_text('{"word_embedding_dimension": 384, "pooling_mode_cls_token": true}')
     psutil.Process(service.service.embedder.pid).kill()
     wait_for(lambda: service.ready()["embedder"]["state"] == "unavailable", 60)
     assert "changed since the service started" in service.ready()["embedder"]["reason"]
-    assert service.found("s", "fig") == ["a fig"]
+    assert service.search("s", "fig") == ["a fig"]
 
 
 @REAL

@@ -52,7 +52,7 @@ def test_large_sessions_are_searched_in_cells(monkeypatch):
     assert len(engine) == 3000
 
 
-def test_the_named_engine_is_used_or_refused(here, monkeypatch):
+def test_the_named_engine_is_used_or_refused(start_service, monkeypatch):
     assert choose_engine("numpy") == "numpy"
     assert choose_engine("auto") == choose_engine("faiss") == "faiss"
     with monkeypatch.context() as patch:
@@ -60,7 +60,7 @@ def test_the_named_engine_is_used_or_refused(here, monkeypatch):
         assert choose_engine("auto") == "numpy"
         with pytest.raises(SettingsError, match="faiss-cpu"):
             choose_engine("faiss")
-    service = here(index="numpy")
+    service = start_service(index="numpy")
     service.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
     service.wait_until_embedded()
     assert service.ready()["index"] == "numpy"
@@ -68,9 +68,9 @@ def test_the_named_engine_is_used_or_refused(here, monkeypatch):
     service.hibernate("s")
     assert service.retrieve("s", "plum", hybrid_alpha=1) == before
     service.stop()
-    service = here(index="faiss")  # a snapshot of the other engine is not read
+    service = start_service(index="faiss")  # a snapshot of the other engine is not read
     service.wait_until_embedded()
-    assert service.found("s", "plum", hybrid_alpha=1)[0] == "a plum"
+    assert service.search("s", "plum", hybrid_alpha=1)[0] == "a plum"
 
 
 def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from rescue_svc.guard import PrivateRoute, PublicRoute
 from rescue_svc.routes import private, public
 
-from .harness import IN_FULL_EACH_STORE, TOKEN, URL, Here
+from .harness import IN_FULL_EACH_STORE, TOKEN, URL, LocalService
 
 # method, path -> "anyone", or "token": whoever presents it, when one is set
 ROUTES = {
@@ -44,7 +44,7 @@ EACH_ROUTE = pytest.mark.parametrize("route", ROUTES, ids=" ".join)
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    service = Here(tmp_path_factory.mktemp("guarded") / "data", token=TOKEN)
+    service = LocalService(tmp_path_factory.mktemp("guarded") / "data", token=TOKEN)
     yield service
     service.stop()
 
@@ -118,8 +118,8 @@ def test_a_form_of_another_site_cannot_write(guarded):
 
 
 @IN_FULL_EACH_STORE
-def test_answers_match_the_openapi_document(serve, tmp_path, times):
-    server = serve(max_sessions=10**6, token=TOKEN)
+def test_answers_match_the_openapi_document(start_server, tmp_path, times):
+    server = start_server(max_sessions=10**6, token=TOKEN)
     server.write("known", ("a text", 0, 2), ("another", 2, 4))
     run = subprocess.run(
         [

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import copies
 
-from .harness import IN_FULL_EACH_STORE, Here
+from .harness import IN_FULL_EACH_STORE, LocalService
 
 EMBEDDER = HashingEmbedder()
 WORDS = ["fox", "owl", "code", "7742", "river", "moon", "elephant", "été", "naïve", "x_1"]
@@ -31,7 +31,7 @@ RUNS = itertools.count()
 class Shared:
     """One service for all runs, because starting one takes longer than a run."""
 
-    service: Here
+    service: LocalService
     store: dict[str, str]  # its settings on PostgreSQL, which one may only stop and start
     folders: list[Path]  # the last is in use; each crash begins another
 
@@ -106,7 +106,7 @@ class Rescue(RuleBasedStateMachine):
         assert answer.status_code == (404 if gone is None else 200)
         assert gone is None or answer.json()["forgotten"] == len(gone)
 
-    @rule(which=st.integers(0, 2), call=st.sampled_from([Here.hibernate, Here.resume]))
+    @rule(which=st.integers(0, 2), call=st.sampled_from([LocalService.hibernate, LocalService.resume]))
     def move_the_index(self, which, call):
         assert ("vectors" in call(Shared.service, self.name(which))) == (self.name(which) in self.model)
 
@@ -120,7 +120,7 @@ class Rescue(RuleBasedStateMachine):
         Shared.service.stop()
         if how == "rebuild":
             assert copies.rebuild(Shared.folders[-1]).lost == 0
-        Shared.service = Here(Shared.folders[-1], **Shared.store)
+        Shared.service = LocalService(Shared.folders[-1], **Shared.store)
 
     @invariant()
     def the_sessions_are_those_of_the_dict(self):
@@ -136,11 +136,11 @@ class Rescue(RuleBasedStateMachine):
 
 
 @IN_FULL_EACH_STORE
-def test_the_service_is_a_dict(times, kept_in):
+def test_the_service_is_a_dict(times, storage):
     with tempfile.TemporaryDirectory() as folder:
         Shared.folders = [Path(folder) / "0"]
-        Shared.store = kept_in(Shared.folders[0])
-        Shared.service = Here(Shared.folders[0], **Shared.store)
+        Shared.store = storage(Shared.folders[0])
+        Shared.service = LocalService(Shared.folders[0], **Shared.store)
         try:
             run_state_machine_as_test(
                 Rescue,

@@ -17,13 +17,13 @@ MODEL, DIM = "test-1", 4
 VOCABULARY = ["the", "of", "cache", "token", "rotation", "zebra"]
 
 
-def open_store(folder, kept_in):
-    return open_all(load_settings(data_dir=folder, **kept_in(folder)), MODEL, lambda: DIM)[0]
+def open_store(folder, storage):
+    return open_all(load_settings(data_dir=folder, **storage(folder)), MODEL, lambda: DIM)[0]
 
 
 @pytest.fixture
-def store(tmp_path, kept_in):
-    store = open_store(tmp_path / "data", kept_in)
+def store(tmp_path, storage):
+    store = open_store(tmp_path / "data", storage)
     yield store
     store.close()
 
@@ -162,14 +162,14 @@ def budget_of_four(monkeypatch):
 
 
 @EACH_STORE
-def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, kept_in):
+def test_cached_word_counts_change_no_result(budget_of_four, store, tmp_path, storage):
     """Every result equals that of a store that was just opened, while the session grows past several budgets."""
     rng = random.Random(1)
     for first in range(0, 900, 30):
         words = ([word for place, word in enumerate(VOCABULARY) if rng.random() < 0.5**place] for _ in range(30))
         new = [NewSpan(first + n, first + n + 1, -1, 0.0, " ".join(text) or "nothing") for n, text in enumerate(words)]
         store.write("s", new)
-        fresh = open_store(tmp_path / "fresh", kept_in)
+        fresh = open_store(tmp_path / "fresh", storage)
         fresh.write("s", new)
         question, excluded = " ".join(rng.sample(VOCABULARY, 4)), set(rng.sample(range(1, first + 30), 5))
         results = store.bm25(store.session("s"), question, 8, excluded)

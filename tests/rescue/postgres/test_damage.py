@@ -38,9 +38,9 @@ def page(number, words=700):
 
 @ROOT_ONLY
 @pytest.mark.full
-def test_a_full_disk_loses_nothing(small_disk, here):
+def test_a_full_disk_loses_nothing(small_disk, start_service):
     url, ballast = small_disk
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     assert service.write("other", *map(page, range(1000, 1030))).status_code == 201
     ballast.write_bytes(bytes(2**20))
     written = fill(service, 0)
@@ -66,9 +66,9 @@ def fill(service, number):
 
 
 @pytest.mark.full
-def test_a_damaged_page_is_said_and_other_sessions_go_on(own, here):
+def test_a_damaged_page_affects_one_session(own, start_service):
     url = own.database()
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     for name in ("whole", "damaged"):
         service.write(name, page(1), page(2))
     where = "SELECT pg_relation_filepath('mlx_tq_rescue.spans_' || id) FROM mlx_tq_rescue.sessions WHERE name = "
@@ -98,7 +98,7 @@ def refused(service):
     return answer.json()["detail"]
 
 
-def test_rights_that_go_and_come_back(postgres, here):
+def test_lost_privileges_and_a_standby(postgres, start_service):
     url = postgres.database()
     ((name,),) = postgres.sql(DATABASE, url)
     for statement in (
@@ -107,31 +107,33 @@ def test_rights_that_go_and_come_back(postgres, here):
         f"GRANT CREATE ON DATABASE {name} TO clerk",
     ):
         postgres.sql(statement, url)
-    service = here(store=url.replace("postgres@", "clerk@"), embedder="none")
+    service = start_service(store=url.replace("postgres@", "clerk@"), embedder="none")
     service.write("s", page(1))
-    anew = (
+    end_connections = (
         f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
     )
-    only_read = f"ALTER DATABASE {name} SET default_transaction_read_only ="
-    right = "INSERT ON mlx_tq_rescue.queue"
-    standby = f"{only_read} on", f"{only_read} off", None, "is read-only; name its primary in RESCUE_STORE"
-    revoked = f"REVOKE {right} FROM clerk", f"GRANT {right} TO clerk", url, "a privilege (permission denied for table"
-    for number, (goes, comes, where, says) in enumerate((standby, revoked), start=2):
-        postgres.sql(goes, where)
-        postgres.sql(anew)
+    read_only = f"ALTER DATABASE {name} SET default_transaction_read_only ="
+    privilege = "INSERT ON mlx_tq_rescue.queue"
+    faults = (
+        (f"{read_only} on", f"{read_only} off", None, "is read-only; name its primary in RESCUE_STORE"),
+        (f"REVOKE {privilege} FROM clerk", f"GRANT {privilege} TO clerk", url, "a privilege (permission denied for"),
+    )
+    for number, (break_it, repair, where, says) in enumerate(faults, start=2):
+        postgres.sql(break_it, where)
+        postgres.sql(end_connections)
         assert says in refused(service)
         assert service.dump("s")["session_total"] == number - 1
-        postgres.sql(comes, where)
-        postgres.sql(anew)
+        postgres.sql(repair, where)
+        postgres.sql(end_connections)
         assert service.write("s", page(number)).status_code == 201
 
 
-def test_tables_that_are_gone_are_said_and_made_by_the_next_start(postgres, here):
+def test_lost_tables_are_created_at_the_next_start(postgres, start_service):
     url = postgres.database()
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     service.write("s", page(1))
     postgres.sql("DROP SCHEMA mlx_tq_rescue CASCADE", url)
     assert "has lost tables" in refused(service)
     service.stop()
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     assert service.write("s", page(1)).status_code == 201

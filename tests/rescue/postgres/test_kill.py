@@ -26,11 +26,11 @@ def survivor(tmp_path_factory, store):
 
 
 @ROUNDS
-def test_kill_of_a_service_while_it_and_another_write(survivor, store, serve, rounds):
+def test_kill_of_a_service_while_it_and_another_write(survivor, store, start_server, rounds):
     """The other continues, and embeds what the killed one had claimed."""
     writers = []
     for number in range(rounds):
-        service = serve(store=store, embed_batch=4)
+        service = start_server(store=store, embed_batch=4)
         killed, other = pair = start_writers([service, survivor], f"service-{rounds}-{number}", (503,))
         service.kill()
         killed.join()
@@ -44,8 +44,8 @@ def test_kill_of_a_service_while_it_and_another_write(survivor, store, serve, ro
 
 
 @ROUNDS
-def test_kill_of_the_server_while_two_services_write(own, survivor, store, here, rounds):
-    services = [survivor, here(store=store, embedder="none")]
+def test_kill_of_the_server_while_two_services_write(own, survivor, store, start_service, rounds):
+    services = [survivor, start_service(store=store, embedder="none")]
     writers = []
     for number in range(rounds):
         pair = start_writers(services, f"server-{rounds}-{number}", (503,))
@@ -83,4 +83,4 @@ def test_the_server_stops_and_returns(own, survivor):
     client.close()
     # Connections that the server closed are not used.
     own.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mlx-tq-rescue'")
-    assert survivor.found("away", "written")[0] == "written later"
+    assert survivor.search("away", "written")[0] == "written later"

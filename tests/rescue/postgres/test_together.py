@@ -14,7 +14,7 @@ from rescue_svc.postgres import schema, vectors
 from rescue_svc.postgres.connections import transaction
 from rescue_svc.store import NewSpan
 
-from ..harness import Here, command
+from ..harness import LocalService, command
 
 DIM = 4
 
@@ -161,7 +161,7 @@ def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
 
 def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     url = postgres.database()
-    service = Here(tmp_path, store=url)
+    service = LocalService(tmp_path, store=url)
     service.write("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
     service.wait_until_embedded()
     expected = service.retrieve("s", "backup")
@@ -177,7 +177,7 @@ def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     restored = postgres.database()
     postgres.sql("CREATE EXTENSION vector", restored)
     subprocess.run([postgres.bin / "pg_restore", "--dbname", restored, tmp_path / "monday" / "rescue.dump"], check=True)
-    service = Here(tmp_path, store=restored)
+    service = LocalService(tmp_path, store=restored)
     service.wait_until_embedded()
     assert service.retrieve("s", "backup") == expected
     assert service.dump("s")["token_ranges"] == [[0, 5], [5, 9]]

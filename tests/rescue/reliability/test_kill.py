@@ -74,11 +74,11 @@ def check_index(server):
         assert session["embedded"] == session["session_total"] == server.resume(name)["vectors"]
 
 
-def write_and_kill(serve, folder, rounds):
+def write_and_kill(start_server, folder, rounds):
     """Kill services on one data folder while two writers write; return the number of acknowledged spans."""
     writers = []
     for number in range(rounds):
-        server = serve(folder, embedder="none" if number % 10 else "hashing")
+        server = start_server(folder, embedder="none" if number % 10 else "hashing")
         check_spans(server, writers[-2:])
         if number % 10 == 0:
             check_index(server)
@@ -86,23 +86,23 @@ def write_and_kill(serve, folder, rounds):
         server.kill()
         for writer in writers[-2:]:
             writer.join()
-    server = serve(folder)
+    server = start_server(folder)
     check_spans(server, writers)
     check_index(server)
     server.stop()
     return sum(len(writer.acknowledged) for writer in writers)
 
 
-def test_kill_while_writing(serve, tmp_path, times):
+def test_kill_while_writing(start_server, tmp_path, times):
     """100 kills, on two folders side by side because a start takes most of a round."""
     folders = [tmp_path / "one", tmp_path / "two"]
     with ThreadPoolExecutor(2) as pool:
-        acknowledged = list(pool.map(lambda folder: write_and_kill(serve, folder, times(50)), folders))
+        acknowledged = list(pool.map(lambda folder: write_and_kill(start_server, folder, times(50)), folders))
     assert sum(acknowledged) > times(200)
 
 
-def test_kill_while_saving_an_index(serve, times):
-    server = serve()
+def test_kill_while_saving_an_index(start_server, times):
+    server = start_server()
     for first in range(0, 2560, 256):
         server.write("s", *((f"item {n} of many", n, n + 1) for n in range(first, first + 256)))
     server.wait_until_embedded()
@@ -120,7 +120,7 @@ def test_kill_while_saving_an_index(serve, times):
         thread.join(random.uniform(0.02, 0.15))
         server.kill()
         thread.join()
-        server = serve()
+        server = start_server()
         assert server.resume("s")["vectors"] == 2560
         server.wait_until_embedded()
         assert server.retrieve("s", "item 77 of many", hybrid_alpha=1, top_k=8) == expected
@@ -147,8 +147,8 @@ def test_kill_at_every_statement_of_a_migration(tmp_path, version):
         store.close()
 
 
-def test_kill_while_backing_up(serve, popen, tmp_path, times):
-    server = serve(embedder="none")
+def test_kill_while_backing_up(start_server, popen, tmp_path, times):
+    server = start_server(embedder="none")
     text = "a long text " * 600
     for first in range(0, 2048, 256):
         server.write("s", *((f"{n} {text}", n, n + 1) for n in range(first, first + 256)))
@@ -165,7 +165,7 @@ def test_kill_while_backing_up(serve, popen, tmp_path, times):
         assert not folder.exists()  # an incomplete backup has another name
     assert server.dump("s")["session_total"] == 2048
     subprocess.run(command(tmp_path / "whole"), check=True)
-    assert serve(tmp_path / "whole", embedder="none").dump("s") == server.dump("s")
+    assert start_server(tmp_path / "whole", embedder="none").dump("s") == server.dump("s")
 
 
 FACT = "the code is 481729"
@@ -181,8 +181,8 @@ def is_hybrid(service):
 
 
 @IN_FULL_EACH_STORE
-def test_kill_of_the_embedder_alone(here, times):
-    service = here()
+def test_kill_of_the_embedder_alone(start_service, times):
+    service = start_service()
     service.write("s", (FACT, 0, 5), ("nothing", 10, 12))
     service.wait_until_embedded()
     for _ in range(times(30)):
@@ -195,8 +195,8 @@ def test_kill_of_the_embedder_alone(here, times):
 
 
 @IN_FULL_EACH_STORE
-def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
-    service = here(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
+def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(start_service):
+    service = start_service(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
     service.write("s", (FACT, 0, 5))
     service.wait_until_embedded()
     hung = service.service.embedder.pid
@@ -213,8 +213,8 @@ def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
 
 
 @IN_FULL_EACH_STORE
-def test_queries_and_writes_restart_an_idle_embedder(here):
-    service = here(embed_idle_s=1, query_timeout_s=60)
+def test_queries_and_writes_restart_an_idle_embedder(start_service):
+    service = start_service(embed_idle_s=1, query_timeout_s=60)
     state = lambda: service.ready()["embedder"]["state"]  # noqa: E731
     service.write("s", (FACT, 0, 5))
     wait_for(lambda: state() == "idle")
@@ -228,9 +228,9 @@ def test_queries_and_writes_restart_an_idle_embedder(here):
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="needs prlimit, which is Linux's")
-def test_an_embedder_that_cannot_start_is_retried_and_ends_with_the_service(serve):
+def test_an_embedder_that_cannot_start_is_retried_and_ends_with_the_service(start_server):
     """It may open no file for a pipe; the next question after that restarts it."""
-    server = serve()
+    server = start_server()
     server.write("s", (FACT, 0, 5))
     server.wait_until_embedded()
     server.retrieve("s", "code")
