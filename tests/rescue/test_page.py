@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser, driven as a person would."""
+"""The page at `/` in a real browser."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from browser import SCRIPT, assert_fits_and_can_be_read, needs_chromium, refused_script
 from playwright.sync_api import expect
 
-from ..harness import TOKEN, Server
+from .harness import TOKEN, Server
 
 pytestmark = needs_chromium
 
@@ -20,15 +20,15 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def filled(server):
-    """Two sessions, also where the test before has forgotten one; the second was written last."""
+    """Write two sessions, the second one last."""
     animals = enumerate(("fox", "owl", "elk"))
     server.write("first-chat", *((f"the {animal} says number {n}", 10 * n, 10 * n + 8) for n, animal in animals))
-    server.write("second-chat", (SCRIPT, 0, 40), ("an innocent \u202eneighbour", 100, 120))
+    server.write("second-chat", (SCRIPT, 0, 40), ("an innocent \u202eneighbor", 100, 120))
     server.wait_until_embedded()
     return server
 
 
-# The color of a point of the axis; 14 of its 28 tokens on, the owl's span has its middle.
+# The color of a point of the axis. The center of the owl's span is at token 14 of 28.
 PIXEL = """place => {
     const canvas = document.getElementById("axis");
     return [...canvas.getContext("2d").getImageData(place * canvas.width, 45, 1, 1).data];
@@ -69,10 +69,8 @@ def test_all_spans_can_be_browsed(server, open_page):
     server.write("long-chat", *((f"sentence {n}", 10 * n, 10 * n + 8) for n in range(45)))
     page = open_page(server, device_scale_factor=1)
     page.get_by_role("button", name="long-chat").click()
-    spans, next_, previous = (
-        page.locator("#spans li"),
-        *(page.get_by_role("button", name=n) for n in ("Next", "Previous")),
-    )
+    spans = page.locator("#spans li")
+    next_, previous = (page.get_by_role("button", name=name) for name in ("Next", "Previous"))
     expect(spans).to_have_count(20)
     expect(spans.first).to_contain_text("sentence 0")
     expect(previous).to_be_disabled()
@@ -87,20 +85,19 @@ def test_all_spans_can_be_browsed(server, open_page):
     server.forget("long-chat")
 
 
-def test_retrieved_text_is_never_code(filled, open_page):
+def test_retrieved_text_is_not_executed(filled, open_page):
     page = open_page(filled)
     page.get_by_role("button", name="second-chat").click()
     page.get_by_label("Query", exact=True).fill("img script document title")
     page.get_by_role("button", name="Search").click()
     expect(page.locator("#results li").first.locator("p")).to_have_text(SCRIPT)
     expect(page.locator("#spans li").first).to_contain_text(SCRIPT)
-    expect(page.locator("#spans li").last).to_contain_text("an innocent [U+202E]neighbour")
+    expect(page.locator("#spans li").last).to_contain_text("an innocent [U+202E]neighbor")
     assert page.title() == "mlx-tq rescue"
     assert page.locator("li img, li script").count() == 0
 
 
-def test_an_injected_script_would_not_run(filled, browser):
-    """Defense in depth: the page's policy refuses injected markup, too."""
+def test_an_injected_script_does_not_run(filled, browser):
     page = browser.new_page()
     page.goto(filled.url)
     assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq rescue")
@@ -139,7 +136,7 @@ def test_keyboard_only(filled, open_page):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (768, "dark"), (1600, "light")])
-def test_it_fits_and_can_be_read(filled, open_page, scheme, width):
+def test_it_fits_narrow_windows_and_has_contrast(filled, open_page, scheme, width):
     page = open_page(filled, color_scheme=scheme, viewport={"width": width, "height": 800})
     page.get_by_role("button", name="first-chat").click()
     page.get_by_label("Query", exact=True).fill("owl")
@@ -148,9 +145,8 @@ def test_it_fits_and_can_be_read(filled, open_page, scheme, width):
     assert_fits_and_can_be_read(page)
 
 
-def test_missing_parts_are_shown(serve, open_page, browser):
-    """Sessions, an embedder, and in the end the service; the token is the password."""
-    server = serve(embedder="none", token=TOKEN)
+def test_missing_sessions_embedder_and_service_are_shown(start_server, open_page, browser):
+    server = start_server(embedder="none", token=TOKEN)
     person = {"http_credentials": {"username": "anyone", "password": TOKEN}}
     page = open_page(server, **person)
     expect(page.get_by_label("Mode")).to_have_value("0")

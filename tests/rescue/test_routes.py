@@ -1,6 +1,10 @@
-"""Every route and who may call it. A route that is added without an entry here fails the first test."""
+"""Every route, who may call it, and that answers match the OpenAPI document."""
 
 import base64
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from fastapi.routing import APIRoute
@@ -8,7 +12,7 @@ from fastapi.routing import APIRoute
 from rescue_svc.guard import PrivateRoute, PublicRoute
 from rescue_svc.routes import private, public
 
-from ..harness import TOKEN, URL, Here
+from .harness import IN_FULL_EACH_STORE, TOKEN, URL, LocalService
 
 # method, path -> "anyone", or "token": whoever presents it, when one is set
 ROUTES = {
@@ -40,7 +44,7 @@ EACH_ROUTE = pytest.mark.parametrize("route", ROUTES, ids=" ".join)
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    service = Here(tmp_path_factory.mktemp("guarded") / "data", token=TOKEN)
+    service = LocalService(tmp_path_factory.mktemp("guarded") / "data", token=TOKEN)
     yield service
     service.stop()
 
@@ -58,16 +62,13 @@ def refused(answer):
     return answer.status_code, answer.json()["code"]
 
 
-def test_the_table_is_complete():
+def test_the_table_lists_all_routes(guarded):
     routes = [route for router in (public, private) for route in router.routes]
     assert {(method, route.path) for route in routes for method in route.methods} == set(ROUTES)
     for route in routes:
         (method,) = route.methods
         assert isinstance(route, APIRoute)
         assert type(route) is (PrivateRoute if ROUTES[method, route.path] == "token" else PublicRoute)
-
-
-def test_the_app_has_no_other_routes(guarded):
     paths = guarded.http.get("/openapi.json", headers=BEARER).json()["paths"]
     described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     assert described == set(ROUTES) - {("GET", "/openapi.json")}
@@ -90,16 +91,16 @@ def test_who_may_call(guarded, route):
             assert refused(answer) == (401, "unauthorized")
             assert "www-authenticate" in answer.headers
     if route[0] == "POST":
-        for content in (b"{", b" " * (11 * 2**20)):  # a body that would be refused by itself is not even looked at
+        for content in (b"{", b" " * (11 * 2**20)):  # the body is not read
             assert call(guarded, route, {}, content=content, json=None).status_code == 401
 
 
 @EACH_ROUTE
-def test_another_host_or_a_page_of_another_site_is_refused(guarded, route):
-    """DNS rebinding, a name of someone else that leads to this machine; and requests across sites."""
+def test_foreign_hosts_and_origins_are_refused(guarded, route):
+    """Against DNS rebinding and requests from pages of other sites."""
     for host in ("evil.example", "evil.example:5054", "127.0.0.1.evil.example", ""):
         assert refused(call(guarded, route, BEARER | {"Host": host})) == (403, "foreign_origin")
-    # A path in the Host header must not be taken for the path that is asked (CVE-2026-48710).
+    # A path in the Host header must not replace the requested path (CVE-2026-48710).
     assert call(guarded, route, {"Host": "localhost/healthz?"}).status_code in (400, 403)
     for origin in ("http://evil.example", "null", "http://localhost:1"):
         assert refused(call(guarded, route, BEARER | {"Origin": origin})) == (403, "foreign_origin")
@@ -107,10 +108,34 @@ def test_another_host_or_a_page_of_another_site_is_refused(guarded, route):
 
 
 def test_a_form_of_another_site_cannot_write(guarded):
-    """A form needs no permission of the browser to post; its content types are none of ours."""
+    """A browser posts these content types without a preflight request."""
     content = b'{"session_id": "s", "chunks": [{"text": "forged", "token_range": [0, 1]}]}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         headers = BEARER | {"Content-Type": kind}
         assert call(guarded, ("POST", "/evict/write"), headers, content=content, json=None).status_code == 422
-    asked = guarded.http.post("/evict/retrieve", json={"session_id": "s", "query": "forged"}, headers=BEARER)
-    assert (asked.status_code, asked.json()["chunks"]) == (200, [])
+    answer = guarded.http.post("/evict/retrieve", json={"session_id": "s", "query": "forged"}, headers=BEARER)
+    assert (answer.status_code, answer.json()["chunks"]) == (200, [])
+
+
+@IN_FULL_EACH_STORE
+def test_answers_match_the_openapi_document(start_server, tmp_path, times):
+    server = start_server(max_sessions=10**6, token=TOKEN)
+    server.write("known", ("a text", 0, 2), ("another", 2, 4))
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+            *("--header", f"Authorization: Bearer {TOKEN}"),
+            *("--mode", "all", "--phases", "examples,coverage,fuzzing"),
+            *("--max-examples", str(times(500)), "--continue-on-failure", "--generation-database", "none"),
+            *("--no-color", "--warnings", "off"),
+        ],
+        env=os.environ
+        | {"SCHEMATHESIS_HOOKS": "rescue.schemathesis_hooks", "PYTHONPATH": str(Path(__file__).parents[1])},
+        cwd=tmp_path,  # where it writes its cache
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert "Tested: 14" in run.stdout
+    assert not [line for line in server.lines() if line["level"] == "error"]

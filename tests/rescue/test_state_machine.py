@@ -1,4 +1,4 @@
-"""Any sequence of calls and restarts against a dict: the service answers what the dict says."""
+"""Random sequences of calls and restarts give the answers of a dict."""
 
 import itertools
 import tempfile
@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from rescue_svc.embed.hashing import HashingEmbedder
 from rescue_svc.store import copies
 
-from ..harness import IN_FULL_EACH_STORE, Here
+from .harness import IN_FULL_EACH_STORE, LocalService
 
 EMBEDDER = HashingEmbedder()
 WORDS = ["fox", "owl", "code", "7742", "river", "moon", "elephant", "été", "naïve", "x_1"]
@@ -29,15 +29,15 @@ RUNS = itertools.count()
 
 
 class Shared:
-    """One service for all runs, each with sessions of its own: starting one takes longer than a run."""
+    """One service for all runs, because starting one takes longer than a run."""
 
-    service: Here
+    service: LocalService
     store: dict[str, str]  # its settings on PostgreSQL, which one may only stop and start
     folders: list[Path]  # the last is in use; each crash begins another
 
 
 class Rescue(RuleBasedStateMachine):
-    """The dict: session -> {(start, stop, text): layer}. Each span has a layer of its own, so that none are joined."""
+    """The dict: session -> {(start, stop, text): layer}. Each span has its own layer, so that none are joined."""
 
     @initialize()
     def begin(self):
@@ -46,7 +46,7 @@ class Rescue(RuleBasedStateMachine):
         self.layers = itertools.count()
 
     def name(self, which):
-        """Ids that a careless comparison could take for one another: no answer holds a span of another session."""
+        """Return similar ids: no answer may contain a span of another session."""
         return (f"run-{self.run}", f"RUN-{self.run}", f"run_{self.run}")[which]
 
     @rule(which=st.integers(0, 2), spans=st.lists(st.tuples(STARTS, st.integers(1, 8), TEXTS), min_size=1, max_size=8))
@@ -69,7 +69,7 @@ class Rescue(RuleBasedStateMachine):
         out=st.lists(st.tuples(STARTS, STARTS), max_size=2),
     )
     def retrieve_dense(self, which, query, top_k, out):
-        """Dense recall@k is exact: the cosines are the best ones there are."""
+        """Dense recall@k is exact."""
         Shared.service.wait_until_embedded()
         ranges = [[min(pair), max(pair)] for pair in out]
         answer = Shared.service.retrieve(
@@ -106,7 +106,7 @@ class Rescue(RuleBasedStateMachine):
         assert answer.status_code == (404 if gone is None else 200)
         assert gone is None or answer.json()["forgotten"] == len(gone)
 
-    @rule(which=st.integers(0, 2), call=st.sampled_from([Here.hibernate, Here.resume]))
+    @rule(which=st.integers(0, 2), call=st.sampled_from([LocalService.hibernate, LocalService.resume]))
     def move_the_index(self, which, call):
         assert ("vectors" in call(Shared.service, self.name(which))) == (self.name(which) in self.model)
 
@@ -120,7 +120,7 @@ class Rescue(RuleBasedStateMachine):
         Shared.service.stop()
         if how == "rebuild":
             assert copies.rebuild(Shared.folders[-1]).lost == 0
-        Shared.service = Here(Shared.folders[-1], **Shared.store)
+        Shared.service = LocalService(Shared.folders[-1], **Shared.store)
 
     @invariant()
     def the_sessions_are_those_of_the_dict(self):
@@ -136,11 +136,11 @@ class Rescue(RuleBasedStateMachine):
 
 
 @IN_FULL_EACH_STORE
-def test_the_service_is_a_dict(times, kept_in):
+def test_the_service_is_a_dict(times, storage):
     with tempfile.TemporaryDirectory() as folder:
         Shared.folders = [Path(folder) / "0"]
-        Shared.store = kept_in(Shared.folders[0])
-        Shared.service = Here(Shared.folders[0], **Shared.store)
+        Shared.store = storage(Shared.folders[0])
+        Shared.service = LocalService(Shared.folders[0], **Shared.store)
         try:
             run_state_machine_as_test(
                 Rescue,
