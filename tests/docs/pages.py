@@ -12,7 +12,7 @@ INDEX = ROOT / "docs" / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = [page for page in PAGES if page.parent.name == "guides"]
 # Whose blocks are to be pasted as they are; the others of the reference show calls of a service.
-PASTED = [README, *GUIDES, ROOT / "docs" / "reference" / "python.md"]
+PASTED = [README, *GUIDES]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
