@@ -1,7 +1,7 @@
 """`BatchCompressedKVCache`: several sequences of different lengths, each stored and attended to as if alone.
 
 Every row is a `CompressedKVCache` of its own, left-aligned: padding is dropped on append, so a row's blocks do not
-depend on its neighbours, and rows join and leave without a copy.
+depend on its neighbors, and rows join and leave without a copy.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The one format in which packed rows leave memory: a block of up to 32 neighbouring positions, all layers of it.
+"""The one format in which packed rows leave memory: a block of up to 32 neighboring positions, all layers of it.
 
     b"TQB1" | crc32 of what follows | positions n, layers, bytes of keys: int64 | positions int64 [n]
     keys of each layer uint16 [H, n, words], their mean fp16 [H, D] | values of each layer uint16 [H, n, words]

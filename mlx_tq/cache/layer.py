@@ -456,7 +456,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         layout, sinks = self._layout(full), self.spec.sinks
         keys, values = (x[:, :, : sinks + BLOCK] for x in full)
         if self.spec.normalize and layout.learned_bytes:
-            keys = self._known.centred(keys, full[0][:, :, sinks : sinks + self.spec.mean_tokens])
+            keys = self._known.centered(keys, full[0][:, :, sinks : sinks + self.spec.mean_tokens])
         fitted = layout.fit(keys, values)
         self._fitted = None if fitted is layout else fitted
 

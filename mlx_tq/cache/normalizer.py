@@ -128,7 +128,7 @@ class KeyNormalizer:
         means = mx.take(mx.concatenate(parts, axis=2), mx.array(places, mx.int32), axis=2)
         return replace(self, means=mx.contiguous(means))  # kernels would copy it at each step
 
-    def centred(self, keys: mx.array, block: mx.array) -> mx.array:
+    def centered(self, keys: mx.array, block: mx.array) -> mx.array:
         """Keys [B, H, S, Dk] as a format that learns should see them: weighted, less the mean of `block`; fp32."""
         assert self.scale is not None  # noqa: S101 - as above
         means, _ = compute_block_means(block[:, :, None], self.scale, None)

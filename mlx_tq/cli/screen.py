@@ -184,7 +184,7 @@ def show_shadow(report: ShadowReport) -> None:
 
 
 def _ranges(positions: Sequence[int]) -> str:
-    """Each run of neighbours, as first and past the last."""
+    """Each run of neighbors, as first and past the last."""
     cuts = [place for place, (at, after) in enumerate(pairwise(positions), 1) if after > at + 1]
     runs = pairwise([0, *cuts, len(positions)])
     return ", ".join(f"{positions[start]:,}-{positions[stop - 1] + 1:,}" for start, stop in runs if stop > start)

@@ -232,7 +232,7 @@ class LayerGroup:
         Args:
             layers: all of the sequence, by number; they have read these tokens since `listen`.
             count: tokens of the question, all of them in the window.
-            most: tokens of the best blocks and their neighbours.
+            most: tokens of the best blocks and their neighbors.
             back: also those that are back, which count twice in the sum of all weights, for all blocks alike.
         """
         extents = [extent for extent in self.archived if back or extent.positions[0] not in self.recalled]

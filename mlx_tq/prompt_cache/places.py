@@ -5,7 +5,7 @@ from collections import deque
 
 
 class Places:
-    """Free stretches of a file, of which the first that is long enough is taken; neighbours that are free are one."""
+    """Free stretches of a file, of which the first that is long enough is taken; neighbors that are free are one."""
 
     def __init__(self, limit: int) -> None:
         """All of `limit` bytes are free."""

@@ -135,7 +135,7 @@ class Question(NamedTuple):
         sinks: tokens before the first block.
         archive: that holds the blocks.
         extents: the blocks, some of which may be lost.
-        most: tokens of the best blocks and their neighbours that may come back.
+        most: tokens of the best blocks and their neighbors that may come back.
     """
 
     asked: dict[int, Asked]
@@ -315,7 +315,7 @@ def _log_weights(question: Question, some: Sequence[Extent] = (), *, tokens: boo
 
 
 def _tiles(extents: Sequence[Extent]) -> list[list[Extent]]:
-    """Neighbouring blocks of up to TILE tokens together."""
+    """Neighboring blocks of up to TILE tokens together."""
     ends = np.cumsum([len(extent.positions) for extent in extents])
     groups: dict[int, list[Extent]] = {}
     for extent, end in zip(extents, ends, strict=True):
@@ -324,13 +324,13 @@ def _tiles(extents: Sequence[Extent]) -> list[list[Extent]]:
 
 
 def choose(ranked: Sequence[Scored], beside: Sequence[Sequence[int]], sinks: int, most: int) -> list[Extent]:
-    """The best blocks and their neighbours, of up to `most` tokens: best first, each with what lies beside it.
+    """The best blocks and their neighbors, of up to `most` tokens: best first, each with what lies beside it.
 
     A block's edge may cut the evidence in two, and the other half may score little.
 
     Args:
         ranked: pieces of blocks of BLOCK positions behind the sinks, best first.
-        beside: of these, or as many as there is room for: on which sides neighbours come too, -1 before and 1 behind.
+        beside: of these, or as many as there is room for: on which sides neighbors come too, -1 before and 1 behind.
         sinks: tokens of it.
         most: tokens to choose.
     """

@@ -56,7 +56,7 @@ def test_a_type_to_compute_in(cli, tmp_path):
 
 
 def test_calibrate_on_questions_and_text(cli, tmp_path):
-    """The centre of the first layer is the mean query of the tokens that count, which depends on nothing else."""
+    """The center of the first layer is the mean query of the tokens that count, which depends on nothing else."""
     folder, path = zoo_model(tmp_path / "tiny", "llama", max_position_embeddings=512), tmp_path / "stats.safetensors"
     model, tokenizer = load(str(folder))
     layer, (scene,) = model.layers[0], build_question_scenes(tokenizer, load_text(), 1, 448)

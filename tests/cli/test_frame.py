@@ -128,10 +128,10 @@ def test_output_on_a_full_disk_is_one_line():
 
 
 def test_no_color(monkeypatch, capsys):
-    for variable, coloured in (("FORCE_COLOR", True), ("NO_COLOR", False)):
+    for variable, colored in (("FORCE_COLOR", True), ("NO_COLOR", False)):
         monkeypatch.setenv(variable, "1")
         screen._console(stderr=True).print("[red]warning[/red]")
-        assert ("\x1b[31m" in capsys.readouterr().err) == coloured
+        assert ("\x1b[31m" in capsys.readouterr().err) == colored
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "glm4", "gpt_neox"])
 def test_spectral_keys_go_by_the_pairs_of_the_models_rope(name, tmp_path):
-    """Half of the dims apart, or neighbours, and only those that RoPE turns; through a run and a file."""
+    """Half of the dims apart, or neighbors, and only those that RoPE turns; through a run and a file."""
     model, config = build(name), KVConfig(key="spectral8", value="q8", **REGIONS)
     for layer in plan_caches(model, config).layers:
         pairs = layer.spec.key_options.pairs
