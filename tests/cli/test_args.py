@@ -124,7 +124,7 @@ def test_bits_and_formats_exclude_each_other_where_both_are_flags():
         ("MLX_TQ_KV_WINDOW", "many", "MLX_TQ_KV_WINDOW is 'many'; it must be of type int."),
         ("MLX_TQ_KV_WINDOW", "", "MLX_TQ_KV_WINDOW is ''"),
         ("MLX_TQ_KV_OUTLIER", "x", "MLX_TQ_KV_OUTLIER is 'x'"),
-        ("MLX_TQ_KV_KEY", "tq9", "format 'tq9' is unknown; valid are fp16, fp8, q8, "),
+        ("MLX_TQ_KV_KEY", "tq9", "format 'tq9' is unknown; valid are fp16, q8, tcq4, "),
         ("MLX_TQ_KV_PROFILE", "huge", "profile 'huge' is unknown; valid are off, safe"),
         ("MLX_TQ_KV_SINKS", "-1", "sinks is -1; it must be 0 or more."),
     ],
