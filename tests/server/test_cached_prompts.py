@@ -155,4 +155,5 @@ def test_another_key_restores_nothing_and_stores_its_own(first, path, start_on_d
     answer = start_on_disk("two").chat(text)
     assert counts(answer)[1] == 0
     assert text_of(answer) == content == "118822"
-    assert len(Folder(path).records()) - middle == middle - before > 0
+    # The first key may have stored the common beginning of all prompts before; the other key stores that, too.
+    assert len(Folder(path).records()) - middle >= middle - before > 0
