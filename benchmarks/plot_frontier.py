@@ -7,13 +7,12 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
-
-from benchmarks.tables.conditioned import MODELS
 from benchmarks.tables.frontier import bits, kind, measured
 from benchmarks.tables.markdown import RESULTS
+from benchmarks.tables.normalized import MODELS
 
-COLOURS = {
-    "conditioned keys": "#08519c",
+COLORS = {
+    "normalized keys": "#08519c",
     "trellis codes": "#d94801",
     "by layer": "#238b45",
     "plain keys": "#9ecae1",
@@ -28,9 +27,9 @@ def main() -> None:
     figure, axes = plt.subplots(1, len(about), figsize=(4.4 * len(about), 4.2), squeeze=False)
     for axis, (model, found) in zip(axes[0], about.items(), strict=True):
         rows = sorted(found["results"].values(), key=lambda row: (bits(row), row["kld"]))
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             own = [row for row in rows if kind(row["name"]) == name]
-            axis.plot([bits(r) for r in own], [r["kld"] for r in own], "o", ms=4, color=colour, label=name)
+            axis.plot([bits(r) for r in own], [r["kld"] for r in own], "o", ms=4, color=color, label=name)
         front = [row for i, row in enumerate(rows) if all(row["kld"] < other["kld"] for other in rows[:i])]
         axis.plot([bits(r) for r in front], [r["kld"] for r in front], "-", lw=0.8, color="#444444", zorder=0)
         for row in rows:

@@ -1,37 +1,37 @@
-// Attention of a few queries over a short context: attend.metal and merge.metal in one.
+// Attention of a few queries over a short context: attend.metal and merge.metal in one kernel.
 //
-// A threadgroup takes QUERIES query rows of one KV head and all tokens, a block of them each simdgroup. What blocks found
-// goes through threadgroup memory, ROUND query rows at a time, and a simdgroup merges it for each row.
+// A threadgroup takes QUERIES query rows of one KV head and all tokens, one block per simdgroup. The blocks' partial
+// results go through threadgroup memory, ROUND query rows at a time, and one simdgroup merges each row.
 //
-//   inputs: those of attend.metal, where each row of the batch has SIMDGROUPS blocks, and value_flips and sink_logits as in
+//   inputs: those of attend.metal, with SIMDGROUPS blocks for each row of the batch, and value_flips and sink_logits of
 //     merge.metal
 //   attended [B, Hq, L, VALUE_DIM]: T
 //
 // Grid (32 SIMDGROUPS, 1, B H ceil(N / QUERIES)), threadgroup (32 SIMDGROUPS, 1, 1). SIMDGROUPS is at least ROUND.
 #include "attention.h"
-#include "merging.h"
+#include "merge.h"
 
 //// body
 
-using PACK = typename tq_numbers<QUERIES>::type;
+using PACK = typename tq_pack<QUERIES>::type;
 #if TQ_TRELLIS
 constexpr int THREADS = 32 * SIMDGROUPS;
 #endif
 constexpr int ROUND = QUERIES * VALUE_DIM <= 512 ? QUERIES : VALUE_DIM < 512 ? 512 / VALUE_DIM : 1;
-threadgroup PACK asking[2 * KEY_DIM];  // of packed tokens, then of others
+threadgroup PACK tile_queries[2 * KEY_DIM];  // for packed tokens, then for full-precision tokens
 threadgroup PACK weights[32 * SIMDGROUPS];
 threadgroup float outputs[ROUND * SIMDGROUPS * VALUE_DIM];
 threadgroup float maxima[ROUND * SIMDGROUPS];
 threadgroup float totals[ROUND * SIMDGROUPS];
 
-#include "tile.inc"
+#include "attend_tile.inc"
 
 uint block = simdgroup_index_in_threadgroup;
-bool leads = block == 0 || int(block) == packed_blocks;
-auto query = asking + (int(block) < packed_blocks ? 0 : KEY_DIM);
+bool leader = block == 0 || int(block) == packed_blocks;
+auto query = tile_queries + (int(block) < packed_blocks ? 0 : KEY_DIM);
 auto weight = weights + 32 * int(block);
 
-#include "block.inc"
+#include "attend_block.inc"
 
 TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
   if (start > 0) threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -39,9 +39,9 @@ TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
     if (start + i < QUERIES) {
       uint place = uint(i * SIMDGROUPS) + block;
       if (packed) {
-        tq_store<PACKED_VALUES>(int(lane), start + i, place, sums, outputs, maxima, totals);
+        tq_store<PACKED_VALUES>(int(lane), start + i, place, partial, outputs, maxima, totals);
       } else {
-        tq_store<FULL_VALUES>(int(lane), start + i, place, sums, outputs, maxima, totals);
+        tq_store<FULL_VALUES>(int(lane), start + i, place, partial, outputs, maxima, totals);
       }
     }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -52,6 +52,6 @@ TQ_UNROLL for (int start = 0; start < QUERIES; start += ROUND) {
     float total = tq_merge<VALUE_DIM, SINKS>(int(lane), 0, 1, packed_blocks, SIMDGROUPS, sink, outputs + place * VALUE_DIM,
                                              maxima + place, totals + place, part);
     tq_finish<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED>(int(lane), part, total, value_flips,
-                                                        attended + (at + uint(q)) * uint(VALUE_DIM));
+                                                        attended + (row_index + uint(q)) * uint(VALUE_DIM));
   }
 }

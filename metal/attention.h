@@ -1,40 +1,41 @@
-// Attention of QUERIES query rows over one block of tokens, by one simdgroup: what attend.metal and attend_short.metal
-// share.
+// Attention of QUERIES query rows over one block of tokens by one simdgroup, for attend.metal and attend_short.metal.
 //
-// Tokens are taken 32 at a time. For scores a lane is a token: each code is decoded once for all queries, and no lane
-// waits for another. For values a lane is a unit of the vector (see units.h), or as many lanes as there are units share
-// the 32 tokens.
+// Tokens are taken 32 at a time. For scores a lane is a token: each code is decoded once for all queries, without a
+// shuffle. For values a lane is a unit of the vector (see units.h); if a vector has fewer than 32 units, several groups
+// of lanes take tokens in turn.
 #include "means.h"
 #include "rotation.h"
 #include "units.h"
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_CONDITIONED
-#include "weights.h"
+#if TQ_NORMALIZED
+#include "key_scale.h"
 #endif
 
-// Tokens [start, stop) of one kind. In the sequence, those from `fold` on stand `shift` tokens later.
+// Tokens [start, stop) of one kind, packed or full-precision. Their position in the sequence is their number, plus
+// `gap` from `gap_start` on.
 struct tq_block {
-  int start, stop, fold, shift;
+  int start, stop, gap_start, gap;
 };
 
-// Block number `block` of `blocks` that tokens [0, stop) are cut into, each of whole 32 but the last.
-TQ_FN void tq_cut(int stop, int block, int blocks, TQ_THREAD tq_block& tokens) {
+// Sets `tokens` to block number `block` of `blocks` of [0, stop). Block sizes are multiples of 32, but for the last
+// block.
+TQ_FN void tq_block_range(int stop, int block, int blocks, TQ_THREAD tq_block& tokens) {
   int size = ((stop + blocks - 1) / blocks + 31) / 32 * 32;
   tokens.start = block * size;
   tokens.stop = tokens.start + size < stop ? tokens.start + size : stop;
 }
 
-// What the lanes keep of each query row, and of each row's values.
+// Partial attention of each query row: maximum of the simdgroup, sum and output of a lane.
 template <int QUERIES, int VALUES>
-struct tq_sums {
+struct tq_partial {
   float maximum[QUERIES], sum[QUERIES], output[QUERIES * VALUES];
 };
 
-// How values are shared among lanes: SPAN lanes to a token, SLOTS tokens at once, and UNITS units to a lane.
+// Division of values between lanes: SPAN lanes per token, SLOTS tokens at once, UNITS units per lane.
 template <class V>
-struct tq_share {
+struct tq_split {
   enum {
     SPAN = int(V::COUNT) < 32 ? int(V::COUNT) : 32,
     SLOTS = 32 / SPAN,
@@ -43,39 +44,39 @@ struct tq_share {
   };
 };
 
-// Adds what a unit of a key makes of the scores.
+// Adds a unit's part of a key to the scores.
 template <int QUERIES, class K, class Query>
 TQ_FN void tq_score(Query query, int unit, TQ_THREAD const float* decoded, TQ_THREAD float* score) {
   TQ_UNROLL for (int i = 0; i < int(K::VALUES); i++) {
-    float asked[QUERIES];
-    tq_numbers<QUERIES>::unpack(query[K::dim(unit, i)], asked);
-    TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(asked[q], decoded[i], score[q]);
+    float query_values[QUERIES];
+    tq_pack<QUERIES>::unpack(query[K::dim(unit, i)], query_values);
+    TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = tq_fma(query_values[q], decoded[i], score[q]);
   }
 }
 
-// Attend to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES numbers; query q sees the tokens of
-// the sequence before last[q]. A token's key is KEY_WORDS 16-bit words behind the one before, its value VALUE_WORDS. Where
-// K::PAIRED the words of keys are read from `pairs`, two by two, because each lane reads a row of its own: half as many
-// loads that no other lane shares. Of means.h are `means`, `index` and `known`; the first two are anything where keys are plain.
-template <int QUERIES, bool MASKED, class K, class V, int KEY_WORDS, int VALUE_WORDS, class Query, class Weight, class Keys, class Pairs, class Values, class Means, class Index, class Known, class Bias, class Sums>
-TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, Pairs pairs, Values values, Means means, Index index, TQ_THREAD Known& known, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, TQ_THREAD Sums& sums) {
-  using SHARE = tq_share<V>;
-  using NUMBERS = tq_numbers<QUERIES>;
-  constexpr int UNIT = V::VALUES, SPAN = SHARE::SPAN, VALUES = SHARE::VALUES;
+// Attends to a block. The lanes share query [K::DIM] and weight [32], each of QUERIES values; query q sees positions
+// before last[q]. Keys are KEY_WORDS 16-bit words apart, values VALUE_WORDS. If K::PAIRED, the words of keys are read
+// two at a time from `pairs`: each lane reads another row, so this halves the loads, which lanes cannot share. `means`,
+// `index` and `cache` are those of means.h; plain keys do not read the first two.
+template <int QUERIES, bool MASKED, class K, class V, int KEY_WORDS, int VALUE_WORDS, class Query, class Weight, class Keys, class Pairs, class Values, class Means, class Index, class Cache, class Bias, class Partial>
+TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Weight weight, Keys keys, Pairs pairs, Values values, Means means, Index index, TQ_THREAD Cache& cache, TQ_THREAD const int* last, Bias bias, TQ_THREAD const int64_t* bias_rows, TQ_THREAD Partial& partial) {
+  using SPLIT = tq_split<V>;
+  using PACKING = tq_pack<QUERIES>;
+  constexpr int UNIT = V::VALUES, SPAN = SPLIT::SPAN, VALUES = SPLIT::VALUES;
   TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
-    sums.maximum[q] = TQ_MASKED;
-    sums.sum[q] = 0.0f;
-    TQ_UNROLL for (int i = 0; i < VALUES; i++) sums.output[q * VALUES + i] = 0.0f;
+    partial.maximum[q] = TQ_MASKED;
+    partial.sum[q] = 0.0f;
+    TQ_UNROLL for (int i = 0; i < VALUES; i++) partial.output[q * VALUES + i] = 0.0f;
   }
   for (int base = block.start; base < block.stop; base += 32) {
     int token = base + lane;
-    int place = token < block.fold ? token : token + block.shift;  // in the sequence
-    bool there = token < block.stop;
-    float score[QUERIES], added[QUERIES];
+    int position = token < block.gap_start ? token : token + block.gap;
+    bool valid = token < block.stop;
+    float score[QUERIES], mean_scores[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = 0.0f;
-    tq_add_means<int(K::DIM)>(lane, base, block.stop, query, means, index, known, added);
+    tq_add_means<int(K::DIM)>(lane, base, block.stop, query, means, index, cache, mean_scores);
     float value_gain = 0.0f;
-    if (there) {
+    if (valid) {
       auto key = keys + int64_t(token) * KEY_WORDS;
       float decoded[K::VALUES];
       if (K::PAIRED) {
@@ -97,43 +98,43 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
       }
       float gain = K::gain(key);
       TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
-        score[q] = Known::ADDS ? tq_fma(score[q], gain, added[q]) : tq_mul(score[q], gain);
-        if (MASKED) score[q] = tq_larger(tq_fma(bias[bias_rows[q] + place], TQ_LOG2E, score[q]), TQ_MASKED);
+        score[q] = Cache::ADDS ? tq_fma(score[q], gain, mean_scores[q]) : tq_mul(score[q], gain);
+        if (MASKED) score[q] = tq_larger(tq_fma(bias[bias_rows[q] + position], TQ_LOG2E, score[q]), TQ_MASKED);
       }
       auto value = values + int64_t(token) * VALUE_WORDS;
       value_gain = V::gain(value);
     }
     float p[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
-      bool seen = there && place < last[q];
-      float largest = tq_simd_max(seen ? score[q] : TQ_MASKED);
-      if (largest > sums.maximum[q]) {  // all lanes alike
-        float factor = tq_exp2(tq_sub(sums.maximum[q], largest));
-        sums.maximum[q] = largest;
-        sums.sum[q] = tq_mul(sums.sum[q], factor);
-        TQ_UNROLL for (int i = 0; i < VALUES; i++) sums.output[q * VALUES + i] = tq_mul(sums.output[q * VALUES + i], factor);
+      bool visible = valid && position < last[q];
+      float largest = tq_simd_max(visible ? score[q] : TQ_MASKED);
+      if (largest > partial.maximum[q]) {  // the same in all lanes
+        float factor = tq_exp2(tq_sub(partial.maximum[q], largest));
+        partial.maximum[q] = largest;
+        partial.sum[q] = tq_mul(partial.sum[q], factor);
+        TQ_UNROLL for (int i = 0; i < VALUES; i++) partial.output[q * VALUES + i] = tq_mul(partial.output[q * VALUES + i], factor);
       }
-      p[q] = seen ? tq_exp2(tq_sub(score[q], sums.maximum[q])) : 0.0f;
-      sums.sum[q] = tq_add(sums.sum[q], p[q]);
+      p[q] = visible ? tq_exp2(tq_sub(score[q], partial.maximum[q])) : 0.0f;
+      partial.sum[q] = tq_add(partial.sum[q], p[q]);
       p[q] = tq_mul(p[q], value_gain);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    weight[lane] = NUMBERS::pack(p);
+    weight[lane] = PACKING::pack(p);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     int tokens = block.stop - base < 32 ? block.stop - base : 32;
-    if (lane < int(SHARE::SLOTS) * SPAN) {
-      for (int slot = lane / SPAN; slot < tokens; slot += int(SHARE::SLOTS)) {
+    if (lane < int(SPLIT::SLOTS) * SPAN) {
+      for (int slot = lane / SPAN; slot < tokens; slot += int(SPLIT::SLOTS)) {
         auto value = values + int64_t(base + slot) * VALUE_WORDS;
-        NUMBERS::unpack(weight[slot], p);
-        TQ_UNROLL for (int u = 0; u < int(SHARE::UNITS); u++) {
+        PACKING::unpack(weight[slot], p);
+        TQ_UNROLL for (int u = 0; u < int(SPLIT::UNITS); u++) {
           int unit = u * 32 + lane % SPAN;
           if (unit < int(V::COUNT)) {
             float decoded[UNIT];
             V::load(value, unit, decoded);
             TQ_UNROLL for (int q = 0; q < QUERIES; q++)
               TQ_UNROLL for (int i = 0; i < UNIT; i++) {
-                int at = q * VALUES + u * UNIT + i;
-                sums.output[at] = tq_fma(p[q], decoded[i], sums.output[at]);
+                int n = q * VALUES + u * UNIT + i;
+                partial.output[n] = tq_fma(p[q], decoded[i], partial.output[n]);
               }
           }
         }
@@ -142,22 +143,22 @@ TQ_FN void tq_attend(int lane, TQ_THREAD const tq_block& block, Query query, Wei
   }
 }
 
-// Store query row number q of a block at place `at`.
-template <class V, class Outputs, class Numbers, class Sums>
-TQ_FN void tq_store(int lane, int q, uint at, TQ_THREAD const Sums& sums, Outputs outputs, Numbers maxima, Numbers totals) {
-  using SHARE = tq_share<V>;
-  float total = tq_simd_sum(sums.sum[q]);
+// Stores the partial attention of query row q at `index`.
+template <class V, class Outputs, class Floats, class Partial>
+TQ_FN void tq_store(int lane, int q, uint index, TQ_THREAD const Partial& partial, Outputs outputs, Floats maxima, Floats totals) {
+  using SPLIT = tq_split<V>;
+  float total = tq_simd_sum(partial.sum[q]);
   if (lane == 0) {
-    maxima[at] = sums.maximum[q];
-    totals[at] = total;
+    maxima[index] = partial.maximum[q];
+    totals[index] = total;
   }
-  TQ_UNROLL for (int u = 0; u < int(SHARE::UNITS); u++)
+  TQ_UNROLL for (int u = 0; u < int(SPLIT::UNITS); u++)
     TQ_UNROLL for (int i = 0; i < int(V::VALUES); i++) {
-      float mine = sums.output[q * int(SHARE::VALUES) + u * int(V::VALUES) + i];
-      float all = mine;
-      TQ_UNROLL for (int slot = 1; slot < int(SHARE::SLOTS); slot++)
-        all = tq_add(all, simd_shuffle(mine, ushort((lane + slot * int(SHARE::SPAN)) & 31)));
+      float lane_output = partial.output[q * int(SPLIT::VALUES) + u * int(V::VALUES) + i];
+      float output = lane_output;
+      TQ_UNROLL for (int slot = 1; slot < int(SPLIT::SLOTS); slot++)
+        output = tq_add(output, simd_shuffle(lane_output, ushort((lane + slot * int(SPLIT::SPAN)) & 31)));
       int unit = u * 32 + lane;
-      if (lane < int(SHARE::SPAN) && unit < int(V::COUNT)) outputs[at * uint(V::DIM) + V::dim(unit, i)] = all;
+      if (lane < int(SPLIT::SPAN) && unit < int(V::COUNT)) outputs[index * uint(V::DIM) + V::dim(unit, i)] = output;
     }
 }

@@ -1,4 +1,4 @@
-// The levels of 2, 3 and 4 bit codes, as in `mlx_tq.codec.codebook`.
+// Levels of 2, 3 and 4 bit codes, as in `mlx_tq.codec.codebook`.
 #include "tq_compat.h"
 
 // The coefficients of u, u^3 and u^5 in a level, for u = code - (2^BITS - 1) / 2.
@@ -9,9 +9,9 @@ constexpr TQ_FN float tq_third() { return BITS == 2 ? 0.0506925024f : BITS == 3 
 template <int BITS>
 constexpr TQ_FN float tq_fifth() { return BITS == 2 ? 0.0f : BITS == 3 ? 0.000436545699f : 2.9582452e-05f; }
 
-// The level of the code at bit SHIFT of a word, given the word shifted left by one. The bits stay where they are and are
-// read as those of a float above 2^23, which gives u times a power of two with neither shift nor conversion; the
-// coefficients take that power back.
+// The level of the code at bit SHIFT of a word, from the word shifted left by one. The code's bits stay in place and
+// are read as the low bits of a float above 2^23. This gives u times a power of two without a shift or a conversion;
+// the coefficients cancel that power.
 template <int BITS, int SHIFT>
 TQ_FN float tq_level_at(uint doubled) {
   constexpr float UNIT = 2 << SHIFT, CUBE = UNIT * UNIT * UNIT;
@@ -25,7 +25,7 @@ TQ_FN float tq_level_at(uint doubled) {
   return tq_mul(u, tq_fma(slope, square, FIRST));
 }
 
-// The levels of `COUNT` codes that stand side by side from bit 0 of a 16-bit word.
+// Levels of COUNT adjacent codes from bit 0 of a 16-bit word.
 template <int BITS, int COUNT, int FIRST = 0>
 struct tq_levels {
   static TQ_FN void decode(uint doubled, TQ_THREAD float* values) {

@@ -1,9 +1,9 @@
-// Gathers the rows that stay after an eviction: a simdgroup a row.
+// Gathers the packed rows that an eviction keeps; one simdgroup per row.
 //
 //   packed_rows [B, H, S, W]: any strides but the last
-//   kept_rows [N]: which of the S stay, ascending
+//   kept_rows [N]: indices into S, ascending
 //   compact_sizes [8]: N and the capacity
-//   compacted [B, H, capacity, W]: the first N rows are written
+//   compacted [B, H, capacity, W]: only the first N rows are written
 //
 // Grid (32, N rounded up to ROWS, B H), threadgroup (32, ROWS, 1).
 #include "tq_compat.h"
@@ -13,7 +13,7 @@
 uint row = thread_position_in_grid.y, heads = packed_rows_shape[1], words = packed_rows_shape[3];
 uint batch = threadgroup_position_in_grid.z / heads, head = threadgroup_position_in_grid.z % heads;
 if (row < uint(compact_sizes[0])) {
-  auto from = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + kept_rows[row] * packed_rows_strides[2]);
-  auto to = compacted + ((batch * heads + head) * uint(compact_sizes[1]) + row) * words;
-  for (uint word = thread_position_in_grid.x; word < words; word += 32) to[word] = from[word];
+  auto source = packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + kept_rows[row] * packed_rows_strides[2]);
+  auto target = compacted + ((batch * heads + head) * uint(compact_sizes[1]) + row) * words;
+  for (uint word = thread_position_in_grid.x; word < words; word += 32) target[word] = source[word];
 }

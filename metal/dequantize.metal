@@ -1,35 +1,36 @@
-// Decodes rows of the cache in rotated space, without the inverse rotation, and rotates the tokens that follow them.
+// Decodes packed rows in rotated space, without the inverse rotation, and appends the full-precision tokens, rotated.
 //
-// Of packed rows a thread takes one unit, see units.h; of other tokens a simdgroup takes one vector.
+// One thread decodes one unit of a packed vector, see units.h; one simdgroup rotates one full-precision vector.
 //
-//   packed_rows [B, H, S, 2 W]: 16-bit words, see packing.h; any strides but the last, so a part of a larger buffer will do
-//   full_keys [B, H, L, KEY_DIM], full_values [B, H, L, VALUE_DIM]: T, any strides; anything where L is 0
+//   packed_rows [B, H, S, 2 W]: 16-bit words, see packing.h; any strides but the last, so it may be part of a buffer
+//   full_keys [B, H, L, KEY_DIM], full_values [B, H, L, VALUE_DIM]: T, any strides; not read if L is 0
 //   key_flips, value_flips: see rotation.h
-//   dequantize_sizes [8]: L, and the threads that decode, a multiple of 256
+//   dequantize_sizes [8]: L, and the number of threads that decode, a multiple of 256
 //   keys_out [B, H, S + L, KEY_DIM], values_out [B, H, S + L, VALUE_DIM]: T
 //
-// Where CONDITIONED also, contiguous; CLAMPED keys are clamped to fp16's range:
+// Only if NORMALIZED, contiguous; keys are clamped to the range of fp16 if CLAMPED:
 //
-//   key_scale [B, H, KEY_DIM]: float, multiplied into the keys that follow
-//   key_means [B, H, n, KEY_DIM]: half, added to packed ones; mean_index [at least S]: int, which one
+//   key_scale [B, H, KEY_DIM]: float, multiplies full-precision keys
+//   key_means [B, H, n, KEY_DIM]: half, added to packed keys
+//   mean_index [at least S]: int, which mean a row has
 //
-// Where KEY_TRELLIS or VALUE_TRELLIS also:
+// Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
-// Grid (the threads that decode, at least B H S units of the kind with more of them, then 32 B H L, 2, 1), threadgroup
-// (256, 1, 1).
+// Grid (the threads that decode, at least B H S units of keys or values, whichever have more, then 32 B H L, 2, 1),
+// threadgroup (256, 1, 1).
 #include "units.h"
 #include "vectors.h"
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_CONDITIONED
-#include "weights.h"
+#if TQ_NORMALIZED
+#include "key_scale.h"
 #endif
 
-// Decodes a unit, and adds what `mean` has for its dims where CONDITIONED.
-template <class T, class Vectors, bool SCALED, bool CONDITIONED, bool CLAMPED, class Words, class Mean, class Out>
+// Decodes a unit, and adds the mean if NORMALIZED.
+template <class T, class Vectors, bool SCALED, bool NORMALIZED, bool CLAMPED, class Words, class Mean, class Out>
 TQ_FN void tq_decode_unit(Words words, int unit, Mean mean, Out out) {
   float values[Vectors::VALUES];
   Vectors::load(words, unit, values);
@@ -37,14 +38,14 @@ TQ_FN void tq_decode_unit(Words words, int unit, Mean mean, Out out) {
   TQ_UNROLL for (int i = 0; i < int(Vectors::VALUES); i++) {
     int dim = Vectors::dim(unit, i);
     float value = SCALED ? tq_mul(values[i], gain) : values[i];
-    if (CONDITIONED) value = tq_add(value, static_cast<float>(mean[dim]));
+    if (NORMALIZED) value = tq_add(value, static_cast<float>(mean[dim]));
     out[dim] = static_cast<T>(CLAMPED ? tq_clamp(value) : value);
   }
 }
 
-// Stores a vector rotated, or as it is where it is not ROTATED.
+// Stores a full-precision vector, rotated if ROTATED.
 template <class T, int D, int M, bool ROTATED, bool CLAMPED, class Flips, class Out>
-TQ_FN void tq_follow(TQ_THREAD float* x, Flips flips, Out out, uint lane) {
+TQ_FN void tq_store_vector(TQ_THREAD float* x, Flips flips, Out out, uint lane) {
   if (ROTATED) {
     tq_rotate<T, D, M, false, CLAMPED>(x, flips, out, lane);
   } else {
@@ -69,48 +70,48 @@ constexpr int key_levels = 0, value_levels = 0;
 
 bool key = thread_position_in_grid.y == 0;
 uint heads = packed_rows_shape[1], tokens = packed_rows_shape[2];
-uint following = dequantize_sizes[0], decoding = dequantize_sizes[1], all = tokens + following;
-if (thread_position_in_grid.x < decoding) {
+uint full_tokens = dequantize_sizes[0], decoding_threads = dequantize_sizes[1], out_tokens = tokens + full_tokens;
+if (thread_position_in_grid.x < decoding_threads) {
   uint units = key ? KEY_UNITS : VALUE_UNITS;
   uint row = thread_position_in_grid.x / units;
   int unit = int(thread_position_in_grid.x % units);
   if (row < packed_rows_shape[0] * heads * tokens) {
     uint batch = row / (heads * tokens), head = row / tokens % heads, token = row % tokens;
-    uint out = (batch * heads + head) * all + token;
+    uint out = (batch * heads + head) * out_tokens + token;
     auto words = packed_rows +
                  (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]);
     if (key) {
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       auto mean = key_means + ((batch * heads + head) * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
 #else
       auto mean = words;
 #endif
-      tq_decode_unit<T, KEYS, (KEY_BITS <= 8), CONDITIONED, CLAMPED>(
-          tq_words<KEY_TRELLIS>::with(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * uint(KEY_DIM));
+      tq_decode_unit<T, KEYS, (KEY_BITS <= 8), NORMALIZED, CLAMPED>(
+          tq_words<KEY_TRELLIS>::make(words + int(ROW::KEYS), key_levels), unit, mean, keys_out + out * uint(KEY_DIM));
     } else {
       tq_decode_unit<T, VALUES, (VALUE_BITS <= 8), false, false>(
-          tq_words<VALUE_TRELLIS>::with(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * uint(VALUE_DIM));
+          tq_words<VALUE_TRELLIS>::make(words + int(ROW::VALUES), value_levels), unit, words, values_out + out * uint(VALUE_DIM));
     }
   }
 } else {
-  uint row = (thread_position_in_grid.x - decoding) / 32u, lane = thread_index_in_simdgroup;
-  if (row < packed_rows_shape[0] * heads * following) {
-    uint batch = row / (heads * following), head = row / following % heads, token = row % following;
-    uint out = (batch * heads + head) * all + tokens + token;
+  uint row = (thread_position_in_grid.x - decoding_threads) / 32u, lane = thread_index_in_simdgroup;
+  if (row < packed_rows_shape[0] * heads * full_tokens) {
+    uint batch = row / (heads * full_tokens), head = row / full_tokens % heads, token = row % full_tokens;
+    uint out = (batch * heads + head) * out_tokens + tokens + token;
     if (key) {
       float x[(KEY_DIM + 31) / 32];
       auto vector = full_keys + (batch * full_keys_strides[0] + head * full_keys_strides[1] + token * full_keys_strides[2]);
       tq_load_vector<KEY_DIM>(vector, full_keys_strides[3], x, lane);
-#if TQ_CONDITIONED
-      tq_weigh<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
+#if TQ_NORMALIZED
+      tq_multiply<KEY_DIM>(x, key_scale + (batch * heads + head) * uint(KEY_DIM), lane);
 #endif
-      tq_follow<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * uint(KEY_DIM), lane);
+      tq_store_vector<T, KEY_DIM, KEY_ORDER, KEY_ROTATED, CLAMPED>(x, key_flips, keys_out + out * uint(KEY_DIM), lane);
     } else {
       float x[(VALUE_DIM + 31) / 32];
       auto vector =
           full_values + (batch * full_values_strides[0] + head * full_values_strides[1] + token * full_values_strides[2]);
       tq_load_vector<VALUE_DIM>(vector, full_values_strides[3], x, lane);
-      tq_follow<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED, false>(x, value_flips, values_out + out * uint(VALUE_DIM), lane);
+      tq_store_vector<T, VALUE_DIM, VALUE_ORDER, VALUE_ROTATED, false>(x, value_flips, values_out + out * uint(VALUE_DIM), lane);
     }
   }
 }

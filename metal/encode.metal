@@ -1,42 +1,44 @@
-// Encodes keys and values into rows of the cache: `RowLayout.encode`, bit for bit.
+// Encodes keys and values into packed rows, bit for bit as `RowLayout.encode`.
 //
-// One simdgroup takes one vector, in fp32: signs, Walsh-Hadamard, codes, scale. Keys and values share a dispatch.
+// One simdgroup encodes one vector in fp32: signs, Walsh-Hadamard transform, codes, scale. One dispatch has keys and
+// values.
 //
 //   keys [B, H, S, KEY_DIM], values [B, H, S, VALUE_DIM]: T, any strides
 //   key_flips, value_flips: see rotation.h
 //   packed_rows [B H S, 2 W]: 16-bit words, see packing.h
-//   health_flags [2, B H S]: for keys and values, 1: clamped to fp16's range, 2: not finite
+//   health_flags [2, B H S]: for keys and values; bit 0: clamped to the range of fp16, bit 1: not finite
 //
-// Where KEY_TRELLIS or VALUE_TRELLIS also:
+// Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
-// Where CONDITIONED also, contiguous:
+// Only if NORMALIZED, contiguous:
 //
-//   key_scale [B, H, KEY_DIM]: float, multiplied into keys
-//   key_centres [B, H, n, KEY_DIM]: float, subtracted from them; mean_index [at least S]: int, which one
+//   key_scale [B, H, KEY_DIM]: float, multiplies keys
+//   key_centers [B, H, n, KEY_DIM]: float, subtracted from keys
+//   mean_index [at least S]: int, which center a row has
 //
 // Grid (32 SIMDGROUPS, ceil(B H S / SIMDGROUPS), 2), threadgroup (32 SIMDGROUPS, 1, 1).
-#include "coding.h"
+#include "encoding.h"
 #include "vectors.h"
 #if TQ_TRELLIS
-#include "search.h"
+#include "ring_search.h"
 #endif
-#if TQ_CONDITIONED
-#include "weights.h"
+#if TQ_NORMALIZED
+#include "key_scale.h"
 #endif
 
-// Leaves the int8 codes of a vector in `codes`; the scale is the largest coordinate.
+// Writes the int8 codes of a vector to `codes` and returns its scale, the largest coordinate.
 template <int D, class Codes>
 TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
   constexpr int N = (D + 31) / 32;
   uint largest = 0;
   TQ_UNROLL for (int j = 0; j < N; j++) {
-    uint magnitude = as_type<uint>(y[j]) & 0x7FFFFFFFu;  // as integers, magnitudes have the order of floats
+    uint magnitude = as_type<uint>(y[j]) & 0x7FFFFFFFu;  // magnitudes are ordered as their bits are
     largest = magnitude > largest ? magnitude : largest;
   }
   float peak = as_type<float>(tq_largest(largest));
-  float factor = peak > 7.703719778e-34f ? tq_div(127.0f, peak) : 0.0f;  // 2^-110: below it the quotient overflows
+  float factor = peak > 7.703719778e-34f ? tq_div(127.0f, peak) : 0.0f;  // 2^-110: the quotient of a smaller peak overflows
   TQ_UNROLL for (int j = 0; j < N; j++) {
     int dim = 32 * j + int(lane);
     int code = static_cast<int>(tq_rint(tq_mul(y[j], factor)));
@@ -45,8 +47,8 @@ TQ_FN float tq_encode_q8(TQ_THREAD const float* y, Codes codes, uint lane) {
   return tq_div(peak, tq_sqrt(static_cast<float>(D)));
 }
 
-// Encodes one vector that was of type T; FULL is the model's type where 16 bits of it are stored, CLAMPED to
-// fp16's range where that is fp16 and can be too narrow.
+// Encodes one vector of dtype T. FULL is the dtype that is stored in 16 bits as it is; CLAMPED if that is fp16 and
+// values can exceed its range.
 template <class T, class FULL, bool CLAMPED, int D, int M, int BITS, int RULE, bool WIDE, class Flips, class Words, class Flag,
           class Codes, class Search>
 TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words scale_words, Flag flag, Codes codes, TQ_THREAD const Search& search, uint lane) {
@@ -73,7 +75,7 @@ TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words sc
     return;
   }
 
-  // What T makes of the limit: in bfloat16 it is 65536.
+  // The limit rounded to T: 65536 in bfloat16.
   bool clamped = largest > as_type<uint>(static_cast<float>(static_cast<T>(TQ_FP16_MAX)));
   float square[N];
   TQ_UNROLL for (int j = 0; j < N; j++) {
@@ -103,12 +105,11 @@ TQ_FN void tq_encode_vector(TQ_THREAD float* x, Flips flips, Words row, Words sc
   }
 }
 
-// Subtracts what tokens of a block have in common.
-template <int D, class Centre>
-TQ_FN void tq_centre(TQ_THREAD float* x, Centre centre, uint lane) {
+template <int D, class Center>
+TQ_FN void tq_subtract(TQ_THREAD float* x, Center center, uint lane) {
   TQ_UNROLL for (int j = 0; j < (D + 31) / 32; j++) {
     int dim = 32 * j + int(lane);
-    if (dim < D) x[j] = tq_sub(x[j], centre[dim]);
+    if (dim < D) x[j] = tq_sub(x[j], center[dim]);
   }
 }
 
@@ -120,12 +121,12 @@ threadgroup uchar codes[SIMDGROUPS * WIDEST];
 #if TQ_TRELLIS
 static_assert(SIMDGROUPS == 1, "one search at a time in a threadgroup's memory");
 threadgroup float ring[WIDEST];
-threadgroup float costs[2 * TQ_MOST_GROUPS];
+threadgroup float costs[2 * TQ_MAX_GROUPS];
 threadgroup uchar choices[32 * WIDEST];
-auto key_search = tq_coding<KEY_TRELLIS>::with(trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>(), ring, costs, choices);
-auto value_search = tq_coding<VALUE_TRELLIS>::with(trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>(), ring, costs, choices);
+auto key_search = tq_code_search<KEY_TRELLIS>::make(trellis_levels + tq_table<KEY_TRELLIS, KEY_BITS>(), ring, costs, choices);
+auto value_search = tq_code_search<VALUE_TRELLIS>::make(trellis_levels + tq_table<VALUE_TRELLIS, VALUE_BITS>(), ring, costs, choices);
 #else
-tq_nearest key_search, value_search;
+tq_nearest_levels key_search, value_search;
 #endif
 
 uint lane = thread_index_in_simdgroup;
@@ -141,10 +142,10 @@ if (row < rows) {
   if (threadgroup_position_in_grid.z == 0) {
     auto vector = keys + (batch * keys_strides[0] + head * keys_strides[1] + token * keys_strides[2]);
     tq_load_vector<KEY_DIM>(vector, keys_strides[3], x, lane);
-#if TQ_CONDITIONED
-    uint place = batch * heads + head, means = key_centres_shape[2];
-    tq_weigh<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
-    tq_centre<KEY_DIM>(x, key_centres + (place * means + uint(mean_index[token])) * uint(KEY_DIM), lane);
+#if TQ_NORMALIZED
+    uint place = batch * heads + head, means = key_centers_shape[2];
+    tq_multiply<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
+    tq_subtract<KEY_DIM>(x, key_centers + (place * means + uint(mean_index[token])) * uint(KEY_DIM), lane);
     using KEY = float;
 #else
     using KEY = T;

@@ -1,16 +1,16 @@
-// Attention of each query row over all its tokens: the second of two passes, see attend.metal.
+// Merges the partial attention of each query row's blocks: the second of two passes; attend.metal is the first.
 //
-// Blocks merge by their maxima and sums; what came from packed tokens is rotated back once, in registers. Each simdgroup
-// of a threadgroup merges every SIMDGROUPS-th block, the first one the simdgroups.
+// Blocks merge by their maxima and sums; the output of packed tokens is rotated back once, in registers. Each simdgroup
+// of a threadgroup merges every SIMDGROUPS-th block, and the first simdgroup merges the simdgroups.
 //
-//   block_outputs, block_maxima, block_sums: of the first pass, for rows [B, Hq, L] and BLOCKS blocks
-//   value_flips: of the rotation of packed values, see rotation.h
-//   sink_logits [Hq]: float, scores of a key of value zero where SINKS, else anything
+//   block_outputs, block_maxima, block_sums: results of the first pass, for rows [B, Hq, L] and BLOCKS blocks
+//   value_flips: sign flips of the rotation of packed values, see rotation.h
+//   sink_logits [Hq]: float, scores of a key with value zero. Read only if SINKS.
 //   attend_sizes: as in attend.metal
 //   attended [B, Hq, L, VALUE_DIM]: T
 //
 // Grid (32 SIMDGROUPS, B Hq L, 1), threadgroup (32 SIMDGROUPS, 1, 1).
-#include "merging.h"
+#include "merge.h"
 
 //// body
 

@@ -1,9 +1,9 @@
-// Where a vector's codes lie in its 16-bit words, as in `mlx_tq.codec.packing`, and what a row of the cache holds.
+// The layout of a packed row in 16-bit words; codes are packed as in `mlx_tq.codec.packing`.
 //
-// BITS names a format: 32 and 16 are the model's own type, 8 is q8, 4, 3 and 2 are tq4, tq3 and tq2.
+// BITS names a format: 32 and 16 are the model's own dtype, 8 is q8; 4, 3 and 2 are tq4, tq3 and tq2.
 #include "tq_compat.h"
 
-// A row: key codes, value codes, key scale, value scale, and a zero word where that makes an odd number.
+// A row: key codes, value codes, key scale, value scale, and a zero word if the number of words is odd.
 template <int KEY_DIM, int KEY_BITS, bool KEY_WIDE, int VALUE_DIM, int VALUE_BITS, bool VALUE_WIDE>
 struct tq_row {
   enum {

@@ -1,28 +1,29 @@
-// What queries would make of archived keys: for each query and block of tokens the largest score, and the sum of weights.
+// Scores archived keys: for each query and block of tokens, the largest score and the sum of weights.
 //
-// A threadgroup takes one block of one KV head, and all queries. It decodes SPAN keys at once into threadgroup memory, so
-// each code is loaded and decoded once, however many ask; then every SIMDGROUPS-th simdgroup holds QUERIES queries against
-// them. A lane is a token; where keys are so wide that SPAN is less than 32, the lanes behind it are the same tokens for
-// the next queries.
+// A threadgroup takes one block of one KV head, and all queries. It decodes SPAN keys at a time into threadgroup
+// memory, so each code is loaded and decoded once for any number of queries; then every SIMDGROUPS-th simdgroup scores
+// QUERIES queries against them. A lane is a token; if keys are so wide that SPAN is less than 32, the remaining lanes
+// are the same tokens for the next queries.
 //
 //   key_codes [1, H, S, words]: 16-bit words, see packing.h; any strides but the last
-//   key_scales [1, H, S]: half or float, any strides; anything where keys have none
-//   asked_queries [H, T, KEY_DIM, QUERIES]: float, contiguous; N queries by QUERIES, zeros behind the last. They are over the
-//     weights of conditioned keys, and rotated as keys are
-//   block_starts [at least n + 1]: int, where each block begins, and the end of the last; none is empty
+//   key_scales [1, H, S]: half or float, any strides; not read if the format has no scale
+//   query_tiles [H, T, KEY_DIM, QUERIES]: float, contiguous; N queries in tiles of QUERIES, padded with zeros. They are
+//     divided by the scale of normalized keys, and rotated as keys are.
+//   block_starts [at least n + 1]: int, the start of each block, and the end of the last; no block is empty
 //   recall_sizes [8]: N and n
 //   block_maxima, block_sums [H, N, n]: float; sums of exp(score - maximum)
 //
-// Where CONDITIONED also, contiguous:
+// Only if NORMALIZED, contiguous:
 //
-//   key_means [1, H, m, KEY_DIM]: half, added to keys; mean_index [at least S]: int, which one
+//   key_means [1, H, m, KEY_DIM]: half, added to keys
+//   mean_index [at least S]: int, which mean a key has
 //
-// Where KEY_TRELLIS also:
+// Only if KEY_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
 // Grid (32 SIMDGROUPS, n, H), threadgroup (32 SIMDGROUPS, 1, 1).
-#include "numbers.h"
+#include "query_pack.h"
 #include "softmax.h"
 #include "units.h"
 #if TQ_TRELLIS
@@ -32,7 +33,7 @@
 //// body
 
 using KEYS = tq_vectors<KEY_DIM, KEY_BITS, KEY_WIDE, KEY_FULL, 0, KEY_TRELLIS>;
-constexpr int PITCH = SPAN + 1;  // between dims: neither writing dims nor reading tokens do lanes share a bank
+constexpr int PITCH = SPAN + 1;  // between dims, so that lanes neither write dims nor read tokens in the same bank
 constexpr int THREADS = 32 * SIMDGROUPS, PARTS = 32 / SPAN, QUADS = QUERIES / 4;
 threadgroup float key_values[KEY_DIM * PITCH];
 #if TQ_TRELLIS
@@ -46,7 +47,7 @@ uint block = threadgroup_position_in_grid.y, head = threadgroup_position_in_grid
 uint rows = uint(recall_sizes[0]), blocks = uint(recall_sizes[1]);
 int tiles = int(rows + QUERIES - 1) / QUERIES;
 int token = lane % SPAN, part = lane / SPAN;
-auto asked = tq_recast<float4>(asked_queries) + int64_t(head) * tiles * (KEY_DIM * QUADS);
+auto head_queries = tq_recast<float4>(query_tiles) + int64_t(head) * tiles * (KEY_DIM * QUADS);
 int begin = block_starts[block], stop = block_starts[block + 1];
 for (int start = begin; start < stop; start += SPAN) {
   int count = stop - start < SPAN ? stop - start : SPAN;
@@ -55,17 +56,17 @@ for (int start = begin; start < stop; start += SPAN) {
     int key = i / int(KEYS::COUNT), unit = i % int(KEYS::COUNT);
     int64_t place = start + key;
     float values[KEYS::VALUES], gain = 1.0f;
-    auto words = tq_words<KEY_TRELLIS>::with(
+    auto words = tq_words<KEY_TRELLIS>::make(
         key_codes + (int64_t(head) * key_codes_strides[1] + place * key_codes_strides[2]), key_levels);
     KEYS::load(words, unit, values);
     if (KEY_BITS <= 8)
       gain = tq_gain_of<KEY_DIM, KEY_BITS>(static_cast<float>(key_scales[int64_t(head) * key_scales_strides[1] + place * key_scales_strides[2]]));
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
     auto mean = key_means + (int64_t(head) * key_means_shape[2] + mean_index[place]) * KEY_DIM;
 #endif
     TQ_UNROLL for (int v = 0; v < int(KEYS::VALUES); v++) {
       int dim = KEYS::dim(unit, v);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       key_values[dim * PITCH + key] = tq_fma(values[v], gain, static_cast<float>(mean[dim]));
 #else
       key_values[dim * PITCH + key] = tq_mul(values[v], gain);
@@ -73,35 +74,35 @@ for (int start = begin; start < stop; start += SPAN) {
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  bool there = token < count;
-  auto key = key_values + (there ? token : count - 1);
+  bool valid = token < count;
+  auto key = key_values + (valid ? token : count - 1);
   for (int first = simdgroup * PARTS; first < tiles; first += SIMDGROUPS * PARTS) {
-    int tile = first + part < tiles ? first + part : tiles - 1;  // every lane takes part in what follows
-    auto query = asked + tile * (KEY_DIM * QUADS);
+    int tile = first + part < tiles ? first + part : tiles - 1;  // every lane must reach the shuffles below
+    auto query = head_queries + tile * (KEY_DIM * QUADS);
     float score[QUERIES];
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) score[q] = 0.0f;
     for (int dim = 0; dim < KEY_DIM; dim++) {
       float value = key[dim * PITCH];
       TQ_UNROLL for (int quad = 0; quad < QUADS; quad++) {
-        float numbers[4];
-        tq_numbers<4>::unpack(query[dim * QUADS + quad], numbers);
-        TQ_UNROLL for (int i = 0; i < 4; i++) score[4 * quad + i] = tq_fma(numbers[i], value, score[4 * quad + i]);
+        float query_values[4];
+        tq_pack<4>::unpack(query[dim * QUADS + quad], query_values);
+        TQ_UNROLL for (int i = 0; i < 4; i++) score[4 * quad + i] = tq_fma(query_values[i], value, score[4 * quad + i]);
       }
     }
-    float maximum = 0.0f, sum = 0.0f;  // of the query that this lane stores
+    float maximum = 0.0f, sum = 0.0f;  // of the query whose result this lane stores
     TQ_UNROLL for (int q = 0; q < QUERIES; q++) {
-      float largest = tq_simd_max<SPAN>(there ? score[q] : TQ_MASKED);
+      float largest = tq_simd_max<SPAN>(valid ? score[q] : TQ_MASKED);
       float weight = tq_exp2(tq_mul(tq_sub(score[q], largest), TQ_LOG2E));
-      float all = tq_simd_sum<SPAN>(there ? weight : 0.0f);
-      if (token == q) maximum = largest, sum = all;
+      float total = tq_simd_sum<SPAN>(valid ? weight : 0.0f);
+      if (token == q) maximum = largest, sum = total;
     }
     uint row = uint(tile * QUERIES + token);
     if (token < QUERIES && first + part < tiles && row < rows) {
       int64_t place = (int64_t(head) * rows + row) * blocks + block;
-      if (start > begin) {  // this lane stored what came before
-        float before = block_maxima[place], larger = tq_larger(before, maximum);
+      if (start > begin) {  // this lane stored the result of the earlier tokens
+        float previous = block_maxima[place], larger = tq_larger(previous, maximum);
         sum = tq_mul(sum, tq_exp2(tq_mul(tq_sub(maximum, larger), TQ_LOG2E)));
-        sum = tq_fma(block_sums[place], tq_exp2(tq_mul(tq_sub(before, larger), TQ_LOG2E)), sum);
+        sum = tq_fma(block_sums[place], tq_exp2(tq_mul(tq_sub(previous, larger), TQ_LOG2E)), sum);
         maximum = larger;
       }
       block_maxima[place] = maximum;

@@ -18,11 +18,11 @@ TQ_FN void tq_flip_signs(TQ_THREAD float* x, Flips flips, uint lane) {
 // The element of row `row`, column `column` of the vector seen as M rows of P.
 template <int P>
 TQ_FN float tq_element(TQ_THREAD const float* x, int row, uint column) {
-  constexpr int ROWS = P < 32 ? 32 / P : 1;  // rows that lie in one array element of the simdgroup
+  constexpr int ROWS = P < 32 ? 32 / P : 1;  // rows in one array element of the simdgroup
   return simd_shuffle(x[row / ROWS], ushort(column + P * (row % ROWS)));
 }
 
-// The unnormalised transform, in the order of `mlx_tq.codec.exact.hadamard`: butterflies of stride 1, 2, 4, ..., then
+// The unnormalized transform, in the order of `mlx_tq.codec.rotation.hadamard`: butterflies of stride 1, 2, 4, ..., then
 // the M-point transform with the rows summed left to right. `matrix` holds the flips of the M-point matrix or of its
 // transpose.
 template <int D, int M, class Flips>

@@ -1,23 +1,25 @@
-// What eviction expects of packed keys, their scores: <w, K> + sum over f of weight_f |K_f|, for each query head.
+// Scores packed keys for an eviction round: <w, K> + sum over f of weight_f |K_f|, for each query head.
 //
-// One simdgroup takes one key: its codes are decoded once and rotated back in registers, then held against the virtual
-// query w and the weights of every query head of its KV head. |K_f| is the length of a pair of dims that RoPE turns.
+// One simdgroup takes one key: it decodes the codes once, rotates the key back in registers, and scores it with the
+// virtual query w and the weights of each query head of its KV head. |K_f| is the norm of a pair of dims that RoPE
+// rotates.
 //
 //   packed_rows [B, H, capacity, 2 W]: 16-bit words, see packing.h; any strides but the last
-//   key_flips: of the rotation, see rotation.h
+//   key_flips: sign flips of the rotation, see rotation.h
 //   virtual_queries [H, G, KEY_DIM], pair_weights [H, G, F]: float
 //   rope_pairs [2, F]: the dims of each pair
-//   score_sizes [8]: S, the tokens, and F
+//   score_sizes [8]: S, the number of tokens, and F
 //   key_scores [B, H, G, S]: float
 //
-// Where CONDITIONED also, contiguous:
+// Only if NORMALIZED, contiguous:
 //
-//   key_scale [B, H, KEY_DIM]: float, by which keys are divided
-//   key_means [B, H, n, KEY_DIM]: half, added before they are rotated back; mean_index [at least S]: int, which one
+//   key_scale [B, H, KEY_DIM]: float, divides keys
+//   key_means [B, H, n, KEY_DIM]: half, added before keys are rotated back
+//   mean_index [at least S]: int, which mean a row has
 //
-// Where KEY_TRELLIS or VALUE_TRELLIS also:
+// Only if KEY_TRELLIS or VALUE_TRELLIS:
 //
-//   trellis_levels [3, 256]: half, of states of 2, 3 and 4 bits
+//   trellis_levels [3, 256]: half, levels of the states of 2, 3 and 4 bits
 //
 // Grid (32 SIMDGROUPS, ceil(S / SIMDGROUPS), B H), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "rotation.h"
@@ -26,8 +28,8 @@
 #if TQ_TRELLIS
 #include "trellis.h"
 #endif
-#if TQ_CONDITIONED
-#include "weights.h"
+#if TQ_NORMALIZED
+#include "key_scale.h"
 #endif
 
 //// body
@@ -49,10 +51,10 @@ uint heads = packed_rows_shape[1], group = virtual_queries_shape[1];
 uint batch = threadgroup_position_in_grid.z / heads, head = threadgroup_position_in_grid.z % heads;
 if (token < tokens) {
   auto key = key_values + simdgroup * KEY_DIM;
-  auto words = tq_words<KEY_TRELLIS>::with(
+  auto words = tq_words<KEY_TRELLIS>::make(
       packed_rows + (batch * packed_rows_strides[0] + head * packed_rows_strides[1] + token * packed_rows_strides[2]), key_levels);
   float gain = KEYS::gain(words);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
   uint place = batch * heads + head;
   auto mean = key_means + (place * uint(key_means_shape[2]) + uint(mean_index[token])) * uint(KEY_DIM);
 #endif
@@ -61,7 +63,7 @@ if (token < tokens) {
     KEYS::load(words, unit, values);
     TQ_UNROLL for (int i = 0; i < int(KEYS::VALUES); i++) {
       int dim = KEYS::dim(unit, i);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
       key[dim] = tq_fma(values[i], gain, static_cast<float>(mean[dim]));
 #else
       key[dim] = tq_mul(values[i], gain);
@@ -81,10 +83,10 @@ if (token < tokens) {
     float factor = tq_div(1.0f, tq_sqrt(static_cast<float>(KEY_DIM)));
     TQ_UNROLL for (int j = 0; j < N; j++) x[j] = tq_mul(x[j], factor);
   }
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
   tq_divide<KEY_DIM>(x, key_scale + place * uint(KEY_DIM), lane);
 #endif
-  if (KEY_ROTATED || CONDITIONED) {
+  if (KEY_ROTATED || NORMALIZED) {
     TQ_UNROLL for (int j = 0; j < N; j++) {
       int dim = 32 * j + int(lane);
       if (dim < KEY_DIM) key[dim] = x[j];

@@ -1,15 +1,15 @@
-// One text for two dialects: Metal, and CUDA as far as it differs. The tests' simulator compiles the Metal side.
+// The differences between Metal and CUDA, so that kernels have one text. The tests' simulator compiles the Metal side.
 //
 // Rules that keep a kernel portable: pointers into device memory are `auto` or a template parameter, pointers into a
 // thread's own arrays are TQ_THREAD; every lane of a simdgroup takes part in every collective; threadgroups are whole.
-// Arithmetic goes through tq_add and its like, each of which rounds once, so that codes are the same on every backend.
+// Arithmetic goes through tq_add and its like, which round once each, so that codes are the same on every backend.
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 
 #define TQ_FN __device__ __forceinline__
 #define TQ_CONSTANT __device__ const
 #define TQ_THREAD
 #define TQ_UNROLL _Pragma("unroll")
-// Left to itself nvcc unrolls some loops until registers run out; Metal's compiler decides as it likes.
+// nvcc would unroll some loops until registers run out; Metal's compiler may decide by itself.
 #define TQ_ROLLED _Pragma("unroll 1")
 #define threadgroup __shared__
 
@@ -26,7 +26,7 @@ TQ_FN float tq_rint(float a) { return rintf(a); }
 TQ_FN float tq_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TQ_FN float tq_exp2(float a) { return exp2f(a); }
 
-// Where mlx passes attributes in Metal, CUDA has these.
+// CUDA variables for the attributes that mlx passes in Metal.
 #define threadgroup_position_in_grid blockIdx
 #define threadgroups_per_grid gridDim
 #define thread_position_in_grid (dim3(blockIdx.x * blockDim.x + threadIdx.x, blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z * blockDim.z + threadIdx.z))
@@ -47,7 +47,7 @@ TQ_FN To as_type(From value) {
   return result;
 }
 
-// A pointer into device memory as one to other values.
+// Casts a pointer into device memory.
 template <class To, class Pointer>
 TQ_FN auto tq_recast(Pointer pointer) {
   return reinterpret_cast<const To*>(pointer);

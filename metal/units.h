@@ -1,25 +1,25 @@
-// Decodes a vector unit by unit: a unit is the fewest 16-bit words that hold whole codes, one, or three for 3 bits, or
-// two for fp32. FULL is the model's type where 16 bits of it are stored.
+// Decoding of a vector unit by unit. A unit is the smallest number of 16-bit words that holds whole codes: one, three
+// for 3-bit codes, or two for fp32. FULL is the dtype of values that are stored in 16 bits as they are.
 #include "codebook.h"
 #include "packing.h"
 
 template <int D, int BITS>
 struct tq_unit {
   enum {
-    VALUES = BITS > 8 ? 1 : BITS == 3 ? 16 : 16 / BITS,  // in one unit
-    COUNT = D / VALUES,                                  // of units
-    WORDS = BITS == 3 ? 3 : BITS == 32 ? 2 : 1,          // of one unit
-    PAIRED = BITS <= 16 && COUNT % 2 == 0                // two units side by side are in whole 32-bit words
+    VALUES = BITS > 8 ? 1 : BITS == 3 ? 16 : 16 / BITS,  // of a unit
+    COUNT = D / VALUES,                                  // units of a vector
+    WORDS = BITS == 3 ? 3 : BITS == 32 ? 2 : 1,          // of a unit
+    PAIRED = BITS <= 16 && COUNT % 2 == 0                // two adjacent units are whole 32-bit words
   };
 
-  // Where a unit's word number n is.
+  // The index of word number n of a unit.
   static TQ_FN int place(int unit, int n) { return BITS == 32 ? 2 * unit + n : n * COUNT + unit; }
 
-  // The dim of a unit's value number i.
+  // The dim of value number i of a unit.
   static TQ_FN int dim(int unit, int i) { return BITS == 8 ? 2 * unit + i : i * COUNT + unit; }
 };
 
-// A unit's values before their vector's gain, from the lower halves of its words.
+// Decodes the values of a unit, before the gain, from the lower halves of its words.
 template <class FULL, int BITS>
 TQ_FN void tq_decode_words(TQ_THREAD const uint* words, TQ_THREAD float* values) {
   constexpr int TURBO_BITS = BITS > 4 ? 4 : BITS;
@@ -29,7 +29,7 @@ TQ_FN void tq_decode_words(TQ_THREAD const uint* words, TQ_THREAD float* values)
     values[0] = static_cast<float>(as_type<FULL>(ushort(words[0])));
   } else if (BITS == 8) {
     uint pair = words[0];
-    // Shifted up and back as signed numbers, which extends their sign.
+    // Shifting up and back as signed integers extends the sign.
     TQ_UNROLL for (int i = 0; i < 2; i++) values[i] = static_cast<float>(as_type<int>(pair << (24 - 8 * i)) >> 24);
   } else if (BITS == 3) {
     uint top = 0;
@@ -44,22 +44,22 @@ TQ_FN void tq_decode_words(TQ_THREAD const uint* words, TQ_THREAD float* values)
   }
 }
 
-// The same from the 16-bit words of a vector.
+// Decodes a unit of a vector of 16-bit words.
 template <class FULL, int D, int BITS, class Words>
 TQ_FN void tq_load_unit(Words words, int unit, TQ_THREAD float* values) {
   using UNIT = tq_unit<D, BITS>;
-  uint found[UNIT::WORDS];
-  TQ_UNROLL for (int n = 0; n < int(UNIT::WORDS); n++) found[n] = words[UNIT::place(unit, n)];
-  tq_decode_words<FULL, BITS>(found, values);
+  uint loaded[UNIT::WORDS];
+  TQ_UNROLL for (int n = 0; n < int(UNIT::WORDS); n++) loaded[n] = words[UNIT::place(unit, n)];
+  tq_decode_words<FULL, BITS>(loaded, values);
 }
 
-// What multiplies a vector's values, from its scale.
+// The gain of a vector, which multiplies its values, from its scale.
 template <int D, int BITS>
 TQ_FN float tq_gain_of(float scale) {
   return tq_mul(scale, BITS == 8 ? 1.0f / 127.0f : tq_div(1.0f, tq_sqrt(static_cast<float>(D))));
 }
 
-// The same from the scale's 16-bit words.
+// The gain from the 16-bit words of the scale.
 template <int D, int BITS, bool WIDE, class Words>
 TQ_FN float tq_gain(Words scale_words) {
   if (BITS > 8) return 1.0f;
@@ -68,19 +68,19 @@ TQ_FN float tq_gain(Words scale_words) {
   return tq_gain_of<D, BITS>(scale);
 }
 
-#define TQ_STATES 256  // of a trellis
+#define TQ_STATES 256  // states of a trellis
 
-// The words of a vector; where TRELLIS with the levels of its codes beside them, see trellis.h.
+// The words of a vector, with the levels of the states if TRELLIS, see trellis.h.
 template <bool TRELLIS>
 struct tq_words {
   template <class Words, class Levels>
-  static TQ_FN Words with(Words words, Levels) {
+  static TQ_FN Words make(Words words, Levels) {
     return words;
   }
 };
 
-// Vectors of one kind: D values of BITS, whose scale, where there is one, is SCALE words after their first word. Where
-// TRELLIS their codes are a ring, see trellis.h.
+// Vectors of D values of BITS, with a scale (if the format has one) SCALE words after the first word. If TRELLIS, their
+// codes are a ring, see trellis.h.
 template <int D, int BITS, bool WIDE, class FULL, int SCALE, bool TRELLIS>
 struct tq_vectors : tq_unit<D, BITS> {
   enum { DIM = D };
@@ -96,8 +96,8 @@ struct tq_vectors : tq_unit<D, BITS> {
   }
 };
 
-// The same where there is no pointer to pairs of words.
+// The same vectors, without a pointer to pairs of words.
 template <class Vectors>
-struct tq_apart : Vectors {
+struct tq_unpaired : Vectors {
   enum { PAIRED = 0 };
 };

@@ -1,4 +1,4 @@
-// Loading a vector into a simdgroup, and storing it rotated.
+// Loads a vector into a simdgroup, and stores it rotated.
 #include "rotation.h"
 
 #define TQ_FP16_MAX 65504.0f
@@ -14,7 +14,7 @@ TQ_FN void tq_load_vector(Vector vector, int64_t stride, TQ_THREAD float* x, uin
   }
 }
 
-// Stores R x, or R^T x where INVERSE, clamped to fp16's range where CLAMPED; R = H diag(signs) / sqrt(D).
+// Stores R x, or R^T x if INVERSE, clamped to the range of fp16 if CLAMPED; R = H diag(signs) / sqrt(D).
 template <class T, int D, int M, bool INVERSE, bool CLAMPED, class Flips, class Out>
 TQ_FN void tq_rotate(TQ_THREAD float* x, Flips flips, Out out, uint lane) {
   constexpr int N = (D + 31) / 32;

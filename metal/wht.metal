@@ -1,16 +1,16 @@
-// Rotates vectors, or back where INVERSE. One simdgroup takes one vector, in fp32.
+// Rotates vectors, or rotates them back if INVERSE; one simdgroup per vector, in fp32.
 //
 //   vectors [A, B, C, DIM]: T, any strides
 //   rotation_flips: see rotation.h
 //   rotated [A B C, DIM]: T
 //
-// Where CONDITIONED also key_scale [A, H, DIM]: float, by which vectors, B / H heads for each, are divided first. CLAMPED
-// ones are clamped to fp16's range.
+// Only if NORMALIZED: key_scale [A, H, DIM]: float, divides vectors before the rotation, one for B / H heads. Results
+// are clamped to the range of fp16 if CLAMPED.
 //
 // Grid (32 SIMDGROUPS, ceil(A B C / SIMDGROUPS), 1), threadgroup (32 SIMDGROUPS, 1, 1).
 #include "vectors.h"
-#if TQ_CONDITIONED
-#include "weights.h"
+#if TQ_NORMALIZED
+#include "key_scale.h"
 #endif
 
 //// body
@@ -23,7 +23,7 @@ if (row < vectors_shape[0] * middle * inner) {
                            row % inner * vectors_strides[2]);
   float x[(DIM + 31) / 32];
   tq_load_vector<DIM>(vector, vectors_strides[3], x, lane);
-#if TQ_CONDITIONED
+#if TQ_NORMALIZED
   uint heads = key_scale_shape[1], head = row / inner / (middle / heads);
   tq_divide<DIM>(x, key_scale + head * uint(DIM), lane);
 #endif

@@ -1,4 +1,4 @@
-"""The text that mlx would hand to Metal's compiler."""
+"""Captures the text that mlx would pass to Metal's compiler."""
 
 import ctypes
 import os
@@ -14,31 +14,31 @@ import mlx.core as mx
 _PRINTED = re.compile(r"Generated source code for `[^`]*`:\n```\n(.*)\n```", re.S)
 
 
-class _Captured(Exception):  # noqa: N818  it ends a trace, it is no error
+class _Captured(Exception):  # noqa: N818 - ends a trace, not an error
     pass
 
 
 @contextmanager
 def _stdout_of_c() -> Iterator[BinaryIO]:
-    """A file that gets what C++ code prints meanwhile."""
+    """Yield a file that gets what C++ code prints inside the `with` block."""
     flush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
     flush(None)
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(1)
+        stdout = os.dup(1)
         os.dup2(file.fileno(), 1)
         try:
             yield file
         finally:
             flush(None)
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 def capture(kernel: Callable[..., Any], inputs: list[mx.array], **call: Any) -> str:
-    """What mlx generates for one call of an `mx.fast.metal_kernel`, without mlx's own preamble.
+    """Return what mlx generates for one call of an `mx.fast.metal_kernel`, without mlx's preamble.
 
-    A call needs Metal, except while a function is traced for export; `verbose` then prints the text.
+    A call needs Metal, unless a function is traced for export; `verbose` then prints the text.
     """
 
     def traced(*arrays: mx.array) -> None:
@@ -50,6 +50,6 @@ def capture(kernel: Callable[..., Any], inputs: list[mx.array], **call: Any) -> 
             mx.export_function(os.devnull, traced, *inputs)
         file.seek(0)
         printed = file.read().decode()
-    found = _PRINTED.search(printed)
-    assert found, f"mlx printed no kernel:\n{printed}"
-    return found.group(1)
+    match = _PRINTED.search(printed)
+    assert match, f"mlx printed no kernel:\n{printed}"
+    return match.group(1)

@@ -1,4 +1,4 @@
-"""Run a kernel's text on arrays."""
+"""Runs a kernel's text on arrays."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ OPERATIONS = (
 
 
 class SimulationError(Exception):
-    """A kernel did what Metal leaves undefined, or a sanitizer found something."""
+    """A kernel did something that Metal leaves undefined, or a sanitizer reported an error."""
 
 
 class _Buffer(ctypes.Structure):
@@ -49,7 +49,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _Dispatch(ctypes.Structure):
-    """As in cpp/dispatch.h."""
+    """Mirror of the struct in cpp/dispatch.h."""
 
     _fields_ = (
         ("buffers", _Buffer * MAX_BUFFERS),
@@ -64,7 +64,7 @@ class _Dispatch(ctypes.Structure):
 
 
 class Counters(NamedTuple):
-    """What a dispatch cost: bytes by buffer name, lane operations by kind."""
+    """The cost of a dispatch: bytes by buffer name, lane operations by kind."""
 
     loaded: dict[str, int]
     stored: dict[str, int]
@@ -72,14 +72,12 @@ class Counters(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Outputs and their cost."""
-
     outputs: list[mx.array]
     counters: Counters
 
 
 def _as_numpy(array: mx.array) -> np.ndarray:
-    """The array's own memory, with its strides; bfloat16, which NumPy lacks, as uint16."""
+    """Return the array's memory with its strides; bfloat16, which NumPy does not have, as uint16."""
     mx.eval(array)
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
@@ -93,13 +91,13 @@ def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 
 
 def _named_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All that mlx may pass by name: each array, its shape, its strides in elements, and its rank."""
-    found = dict(arrays)
+    """Add what mlx may pass by name: the shape of each array, its strides in elements, and its rank."""
+    named = dict(arrays)
     for name, array in arrays.items():
-        found[f"{name}_shape"] = np.array(array.shape, np.int32)
-        found[f"{name}_strides"] = np.array(array.strides, np.int64) // array.itemsize
-        found[f"{name}_ndim"] = np.array(array.ndim, np.int32)
-    return found
+        named[f"{name}_shape"] = np.array(array.shape, np.int32)
+        named[f"{name}_strides"] = np.array(array.strides, np.int64) // array.itemsize
+        named[f"{name}_ndim"] = np.array(array.ndim, np.int32)
+    return named
 
 
 def _fill(buffer: _Buffer, array: np.ndarray) -> None:
@@ -113,17 +111,17 @@ def _library(path: Path) -> Any:
 
 
 def _run_sanitized(program: Path, dispatch: _Dispatch) -> None:
-    """Run in a program of its own; its results replace what the dispatch and its buffers hold."""
+    """Run in a separate program, and copy its results to the dispatch and its buffers."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "dispatch")
         used = dispatch.buffers[: dispatch.count]
         file.write_bytes(bytes(dispatch) + b"".join(ctypes.string_at(b.data, b.bytes) for b in used))
         environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-        environment.pop("LD_PRELOAD", None)  # the sanitizers want no library before theirs
+        environment.pop("LD_PRELOAD", None)  # the sanitizers must be loaded first
         done = subprocess.run([program, file], capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
-            found = re.search(r"ERROR: AddressSanitizer: .*|runtime error: .*", done.stderr)
-            raise SimulationError(found.group(0) if found else done.stderr)
+            match = re.search(r"ERROR: AddressSanitizer: .*|runtime error: .*", done.stderr)
+            raise SimulationError(match.group(0) if match else done.stderr)
         content = file.read_bytes()
     places = [(b.data, b.bytes) for b in used]
     ctypes.memmove(ctypes.byref(dispatch), content, ctypes.sizeof(dispatch))
@@ -134,12 +132,12 @@ def _run_sanitized(program: Path, dispatch: _Dispatch) -> None:
 
 
 def _quote(message: str, text: str) -> str:
-    """A report with the line of the text that it names."""
-    found = re.search(r"line (\d+)", message)
+    """Append the line of the text that a message names."""
+    match = re.search(r"line (\d+)", message)
     lines = text.splitlines()
-    if not found or int(found.group(1)) > len(lines):
+    if not match or int(match.group(1)) > len(lines):
         return message
-    return f"{message}\n  line {found.group(1)}: {lines[int(found.group(1)) - 1].strip()}"
+    return f"{message}\n  line {match.group(1)}: {lines[int(match.group(1)) - 1].strip()}"
 
 
 def simulate(
@@ -158,20 +156,19 @@ def simulate(
     """Call an `mx.fast.metal_kernel` as on a Mac.
 
     Args:
-        kernel: what `mx.fast.metal_kernel` returned.
-        inputs: arrays, whose strides the kernel sees.
-        output_shapes: of what it returns.
-        output_dtypes: theirs.
-        grid: of threads.
-        threadgroup: how many of them work together.
+        kernel: object returned by `mx.fast.metal_kernel`.
+        inputs: arrays; the kernel sees their strides.
+        output_shapes: shapes of the outputs.
+        output_dtypes: dtypes of the outputs.
+        grid: number of threads.
+        threadgroup: threads of a threadgroup.
         template: values that mlx writes into the text.
-        order: in which threads run: 0 by index, 1 the reverse, others shuffled.
-        sanitize: under the address and undefined-behaviour sanitizers.
-        edit: changes the generated text, to see whether a mistake in it is found.
+        order: order of the threads: 0 by index, 1 the reverse, others shuffled.
+        sanitize: run under the address and undefined-behavior sanitizers.
+        edit: changes the generated text, to test that a mistake in it is found.
 
     Raises:
         SimulationError: divergent collectives, a deadlock, a race, an access out of bounds, and the like.
-
     """
     call = {"output_shapes": list(output_shapes), "output_dtypes": list(output_dtypes), "template": list(template)}
     text = edit(capture(kernel, list(inputs), grid=grid, threadgroup=threadgroup, **call))
@@ -192,7 +189,7 @@ def run_text(
     order: int = 0,
     sanitize: bool = False,
 ) -> Counters:
-    """Run a kernel in Metal on arrays by the names of its buffers, in place; the rest as in `simulate`."""
+    """Run a kernel in Metal on arrays by buffer name, in place; other arguments are those of `simulate`."""
     declared = _buffers(text)
     dispatch = _Dispatch(order=order, count=len(declared), grid=grid, threadgroup=threadgroup)
     for parameter in declared:
@@ -214,7 +211,7 @@ def _buffers(text: str) -> list[Parameter]:
 def _split(
     declared: list[Parameter], inputs: Sequence[mx.array], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[mx.Dtype]
 ) -> dict[str, np.ndarray]:
-    """The arrays of a kernel's buffers by name. Outputs start with every bit set, a NaN where they are floats."""
+    """Return the arrays of a kernel's buffers by name. All bits of outputs are set, which is NaN for floats."""
     outputs = [p.name for p in declared[-len(shapes) :]]
     extras = re.compile(r"_(?:shape|strides|ndim)$")
     names = [p.name for p in declared if p.name not in outputs and not extras.search(p.name)]

@@ -1,4 +1,4 @@
-"""mlx's own attention kernel for one query, from the installed wheel, on the simulator."""
+"""Runs mlx's attention kernel for one query, from the installed wheel, on the simulator."""
 
 import re
 from pathlib import Path
@@ -9,14 +9,14 @@ import numpy as np
 from metal_sim.run import Counters, run_text
 
 FILE = Path(mx.__file__).parent / "include/mlx/backend/metal/kernels/sdpa_vector.h"
-# What mlx's other headers and its function constants would give: no mask, no sinks, queries in rows.
+# Definitions of mlx's other headers and function constants: no mask, no sinks, queries in rows.
 PRELUDE = """
 template <class T> struct Limits { static constexpr float finite_min = -3.4028234e38f; };
 constexpr bool has_mask = false, query_transposed = false, do_causal = false;
 constexpr bool bool_mask = false, float_mask = false, has_sinks = false;
 """
-# Metal's compiler contracts sums of products; the simulator's rounds each operation, and would count two for one. The
-# first two are a constant and a choice, made early.
+# Metal's compiler contracts sums of products; the simulator rounds each operation, and would count two for one. The
+# first two replace a constant and a choice.
 CONTRACTED = {
     "U score = 0;": "U score = 0.0f;",
     "query_transposed ? tpg.x * q_seq_idx + q_batch_head_idx : o_offset": "o_offset",
@@ -27,10 +27,10 @@ CONTRACTED = {
 
 
 def kernel_text(dim: int) -> str:
-    """The kernel `sdpa_vector` for fp16 vectors."""
-    found = re.search(r"\[\[kernel\]\] void sdpa_vector\(.*?\n}\n", FILE.read_text(), re.S)
-    assert found
-    text = re.sub(r", function_constant\(\w+\)", "", found.group(0))
+    """Return the text of `sdpa_vector` for fp16 vectors."""
+    match = re.search(r"\[\[kernel\]\] void sdpa_vector\(.*?\n}\n", FILE.read_text(), re.S)
+    assert match
+    text = re.sub(r", function_constant\(\w+\)", "", match.group(0))
     text = re.sub(r"(?<=\w)\s+\[\[", " [[", text)
     for written, contracted in CONTRACTED.items():
         assert written in text
@@ -39,7 +39,7 @@ def kernel_text(dim: int) -> str:
 
 
 def sdpa_vector(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, Counters]:
-    """Attention of queries fp16 [Hq, D] to keys and values fp16 [H, S, D] with scale 1: [Hq, D], and its cost."""
+    """Attend with queries fp16 [Hq, D] to keys and values fp16 [H, S, D] at scale 1; return [Hq, D] and the cost."""
     (query_heads, dim), (heads, tokens, _) = queries.shape, keys.shape
     out = np.empty_like(queries)
     numbers = {"gqa_factor": query_heads // heads, "N": tokens, "num_q_heads": query_heads}

@@ -1,13 +1,12 @@
-"""Metal text as mlx generates it -> C++ over `cpp/metal_stdlib.h`.
+"""Translates Metal text, as mlx generates it, to C++ with `cpp/metal_stdlib.h`.
 
-Only the kernel's signature, its instantiation, its threadgroup arrays and casts of device pointers are rewritten; the
-rest is compiled as it is.
+Only the kernel's signature, its instantiation, its threadgroup arrays and casts of device pointers change.
 """
 
 import re
 from typing import NamedTuple
 
-# What stands for each of Metal's thread attributes.
+# C++ expressions for Metal's thread attributes.
 ATTRIBUTES = {
     "thread_position_in_grid": "at(tqsim::self().in_grid)",
     "thread_position_in_threadgroup": "at(tqsim::self().in_threadgroup)",
@@ -41,19 +40,18 @@ extern "C" void tqsim_dispatch(tqsim::Dispatch* dispatch) {
 
 
 class Parameter(NamedTuple):
-    """One of the kernel's: its name, Metal type, attribute, and number where it is a buffer."""
+    """A parameter of a kernel."""
 
     name: str
-    type: str
+    type: str  # in Metal
     attribute: str
-    number: int | None
+    number: int | None  # of a buffer
 
     def declaration(self) -> str:
-        """The parameter in C++."""
         return f"{self._pointer() if self._is_pointer() else self._plain()} {self.name}"
 
     def argument(self) -> str:
-        """What the entry passes."""
+        """Return what the C++ entry passes for it."""
         if self.number is None:
             return ATTRIBUTES[self.attribute]
         if self._is_pointer():
@@ -71,26 +69,25 @@ class Parameter(NamedTuple):
 
 
 def parameters(text: str) -> list[Parameter]:
-    """The kernel's parameters in order."""
     signature = _SIGNATURE.search(text)
     assert signature, f"no kernel in:\n{text}"
-    found = []
+    result = []
     for parameter in signature.group(2).split(",\n"):
         match = _PARAMETER.match(parameter)
         assert match, f"unknown parameter {parameter!r}"
         number = None if match["number"] is None else int(match["number"])
-        found.append(Parameter(match["name"], match["type"], match["attribute"], number))
-    return found
+        result.append(Parameter(match["name"], match["type"], match["attribute"], number))
+    return result
 
 
 def translate(text: str) -> str:
-    """A C++ translation unit whose `tqsim_dispatch` runs the kernel."""
+    """Return a C++ translation unit whose `tqsim_dispatch` runs the kernel."""
     signature = _SIGNATURE.search(text)
     assert signature, f"no kernel in:\n{text}"
     declared = parameters(text)
     instance = _INSTANCE.search(text)
     head = f"void {signature.group(1)}({', '.join(p.declaration() for p in declared)}) {{"
-    lines = "\n" * signature.group(0).count("\n")  # line numbers stay those of the text
+    lines = "\n" * signature.group(0).count("\n")  # keeps the line numbers
     body = text[: signature.start()] + head + lines + text[signature.end() : instance.start() if instance else None]
     body = _SHARED.sub(r"TQSIM_SHARED(\1, \2, \3);", body)
     body = _RECAST.sub(r"tqsim::recast<const \1>", body)

@@ -14,18 +14,18 @@ __version__ = "0.1.0"
 
 # Imported when first used, so that `import mlx_tq` costs no model code.
 _HOMES = {
-    "EvictConfig": "mlx_tq.policies",
+    "EvictConfig": "mlx_tq.config",
     "KVConfig": "mlx_tq.config",
     "MlxTqError": "mlx_tq.errors",
     "RescueConfig": "mlx_tq.config",
-    "Session": "mlx_tq.conversation",
+    "Session": "mlx_tq.session",
     "TurboQuant": "mlx_tq.codec",
-    "compressed": "mlx_tq.sequence.compressed",
+    "compressed": "mlx_tq.prompt_cache.compressed",
     "load": "mlx_tq.models",
-    "load_prompt_cache": "mlx_tq.sequence.files",
-    "make_prompt_cache": "mlx_tq.sequence.compressed",
-    "memory_report": "mlx_tq.sequence.memory_report",
-    "save_prompt_cache": "mlx_tq.sequence.files",
+    "load_prompt_cache": "mlx_tq.prompt_cache.files",
+    "make_prompt_cache": "mlx_tq.prompt_cache.compressed",
+    "memory_report": "mlx_tq.prompt_cache.memory_report",
+    "save_prompt_cache": "mlx_tq.prompt_cache.files",
 }
 
 __all__ = list(_HOMES)

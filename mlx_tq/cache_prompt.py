@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.args import add_cache_arguments
-from mlx_tq.commands.frame import run_command
-from mlx_tq.commands.model_args import add_model_arguments
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import add_cache_arguments
+from mlx_tq.cli.frame import run_command
+from mlx_tq.cli.model_args import add_model_arguments
+from mlx_tq.cli.parser import command_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    return run_command("cache_prompt", build_parser(), "mlx_tq.commands.runs.cache_prompt", words)
+    return run_command("cache_prompt", build_parser(), "mlx_tq.cli.runs.cache_prompt", words)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.frame import run_command
-from mlx_tq.commands.model_args import add_model_arguments
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.frame import run_command
+from mlx_tq.cli.model_args import add_model_arguments
+from mlx_tq.cli.parser import command_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of `mlx_tq.calibrate`."""
     parser = command_parser(
         "calibrate",
-        "Gather a model's query statistics for eviction (--kv-stats), for one --dtype.",
+        "Gather a model's query statistics for eviction (--kv-calibration), for one --dtype.",
     )
     add_model_arguments(parser, adapter=False)
     parser.add_argument("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
@@ -40,14 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
         "-o",
         "--output",
         metavar="FILE",
-        help="safetensors file to write (default: the one in the user's cache folder that --kv-stats auto looks up)",
+        help="safetensors file to write (default: the file in the user's cache that --kv-calibration auto reads)",
     )
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    return run_command("calibrate", build_parser(), "mlx_tq.commands.runs.calibrate", words)
+    return run_command("calibrate", build_parser(), "mlx_tq.cli.runs.calibrate", words)
 
 
 if __name__ == "__main__":

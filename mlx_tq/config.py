@@ -1,218 +1,264 @@
-"""What a user can choose about the cache: frozen dataclasses that validate themselves, and the named profiles."""
+"""The configuration of users: frozen dataclasses that validate themselves, and named profiles."""
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rotation import ROTATIONS
-from mlx_tq.errors import ConfigError
-from mlx_tq.policies.config import EvictConfig, parse_budget
-from mlx_tq.policies.options import check_types, names_settings
-from mlx_tq.policies.triattention import TriAttention
+from mlx_tq.errors import ConfigError, unknown_name
+from mlx_tq.policies import Policy, TriAttention, parse_policy
+from mlx_tq.policies.options import check_options, option
 
-# Tokens leave the tail for the body in blocks of this many logical positions.
-BLOCK = 32
-# Between the key formats of layers.
-SCHEDULE = "+"
-# Between the key format of recent tokens and that of older ones.
-COLD = "~"
-# Fields that name formats of layers, and keep their defaults beside `mean_bits`.
-CHOOSING = ("key", "value", "boundary", "outlier")
-# Tokens that one short span, what stands around it and the marks of a quotation take.
-LEAST_QUOTATION = 128
+BLOCK = 32  # tokens that are packed and archived together
+SCHEDULE = "+"  # separates the formats of layers
+COLD = "~"  # separates the key format of recent tokens from that of older ones
+CHOOSING = ("key", "value", "boundary", "outlier")  # fields that choose formats, which `mean_bits` does too
+LEAST_QUOTATION = 128  # tokens of one short span with its surroundings and the marks of a quotation
 LONGEST_WAIT = 86_400  # seconds
+_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-@names_settings
+class Budget(NamedTuple):
+    """The tokens that may stay in the cache: exactly one of the three is set."""
+
+    tokens: int | None = None  # of each layer
+    share: float | None = None  # of the tokens seen, at most 1
+    nbytes: int | None = None  # of all compressed layers
+
+
+def parse_budget(text: int | str) -> Budget:
+    """Parse a budget such as 4096 (tokens), "90%" (of the tokens seen) or "2GB" (all compressed layers)."""
+    word = str(text).strip().upper()
+    number, unit = word.rstrip("%KMGB"), word[len(word.rstrip("%KMGB")) :]
+    try:
+        value = float(number)
+        if unit == "" and value == int(value) and value > 0:
+            return Budget(tokens=int(value))
+        if unit == "%" and 0 < value <= 100:
+            return Budget(share=value / 100)
+        if unit in _BYTES and int(value * _BYTES[unit]) > 0:
+            return Budget(nbytes=int(value * _BYTES[unit]))
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(
+        f"budget {text!r} cannot be met; write tokens (4096), a share of the tokens seen from above 0 to 100 (90%), or "
+        "bytes (800MB, 2GB)."
+    )
+
+
 @dataclass(frozen=True)
-class KVConfig:
-    """How the KV cache of a model is stored.
+class EvictConfig:
+    """Configure which tokens are evicted from the packed region, and whether they can be recalled.
 
     Attributes:
-        key: format of keys in the body (see `codec.format_names`), or two, RECENT~COLD, of which older tokens have the
-            second; or such for each layer, joined by "+".
-        value: format of values in the body; or one for each layer, joined by "+".
-        prefix: first tokens kept in the model's type (sinks, system prompt).
-        window: last tokens kept in the model's type. 32 to 63 more stay beside them, so that a trim of up to 32 tokens
-            restores exactly what was there.
-        key_scale: write-time scale of tq keys, "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
-        value_scale: the same for tq values.
-        boundary: first and last layers whose keys and values are stored as q8 at least.
-        outlier: a layer whose median key norm exceeds this many times the median over layers stores its keys as q8 at
-            least. 0 turns it off.
-        rotation: "wht" or "haar".
-        seed: of the rotations.
-        fp32_scales: store scales as fp32 instead of fp16.
-        recent: packed tokens whose keys have the first of two formats, a multiple of 32.
-        condition: keys are stored less the mean of their block, and weighted by what queries of the first 128 tokens
-            read of each pair of dims; so nothing is packed before these were seen.
-        evict: which tokens leave the cache, or None to keep all.
-        mean_bits: stored bits a value, scales and means included, that all layers may take together; the formats of
-            each are then chosen by what it is known to lose, and take the places of `key` and `value`; `boundary` and
-            `outlier` choose none.
+        policy: what scores the tokens. A text such as "triattention:trigger=64:warmup=512" is parsed by `parse_policy`.
+        budget: what may stay in the cache: tokens (4096), a share of those seen ("90%"), or bytes of all compressed
+            layers ("2GB").
+        recall: maximum number of evicted tokens that are reloaded at once from the archive when a question needs them.
+            "auto" is a tenth of the budget and at least 128, and off where recall is not supported; "off" archives
+            nothing.
+        recall_every: number of decoded tokens after which the archive is searched again (more for large archives).
+        archive_limit: maximum bytes of the archive of one sequence; beyond it the oldest, least recalled blocks are
+            deleted. None for 20 GB, or a tenth of the free disk if that is less.
 
     Raises:
-        ConfigError: a value that cannot be met, with those that can.
+        ConfigError: a wrong type or value; the message names the valid ones.
+    """
+
+    policy: Policy = field(default_factory=TriAttention)
+    budget: int | str = "90%"
+    recall: int | str = "auto"
+    recall_every: int = option(64, minimum=1)
+    archive_limit: int | None = option(None, minimum=1)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, str):
+            object.__setattr__(self, "policy", parse_policy(self.policy))
+        check_options(self)
+        parse_budget(self.budget)
+        if self.recall not in ("auto", "off") and (isinstance(self.recall, str) or self.recall < BLOCK):
+            raise ConfigError(
+                f"recall is {self.recall!r}; write tokens to reload at once (256), at least a block of {BLOCK}; auto; "
+                "or off."
+            )
+
+    @property
+    def recalls(self) -> bool:
+        """Whether evicted rows are archived."""
+        return self.recall != "off"
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> "EvictConfig":
+        """Return the configuration that `to_dict` wrote."""
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON, with the policy as text."""
+        return vars(self) | {"policy": str(self.policy)}
+
+
+@dataclass(frozen=True)
+class KVConfig:
+    """Configure how the KV cache of a model is stored.
+
+    Attributes:
+        key: format of packed keys (see `codec.format_names`), or two, RECENT~COLD, the second for older tokens; or such
+            for each layer, joined by "+".
+        value: format of packed values; or one for each layer, joined by "+".
+        sinks: number of first tokens in full precision (attention sinks, system prompt).
+        window: number of last tokens in full precision; 32 to 63 more stay so, so that a trim of up to 32 tokens is
+            exact.
+        key_scale: scale rule of tq keys: "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
+        value_scale: the same for tq values.
+        boundary: number of first and last layers that are stored as q8 at least.
+        outlier: key norm, in medians over layers, above which a layer's keys are stored as q8 at least; 0 is off.
+        rotation: "wht" or "haar".
+        seed: seed of the rotations.
+        fp32_scales: whether scales are stored as fp32 instead of fp16.
+        recent: number of packed tokens whose keys have the first of two formats, a multiple of 32.
+        normalize: whether keys are centered by the mean of their block and rescaled by the queries of the first 128
+            tokens, before which nothing is packed.
+        evict: which tokens are evicted, or None to keep all.
+        mean_bits: target average of stored bits per value, scales and means included. It chooses the formats of each
+            layer by measured sensitivity, in place of `key`, `value`, `boundary` and `outlier`.
+
+    Raises:
+        ConfigError: a wrong type or value; the message names the valid ones.
     """
 
     key: str = "q8"
     value: str = "tq4"
-    prefix: int = 128
-    window: int = 128
+    sinks: int = option(128, minimum=0)
+    window: int = option(128, minimum=0)
     key_scale: str = "unbiased"
     value_scale: str = "unbiased"
-    boundary: int = 0
-    outlier: float = 3.0
-    rotation: str = "wht"
-    seed: int = 42
+    boundary: int = option(0, minimum=0)
+    outlier: float = option(3.0, minimum=0)
+    rotation: str = option("wht", choices=ROTATIONS)
+    seed: int = option(42, minimum=0)
     fp32_scales: bool = False
     recent: int = 512
-    condition: bool = True
+    normalize: bool = True
     evict: EvictConfig | None = None
     mean_bits: float | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
-        # An alias and its format are one.
-        object.__setattr__(self, "key", SCHEDULE.join(map(_key_name, self.key.split(SCHEDULE))))
-        object.__setattr__(self, "value", SCHEDULE.join(map(_value_name, self.value.split(SCHEDULE))))
-        CodecOptions(scale=self.key_scale)
-        CodecOptions(scale=self.value_scale)
-        if self.rotation not in ROTATIONS:
-            raise ConfigError(f"rotation {self.rotation!r} is unknown; valid are {', '.join(ROTATIONS)}.")
-        for name in ("prefix", "window", "boundary", "outlier", "seed"):
-            value = getattr(self, name)
-            if not value >= 0:  # also refuses NaN
-                raise ConfigError(f"{name} is {value}; it must be 0 or more.")
+        check_options(self)
+        for name, without_aliases in (("key", _key_format), ("value", _value_format)):  # so that equal configs compare
+            formats = getattr(self, name).split(SCHEDULE)
+            object.__setattr__(self, name, SCHEDULE.join(map(without_aliases, formats)))
+        for rule in (self.key_scale, self.value_scale):
+            CodecOptions(scale=rule)  # raises for an unknown one
         if self.recent < BLOCK or self.recent % BLOCK:
             raise ConfigError(f"recent is {self.recent}; it must be a multiple of {BLOCK}, such as 512.")
-        named = [name for name in CHOOSING if getattr(self, name) != getattr(KVConfig, name)]
-        if self.mean_bits is not None and named:
+        changed = [name for name in CHOOSING if getattr(self, name) != getattr(KVConfig, name)]
+        if self.mean_bits is not None and changed:
             raise ConfigError(
-                f"mean_bits is {self.mean_bits:g} and chooses the formats of all layers; {named[0]} is "
-                f"{getattr(self, named[0])!r} and chooses some too. Drop one of the two."
+                f"mean_bits is {self.mean_bits:g} and chooses the formats of all layers; {changed[0]} is "
+                f"{getattr(self, changed[0])!r} and chooses some too. Drop one of the two."
             )
         if self.evict is not None:
             self._check_eviction(self.evict)
 
     def _check_eviction(self, evict: EvictConfig) -> None:
-        if isinstance(evict.recall, int) and evict.recall < BLOCK:
-            raise ConfigError(
-                f"recall is {evict.recall} tokens, fewer than a block of {BLOCK}, which comes back whole or not "
-                f"at all. Write at least {BLOCK}, or auto, or off (--kv-recall off)."
-            )
         tokens = parse_budget(evict.budget).tokens
-        if tokens is not None and tokens <= self.prefix + self.latest:
+        if tokens is not None and tokens <= self.sinks + self.latest:
             recent = f" plus {self.latest - self.window} with recent keys" if self.latest > self.window else ""
-            lower = "lower --kv-recent, or take --kv-recall off" if recent else "lower prefix or window"
+            remedy = "lower --kv-recent, or take --kv-recall off" if recent else "lower sinks or window"
             raise ConfigError(
-                f"a budget of {tokens} tokens is not above prefix {self.prefix} plus window {self.window}{recent}, "
-                f"which are never evicted. Raise the budget, or {lower}."
+                f"a budget of {tokens} tokens is not above sinks {self.sinks} plus window {self.window}{recent}, "
+                f"which are never evicted. Raise the budget, or {remedy}."
             )
-        if evict.policy.mode in ("v1", "v2") and self.prefix > 0:
+        if evict.policy.can_evict_sinks and self.sinks > 0:
             raise ConfigError(
-                f"mode {evict.policy.mode} may evict the first tokens; prefix is {self.prefix}. Set prefix to 0."
+                f"the policy {evict.policy} may evict the first tokens; sinks is {self.sinks}. Set sinks to 0."
             )
 
     @property
     def latest(self) -> int:
-        """Last tokens that never leave: where rows come back those with the first of two formats of keys, too."""
-        comes_back = self.evict is not None and self.evict.recalls and COLD in self.key
-        return self.window + (self.recent + BLOCK if comes_back else 0)
+        """The number of last tokens that are never evicted; with recall, those with recent keys are among them."""
+        recalls = self.evict is not None and self.evict.recalls
+        return self.window + (self.recent + BLOCK if recalls and COLD in self.key else 0)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is compressed or evicted, so that mlx-lm's own cache serves."""
+        return self.key == self.value == "fp16" and self.evict is None and self.mean_bits is None
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "KVConfig":
-        """The inverse of `to_dict`."""
+        """Return the configuration that `to_dict` wrote."""
         evict = fields.get("evict")
         return cls(**{**fields, "evict": None if evict is None else EvictConfig.from_dict(evict)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; `mean_bits` only until the formats are chosen."""
+        """Return plain data for JSON, without a `mean_bits` of None."""
         fields = vars(self) | {"evict": None if self.evict is None else self.evict.to_dict()}
         return {name: value for name, value in fields.items() if name != "mean_bits" or value is not None}
 
-    def formats_of(self, layer: int, layers: int) -> tuple[str, str]:
-        """The formats of keys and values of one of `layers` layers.
-
-        Raises:
-            ConfigError: a schedule has another length.
-        """
-        key, value = (
-            _scheduled(side, formats, layer, layers) for side, formats in (("key", self.key), ("value", self.value))
-        )
-        return key, value
-
-    @property
-    def is_off(self) -> bool:
-        """Nothing would be compressed or evicted: mlx-lm's own cache serves."""
-        return self.key == self.value == "fp16" and self.evict is None and self.mean_bits is None
-
     def fingerprint(self) -> str:
-        """16 hex digits that differ where two configurations store different bytes."""
+        """Return 16 hex digits that differ between configurations that store different bytes."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
-
-def _key_name(name: str) -> str:
-    """A key's format, or the two of RECENT~COLD, without aliases."""
-    parts = [get_format(part).name for part in name.split(COLD)]
-    if len(parts) > 2:
-        raise ConfigError(f"key {name!r} names {len(parts)} formats; write one, or RECENT{COLD}COLD, for each layer.")
-    return COLD.join(dict.fromkeys(parts))
-
-
-def _value_name(name: str) -> str:
-    """A format of values, without aliases."""
-    found = get_format(name)
-    if found.keys_only:
-        raise ConfigError(f"value is {found.name!r}, which is for keys only: {found.keys_only}. Use tq4 or tq3.")
-    return found.name
+    def formats_of(self, layer: int, layers: int) -> tuple[str, str]:
+        """Return the formats of keys and values of one of `layers` layers."""
+        names = []
+        for side, formats in (("key", self.key.split(SCHEDULE)), ("value", self.value.split(SCHEDULE))):
+            if len(formats) not in (1, layers):
+                raise ConfigError(
+                    f"{side} names {len(formats)} formats, and the model has {layers} layers to store. Give one for "
+                    "each of them, or a single one."
+                )
+            names.append(formats[layer % len(formats)])
+        return names[0], names[1]
 
 
-def _scheduled(side: str, formats: str, layer: int, layers: int) -> str:
-    names = formats.split(SCHEDULE)
-    if len(names) not in (1, layers):
-        raise ConfigError(
-            f"{side} names {len(names)} formats, and the model has {layers} layers to store. Give one for each of "
-            "them, or a single one."
-        )
-    return names[layer % len(names)]
+def _key_format(text: str) -> str:
+    """Return a key format, or RECENT~COLD, without aliases."""
+    names = [get_format(name).name for name in text.split(COLD)]
+    if len(names) > 2:
+        raise ConfigError(f"key {text!r} names {len(names)} formats; write one, or RECENT{COLD}COLD, for each layer.")
+    return COLD.join(dict.fromkeys(names))
 
 
-@names_settings
+def _value_format(text: str) -> str:
+    """Return a value format without aliases."""
+    format_ = get_format(text)
+    if format_.keys_only:
+        raise ConfigError(f"value is {format_.name!r}, which is for keys only: {format_.keys_only}. Use tq4 or tq3.")
+    return format_.name
+
+
 @dataclass(frozen=True)
 class RescueConfig:
-    """How a session brings evicted text back.
+    """Configure how a session retrieves the text of evicted tokens.
 
     Attributes:
         service: "off", "auto" (the service on this machine, or a private one), or a URL.
-        top_k: spans asked for.
-        score_floor: least similarity of a span, from -1 to 1, or None for what the service's embedder is known to need.
-        max_tokens: of the quotation in a turn, LEAST_QUOTATION or more; 0 is an eighth of the model's positions, 2,048
-            at most.
-        timeout: seconds that a turn waits for the service at most.
+        top_k: maximum number of spans to retrieve.
+        score_floor: minimum similarity of a span, from -1 to 1, or None for the default of the service's embedder.
+        max_tokens: maximum tokens of the quotation in a turn, at least 128; 0 is an eighth of the model's context, at
+            most 2,048.
+        timeout: maximum seconds that a turn waits for the service.
 
     Raises:
-        ConfigError: a value that cannot be met, with those that can.
+        ConfigError: a wrong type or value; the message names the valid ones.
     """
 
     service: str = "off"
-    top_k: int = 8
-    score_floor: float | None = None
-    max_tokens: int = 0
+    top_k: int = option(8, minimum=1, maximum=64)
+    score_floor: float | None = option(None, minimum=-1, maximum=1)
+    max_tokens: int = option(0, minimum=0, maximum=2**20)
     timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        check_types(self)
-        for name, least, most in (("top_k", 1, 64), ("score_floor", -1, 1), ("max_tokens", 0, 2**20)):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(f"{name} is {value}; it must be from {least} to {most:,}.")
+        check_options(self)
         if 0 < self.max_tokens < LEAST_QUOTATION:
             raise ConfigError(
                 f"max_tokens is {self.max_tokens}, which no span fits; it must be {LEAST_QUOTATION} or more, or 0 for "
-                "an eighth of the model's positions."
+                "an eighth of the model's context."
             )
         if not 0 < self.timeout <= LONGEST_WAIT:
             raise ConfigError(f"timeout is {self.timeout}; it must be above 0 and at most {LONGEST_WAIT:,} seconds.")
@@ -223,25 +269,20 @@ PROFILES: dict[str, KVConfig] = {
     "safe": KVConfig(key="q8", value="q8"),
     "balanced": KVConfig(key="q8", value="tq4"),
     "small": KVConfig(key="tq4", value="tq4"),
-    # With 3-bit keys, or values coded one by one, the next token would be another in more than one of 50.
+    # With 3-bit keys, or values coded one by one, more than one next token of 50 would differ.
     "tiny": KVConfig(key="tq4", value="tcq3"),
-    # Tokens leave in the blocks in which the archive gives them back.
     "long": KVConfig(evict=EvictConfig(TriAttention(), "50%", "auto")),
 }
 DEFAULT_PROFILE = "balanced"
-# Pairs by the names that other programs give them; a profile may be called so too.
+# Pairs of formats by the names that other programs give them; `profile` takes these too.
 PAIRS = {"turbo8v4": ("q8", "tq4"), "turbo8v3": ("q8", "tq3"), "k8v4": ("fp8", "tq4")}
 
 
 def profile(name: str, **changes: object) -> KVConfig:
-    """The configuration of a named profile, or of one of PAIRS, with some fields replaced.
-
-    Raises:
-        ConfigError: an unknown profile, or a value that cannot be met.
-    """
+    """Return the configuration of a profile, or of a name in PAIRS, with some fields replaced."""
     if name in PAIRS:
         key, value = PAIRS[name]
         return KVConfig(**{"key": key, "value": value, **changes})  # type: ignore[arg-type]
     if name not in PROFILES:
-        raise ConfigError(f"profile {name!r} is unknown; valid are {', '.join(PROFILES)}.")
+        raise unknown_name("profile", name, PROFILES)
     return replace(PROFILES[name], **changes)  # type: ignore[arg-type]

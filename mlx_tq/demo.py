@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.args import add_impl_argument
-from mlx_tq.commands.frame import run_command
-from mlx_tq.commands.model_args import add_model_arguments
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import add_backend_argument
+from mlx_tq.cli.frame import run_command
+from mlx_tq.cli.model_args import add_model_arguments
+from mlx_tq.cli.parser import command_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,14 +18,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--depth", type=float, default=0.0, help="where the fact stands, 0 to 1")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the fact and the text around it")
     parser.add_argument("--budget", default="40%", help="what may stay: tokens, a share, or bytes")
-    add_impl_argument(parser)
+    add_backend_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    return run_command("demo", build_parser(), "mlx_tq.commands.runs.demo", words)
+    return run_command("demo", build_parser(), "mlx_tq.cli.runs.demo", words)
 
 
 if __name__ == "__main__":

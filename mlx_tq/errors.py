@@ -9,45 +9,53 @@ MlxTqError
 ├── RankError               processes that run one model together disagree, or one is gone
 └── RescueError             the rescue service was asked for and did not answer
 
-A message says what went wrong, the offending value, what would be valid, and what to do.
+A message states what went wrong, the offending value, what would be valid, and what to do.
 """
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
 
 
 class MlxTqError(Exception):
-    """Base of all errors of mlx_tq."""
+    """Base class of all errors that mlx_tq raises on purpose."""
 
 
 class ConfigError(MlxTqError, ValueError):
-    """A setting, flag or argument that cannot be met."""
+    """Reports a setting, flag or argument that cannot be met."""
 
 
 class UnsupportedModelError(MlxTqError):
-    """A model whose attention cannot run on a compressed cache."""
+    """Reports a model whose attention cannot run on a compressed cache."""
 
 
 class KernelUnavailableError(MlxTqError):
-    """A GPU kernel that could not be built or run."""
+    """Reports a GPU kernel that could not be built or run."""
 
 
 class NonFiniteError(MlxTqError):
-    """A model produced NaN or infinite keys, values or logits."""
+    """Reports NaN or infinity in a model's keys, values or logits."""
 
 
 class CacheFormatError(MlxTqError):
-    """A cache or cache file that is damaged, foreign or of another configuration."""
+    """Reports a cache or cache file that is damaged, foreign or of another configuration."""
 
 
 class RankError(MlxTqError):
-    """Processes that run one model together disagree, or one is gone.
+    """Reports ranks that disagree or are gone; with `on_all_ranks` all raise it, and one of them prints it."""
 
-    Attributes:
-        everywhere: it is raised on all of them, and told once.
-    """
-
-    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+    def __init__(self, message: str, *, on_all_ranks: bool = False) -> None:
         super().__init__(message)
-        self.everywhere = everywhere
+        self.on_all_ranks = on_all_ranks
 
 
 class RescueError(MlxTqError):
-    """The rescue service was asked for and did not answer."""
+    """Reports a rescue service that is required and did not answer."""
+
+
+def unknown_name(kind: str, name: object, valid_names: Iterable[Any]) -> ConfigError:
+    """Return the error for a name that is not valid; it lists the valid ones and suggests the nearest."""
+    valid = list(map(str, valid_names))
+    nearest = difflib.get_close_matches(str(name), valid, n=1)
+    hint = f" Did you mean {nearest[0]}?" if nearest else ""
+    return ConfigError(f"{kind} {name!r} is unknown; valid are {', '.join(valid)}.{hint}")

@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.commands.args import add_cache_arguments, add_rescue_arguments, parse_size
-from mlx_tq.commands.frame import run_command
-from mlx_tq.commands.model_args import add_model_arguments, add_sampling_arguments
-from mlx_tq.commands.parser import command_parser
+from mlx_tq.cli.args import add_cache_arguments, add_rescue_arguments, parse_size
+from mlx_tq.cli.frame import run_command
+from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
+from mlx_tq.cli.parser import command_parser
 
 
 def _is_true(text: str) -> bool:
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    return run_command("generate", build_parser(), "mlx_tq.commands.runs.generate", words)
+    return run_command("generate", build_parser(), "mlx_tq.cli.runs.generate", words)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rescue service: evicted spans of a chat, kept on localhost and found again. It never imports mlx_tq."""
+"""The rescue service stores evicted spans of a chat on localhost and retrieves them. It never imports mlx_tq."""
 
 from importlib.metadata import version
 

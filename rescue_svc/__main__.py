@@ -1,4 +1,4 @@
-"""`python -m rescue_svc COMMAND`: as `mlx-tq-rescue`."""
+"""`python -m rescue_svc COMMAND` is `mlx-tq-rescue COMMAND`."""
 
 import sys
 

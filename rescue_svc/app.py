@@ -1,4 +1,6 @@
-"""The FastAPI application: routes, gate, and how an error becomes an answer."""
+"""The FastAPI application: routes, gate and error responses."""
+
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -9,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from rescue_svc import __version__, errors
 from rescue_svc.guard import Gate
 from rescue_svc.logs import request_id
-from rescue_svc.middleware import Observed
+from rescue_svc.middleware import RequestObserver
 from rescue_svc.routes import DOCUMENTED_TOKEN, private, public
 from rescue_svc.service import RescueService
 from rescue_svc.validation import format_errors
@@ -38,42 +40,38 @@ HTTP_CODES = {
 
 
 def create_app(service: RescueService) -> FastAPI:
-    """Return the application that answers for `service`; who calls this also closes the service."""
-    # No docs pages: they load scripts from elsewhere. The document itself is a route of ours, behind the token.
+    # No docs pages: they load scripts from other sites. The OpenAPI document is a route behind the token.
     app = FastAPI(title="mlx-tq rescue", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     app.state.gate = Gate(service.settings)
     app.include_router(public)
     app.include_router(private, dependencies=[DOCUMENTED_TOKEN] if service.settings.token else [])
-    app.add_exception_handler(errors.RescueServiceError, _own_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _gone)
-    app.add_middleware(Observed, metrics=service.metrics)
+    app.add_exception_handler(errors.RescueServiceError, _handle_service_error)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(HTTPException, _handle_http_error)
+    app.add_exception_handler(ClientDisconnect, _handle_disconnect)
+    app.add_middleware(RequestObserver, metrics=service.metrics)
     return app
 
 
-def _answer(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def _error_response(status: int, code: str, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
     content = {"detail": detail, "code": code, "request_id": request_id.get()}
     return JSONResponse(content, status, (headers or {}) | HEADERS.get(status, {}))
 
 
-def _own_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, errors.RescueServiceError)  # noqa: S101 - tells the type checker
+def _handle_service_error(request: Request, error: Any) -> JSONResponse:
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
-    return _answer(status, error.code, str(error))
+    return _error_response(status, error.code, str(error))
 
 
-def _invalid(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)  # noqa: S101 - tells the type checker
-    return _answer(422, errors.InvalidRequestError.code, format_errors(error.errors()))
+def _handle_validation_error(request: Request, error: Any) -> JSONResponse:
+    return _error_response(422, errors.InvalidRequestError.code, format_errors(error.errors()))
 
 
-def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)  # noqa: S101 - tells the type checker
+def _handle_http_error(request: Request, error: Any) -> JSONResponse:
     code = HTTP_CODES.get(error.status_code, "http_error")
-    return _answer(error.status_code, code, str(error.detail), dict(error.headers or {}))
+    return _error_response(error.status_code, code, str(error.detail), dict(error.headers or {}))
 
 
-def _gone(request: Request, error: Exception) -> JSONResponse:
-    return _answer(400, "client_gone", "the client went away before its body had arrived")
+def _handle_disconnect(request: Request, error: Any) -> JSONResponse:
+    return _error_response(400, "client_handle_disconnect", "the client disconnected before its body had arrived")

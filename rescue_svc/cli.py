@@ -1,15 +1,18 @@
-"""`mlx-tq-rescue`: serve, and what an operator needs beside it. Answers on stdout, everything else on stderr."""
+"""`mlx-tq-rescue`: run the service and maintain its store. Results go to stdout, everything else to stderr."""
+
+# ruff: noqa: T201 - prints the output of a command
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from rescue_svc.errors import RescueServiceError, SettingsError
 from rescue_svc.settings import Settings, load_settings
 
 RUN_ERROR, USAGE_ERROR, INTERRUPTED = 1, 2, 130
-NOT_FLAGS = ("token", "store")  # a flag would show them, passwords too, in the list of processes
+NOT_FLAGS = ("token", "store")  # a flag would show secrets in the list of processes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,21 +25,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mlx-tq-rescue", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str) -> argparse.ArgumentParser:
+    def add_command(name: str, help: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help, description=help, parents=[settings])
 
-    command("serve", "Run the service.")
-    command("doctor", "Say what works on this machine, and what would help.").add_argument(
-        "--json", action="store_true", dest="as_json"
-    )
-    command("rebuild", "Make the database anew from every span that is whole, and drop the index files.")
-    command("backup", "Copy the database, also while the service runs.").add_argument("folder", help="a folder to make")
-    command("sessions", "List the sessions, also while the service runs.").add_argument(
-        "--json", action="store_true", dest="as_json"
-    )
-    command("forget", "Forget a session for good, also while the service runs.").add_argument("session")
-    launchd = command("install-launchd", "Start the service at login (macOS).")
-    launchd.add_argument("--print", action="store_true", dest="print_only", help="show the file and install nothing")
+    add_command("serve", "Run the service.")
+    doctor = add_command("doctor", "Check what works on this machine.")
+    add_command("rebuild", "Build a new database from every intact span, and delete the index files.")
+    backup = add_command("backup", "Copy the database, also while the service runs.")
+    backup.add_argument("folder", help="folder to create")
+    sessions = add_command("sessions", "List the sessions, also while the service runs.")
+    add_command("forget", "Delete a session for good, also while the service runs.").add_argument("session")
+    launchd = add_command("install-launchd", "Start the service at login (macOS).")
+    launchd.add_argument("--print", action="store_true", dest="print_only", help="print the file and install nothing")
+    for command in (doctor, sessions):
+        command.add_argument("--json", action="store_true", dest="as_json")
     return parser
 
 
@@ -45,14 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(build_parser().parse_args(argv))
     flags = {name: arguments.pop(name) for name in list(arguments) if name in Settings.model_fields}
     # Imported late: `--help` is instant, and the embedder's child, which imports this module again, stays small.
-    from rescue_svc import commands  # FastAPI and FAISS: a second
-
-    os.umask(0o077)  # what the service writes is for its user only
-    run = getattr(commands, arguments.pop("command").replace("-", "_"))
+    command = import_module(f"rescue_svc.commands.{arguments.pop('command').replace('-', '_')}")
+    os.umask(0o077)  # only the user may read what the service writes
     try:
-        run(load_settings(**flags), **arguments)
+        command.run(load_settings(**flags), **arguments)
     except RescueServiceError as error:
-        print(f"mlx-tq-rescue: {error}", file=sys.stderr)  # noqa: T201 - this is the command line
+        print(f"mlx-tq-rescue: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, SettingsError) else RUN_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

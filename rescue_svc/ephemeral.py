@@ -1,4 +1,4 @@
-"""The folder of an ephemeral service: taken where it holds nothing of others, and cleared by name at the end."""
+"""The folder of an ephemeral service, which is deleted when the service ends."""
 
 import logging
 import re
@@ -14,57 +14,52 @@ from rescue_svc.store.files import DATABASE, INDEXES, LOCK, SEAL, DirectoryLock
 
 log = logging.getLogger(__name__)
 
-_MARK = "rescue.ephemeral"  # in a folder that an ephemeral service wrote, so that after a kill another may take it
+_MARK = "rescue.ephemeral"  # lets the next service take over the folder of one that was killed
 _WRITTEN = re.compile(
     rf"{re.escape(DATABASE)}(\.rebuilding|\.bad-\d+)?(-wal|-shm|-journal)?|{re.escape(SEAL)}(\.partial)?"
 )
 
 
 @contextmanager
-def own_folder(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings with a folder of the service's own; at the end what the service wrote in it is deleted.
+def ephemeral_folder(settings: Settings) -> Iterator[Settings]:
+    """Yield the settings with a private folder, `data_dir` if it is set; delete what the service wrote at the end.
 
-    That is a new temporary one, or `data_dir` where it was set. The folder goes too, unless others put something in it.
-
-    Raises:
-        SettingsError: `data_dir` holds files of others, or cannot be made.
-        DirectoryInUseError: another service runs in it, whose files stay.
-        StoreUnavailableError: what was written cannot be deleted.
+    Raises SettingsError if the folder contains other files, or cannot be created.
     """
-    given = "data_dir" in settings.model_fields_set
-    folder = settings.data_dir if given else Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
-    if given:
-        _check(folder)
+    is_given = "data_dir" in settings.model_fields_set
+    folder = settings.data_dir if is_given else Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
+    if is_given:
+        _check_empty(folder)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / _MARK).touch(mode=0o600)
         yield settings.model_copy(update={"data_dir": folder})
     finally:
-        _clear(folder)
+        _delete_files(folder)
 
 
-def keep(folder: Path) -> None:
-    """Make of a folder that an ephemeral service left one that lasts."""
+def make_permanent(folder: Path) -> None:
+    """Keep a folder that an ephemeral service left when it was killed."""
     (folder / _MARK).unlink(missing_ok=True)
 
 
-def _check(folder: Path) -> None:
+def _check_empty(folder: Path) -> None:
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         writable_parent = folder.absolute().parent.is_dir()
     except OSError as error:
-        raise SettingsError(f"data_dir {folder} cannot be taken ({error.strerror}); name a folder to make") from error
+        raise SettingsError(f"data_dir {folder} cannot be used ({error.strerror}); name a folder to create") from error
     if not writable_parent:
-        raise SettingsError(f"data_dir {folder} cannot be taken: {folder.parent} is no folder; make it first")
+        raise SettingsError(f"data_dir {folder} cannot be used: {folder.parent} is not a folder; create it first")
     if names and _MARK not in names:
         raise SettingsError(
-            f"an ephemeral service deletes what it wrote, and data_dir {folder} holds what it did not write, such as "
-            f"{names[0]}; name a folder that is empty or absent, or none: it then makes a temporary one"
+            f"an ephemeral service deletes its folder, and data_dir {folder} contains other files, such as {names[0]}; "
+            "name a folder that is empty or absent, or none for a temporary one"
         )
 
 
-def _clear(folder: Path) -> None:
-    """Delete what a service writes, by name. Raises DirectoryInUseError where one still runs there."""
+def _delete_files(folder: Path) -> None:
+    """Delete what a service writes, by name, and the folder if it is then empty."""
     lock = DirectoryLock(folder)
     try:
         for path in list(folder.iterdir()):
@@ -73,12 +68,12 @@ def _clear(folder: Path) -> None:
         remove_orphans(folder, set())
         for name in (_MARK, LOCK):
             (folder / name).unlink(missing_ok=True)
-        for emptied in (folder / INDEXES, folder):
-            if emptied.is_dir() and not any(emptied.iterdir()):
-                emptied.rmdir()
+        for path in (folder / INDEXES, folder):
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
     except OSError as error:
-        raise StoreUnavailableError(f"{folder} cannot be cleared ({error}); it holds text: delete it") from error
+        raise StoreUnavailableError(f"{folder} cannot be deleted ({error}); it contains text: delete it") from error
     finally:
         lock.release()
     if folder.exists():
-        log.warning("the folder holds what this service did not write, and stays", extra={"data_dir": str(folder)})
+        log.warning("the folder contains other files and is not deleted", extra={"data_dir": str(folder)})

@@ -1,7 +1,7 @@
-"""Who may call, and how much they may send: decided after routing and before the body is read or parsed.
+"""Checks of origin, token, load and body size, after routing and before the body is read.
 
-A check on the route, not a middleware: a middleware decides by a path that it reads itself, and a path that the router
-reads differently (CVE-2026-48710 in starlette) slips past it.
+They are part of the route: a middleware would read the path itself, and the router may read it differently
+(CVE-2026-48710 in starlette).
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from rescue_svc.errors import BodyTooLargeError, BodyTooSlowError, BusyError, Fo
 from rescue_svc.settings import Settings, is_loopback
 from rescue_svc.validation import ValidatedRequest
 
-BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a place for long
+BODY_TIMEOUT_S = 30.0  # a client that sends slowly must not block others
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class Gate:
-    """The checks, and the count of requests in progress. Used on the event loop's thread only."""
+    """The checks, and the number of requests in progress. Used on the event loop's thread only."""
 
     def __init__(self, settings: Settings) -> None:
         self._token = settings.token.get_secret_value().encode() if settings.token else None
@@ -39,7 +39,7 @@ class Gate:
         self._validation = asyncio.Lock()
 
     def check_origin(self, request: Request) -> None:
-        """Keep pages of other sites out: browsers reach localhost (CSRF, DNS rebinding). Raises ForeignOriginError."""
+        """Refuse pages of other sites, because browsers reach localhost (CSRF, DNS rebinding)."""
         host = request.headers.get("host", "")
         parts = urlsplit(f"//{host}")
         name = parts.hostname or ""
@@ -49,28 +49,29 @@ class Gate:
             )
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            raise ForeignOriginError(f"a page of {origin!r} asked; only the service's own page may")
+            raise ForeignOriginError(
+                f"the request is from a page of {origin!r}; only the page of this service may call it"
+            )
 
     def check_token(self, request: Request) -> None:
-        """Ask for the token as Bearer, or as Basic's password, which browsers can send. Raises UnauthorizedError."""
+        """Require the token as Bearer, or as the password of Basic, which browsers can send."""
         if self._token is None:
             return
         scheme, _, value = request.headers.get("authorization", "").partition(" ")
-        given = value.strip().encode()
+        token = value.strip().encode()
         if scheme.lower() == "basic":
             try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
+                token = base64.b64decode(token, validate=True).partition(b":")[2]
             except binascii.Error:
-                given = b""
+                token = b""
         elif scheme.lower() != "bearer":
-            given = b""
-        if not secrets.compare_digest(given, self._token):
+            token = b""
+        if not secrets.compare_digest(token, self._token):
             raise UnauthorizedError(
-                "a token is needed: send `Authorization: Bearer TOKEN` with the service's RESCUE_TOKEN"
+                "a token is required: send `Authorization: Bearer TOKEN` with the service's RESCUE_TOKEN"
             )
 
     async def read_body(self, request: Request) -> bytes:
-        """Read the body up to the limit; raises BodyTooLargeError, or BodyTooSlowError."""
         if int(request.headers.get("content-length") or 0) > self._max_body:
             raise self._too_large()
         body = bytearray()
@@ -88,7 +89,7 @@ class Gate:
         return BodyTooLargeError(f"the body is over {self._max_body} bytes; send fewer chunks a call")
 
     async def admit(self, request: Request, handler: Handler, model: type[BaseModel] | None) -> Response:
-        """Run the handler unless too many are running; raises BusyError. `model` is None if the route has no body."""
+        """Run the handler unless too many run. `model` is None if the route has no body."""
         if self._in_flight >= self._max_in_flight:
             raise BusyError(f"{self._max_in_flight} requests are in progress, the limit; try again in a second")
         self._in_flight += 1
@@ -106,10 +107,7 @@ class Gate:
 
 
 class PublicRoute(APIRoute):
-    """A route that anyone on the right host may call. It is answered at once: it has no body and is not counted."""
-
     def get_route_handler(self) -> Handler:
-        """Put the gate before FastAPI's handler."""
         handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -121,10 +119,7 @@ class PublicRoute(APIRoute):
 
 
 class PrivateRoute(APIRoute):
-    """A route that needs the token when one is set."""
-
     def get_route_handler(self) -> Handler:
-        """Put the gate before FastAPI's handler, which reads the body."""
         handler = super().get_route_handler()
         model: Any = self.body_field and self.body_field.field_info.annotation
 

@@ -1,4 +1,4 @@
-"""Around every request: an id, a time, a log line, and an answer even to a fault of our own."""
+"""Gives each request an id, a log line and metrics, and answers 500 if the service fails."""
 
 import logging
 import re
@@ -18,20 +18,19 @@ HEADER = "x-request-id"
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-class Observed:
-    """ASGI middleware. A client's own X-Request-ID is kept if it is short and plain."""
+class RequestObserver:
+    """ASGI middleware. It keeps a client's X-Request-ID if that is short and plain."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request; the logs, metrics and answer never hold what was sent in it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
-        rid = given if _ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
+        client_id = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
+        rid = client_id if _ACCEPTED_ID.fullmatch(client_id) else uuid.uuid4().hex
         request_id.set(rid)
         began = time.perf_counter()
         status = 0
@@ -46,10 +45,10 @@ class Observed:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            log.exception("a fault of the service")
+            log.exception("internal error")
             if not status:
                 content = {
-                    "detail": "a fault of the service; its log says where",
+                    "detail": "internal error; see the log of the service",
                     "code": "internal_error",
                     "request_id": rid,
                 }

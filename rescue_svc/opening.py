@@ -1,4 +1,4 @@
-"""Opens what the settings name: the store, and the index over its vectors."""
+"""Opens the store and the index that the settings name."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,7 @@ from rescue_svc.store import Index, SqliteStore, Store
 
 
 def open_all(settings: Settings, model: str = "", dim: Callable[[], int] = int) -> tuple[Store, Index]:
-    """Return the store, and the index over its vectors [N, D] of `model`; `dim` tells D once it is needed.
-
-    Without a model there are no vectors to search.
-
-    Raises SettingsError, StoreUnavailableError, DirectoryInUseError or StoreDamagedError.
-    """
+    """Return the store, and the index over its vectors [N, D] of `model`; `dim` returns D when it is needed."""
     if settings.store is not None:
         return _postgres(settings, settings.store.get_secret_value(), model)
     engine = choose_engine(settings.index)

@@ -1,4 +1,4 @@
-"""The calls of the API. Sync functions: FastAPI runs them on threads, as SQLite and FAISS block."""
+"""The routes of the API. Sync functions run on threads of FastAPI, because SQLite and FAISS block."""
 
 from typing import Annotated
 
@@ -8,103 +8,70 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 
-from rescue_svc import __version__
+from rescue_svc import __version__, schemas
 from rescue_svc.errors import InvalidRequestError
 from rescue_svc.guard import PrivateRoute, PublicRoute
-from rescue_svc.schemas import (
-    MAX_CHUNKS,
-    MAX_POSITION,
-    DumpAnswer,
-    EmbedAnswer,
-    EmbedRequest,
-    ForgetAnswer,
-    FoundChunk,
-    HealthAnswer,
-    ReadyAnswer,
-    ResidenceAnswer,
-    RetrieveAnswer,
-    RetrieveRequest,
-    SessionId,
-    SessionInfo,
-    SessionList,
-    ShownSpan,
-    SpansAnswer,
-    WriteAnswer,
-    WriteRequest,
-    error_responses,
-)
 from rescue_svc.service import RescueService
 from rescue_svc.store import NewSpan
 from rescue_svc.web import PAGE, POLICY
 
-# The gate does the checking; this tells the OpenAPI document, and so the clients made from it, that there is a token.
+# For the OpenAPI document only; the gate checks the token.
 DOCUMENTED_TOKEN = Depends(HTTPBearer(auto_error=False, description="the service's RESCUE_TOKEN"))
 
-public = APIRouter(route_class=PublicRoute, responses=error_responses(403))
-# Any of these may answer: no token, refused origin, body too slow or too large, too many at once, store out of reach.
-private = APIRouter(route_class=PrivateRoute, responses=error_responses(401, 403, 408, 413, 429, 503))
+public = APIRouter(route_class=PublicRoute, responses=schemas.error_responses(403))
+# No token, refused origin, slow or large body, too many requests, store unavailable.
+private = APIRouter(route_class=PrivateRoute, responses=schemas.error_responses(401, 403, 408, 413, 429, 503))
 
 
-async def the_service(request: Request) -> RescueService:
-    """Return the service of the app that is asked. Async: FastAPI runs what is not on another thread."""
+async def get_service(request: Request) -> RescueService:
+    """Return the service of the app. FastAPI would run a sync function on another thread."""
     service: RescueService = request.app.state.service
     return service
 
 
-Service = Annotated[RescueService, Depends(the_service)]
-SessionInPath = Annotated[SessionId, Path()]
-SessionInQuery = Annotated[SessionId | None, Query(description="the paper's dialect names the session here")]
+Service = Annotated[RescueService, Depends(get_service)]
+SessionInPath = Annotated[schemas.SessionId, Path()]
+SessionInQuery = Annotated[schemas.SessionId | None, Query(description="an alternative to session_id in the body")]
 
 
-def one_session(in_query: str | None, in_body: str | None) -> str:
+def session_name(in_query: str | None, in_body: str | None) -> str:
     """Return the session named in the query string or the body; raise InvalidRequestError for none, or for two."""
-    named = {in_query, in_body} - {None}
-    if len(named) != 1:
-        said = "two different sessions are named" if named else "no session is named"
-        raise InvalidRequestError(f"session_id: {said}; give it in the body or in the query string")
-    return str(named.pop())
+    names = {in_query, in_body} - {None}
+    if len(names) != 1:
+        fault = "two different sessions are named" if names else "no session is named"
+        raise InvalidRequestError(f"session_id: {fault}; give it in the body or in the query string")
+    return str(names.pop())
 
 
-@private.post("/evict/write", status_code=201, responses=error_responses(400, 422, 507))
-def write(body: WriteRequest, service: Service, session_id: SessionInQuery = None) -> WriteAnswer:
-    """Keep evicted spans. The answer is sent when they are committed; the same range and text count once."""
+@private.post("/evict/write", status_code=201, responses=schemas.error_responses(400, 422, 507))
+def write(body: schemas.WriteRequest, service: Service, session_id: SessionInQuery = None) -> schemas.WriteResponse:
+    """Store evicted spans. The response is sent when they are committed; equal range and text count once."""
     spans = [NewSpan(chunk.start, chunk.stop, chunk.layer, chunk.score, chunk.text) for chunk in body.chunks]
-    accepted, total = service.write(one_session(session_id, body.session_id), spans)
-    return WriteAnswer(accepted=accepted, session_total=total)
+    accepted, total = service.write(session_name(session_id, body.session_id), spans)
+    return schemas.WriteResponse(accepted=accepted, session_total=total)
 
 
-@private.post("/evict/retrieve", responses=error_responses(400, 422))
-async def retrieve(body: RetrieveRequest, service: Service, session_id: SessionInQuery = None) -> RetrieveAnswer:
-    """Find the spans that a question needs. Without an embedder BM25 answers alone, and `degraded` says so."""
-    # Of a sync function FastAPI would also check the answer on another thread.
-    found = await run_in_threadpool(service.retrieve, one_session(session_id, body.session_id), body)
-    chunks = [
-        FoundChunk(
-            text=stretch.span.text,
-            token_range=[stretch.span.start, stretch.span.stop],
-            layer=stretch.span.layer,
-            score=stretch.span.score,
-            similarity=stretch.similarity,
-            dense=stretch.dense,
-            bm25=stretch.bm25,
-        )
-        for stretch in found.chunks
-    ]
-    return RetrieveAnswer(chunks=chunks, session_total=found.session_total, mode=found.mode, degraded=found.degraded)
+@private.post("/evict/retrieve", responses=schemas.error_responses(400, 422))
+async def retrieve(
+    body: schemas.RetrieveRequest, service: Service, session_id: SessionInQuery = None
+) -> schemas.RetrieveResponse:
+    """Retrieve the spans that match a query. Without an embedder BM25 answers alone, and `degraded` says why."""
+    # For a sync function FastAPI would validate the response on another thread, too.
+    return await run_in_threadpool(service.retrieve, session_name(session_id, body.session_id), body)
 
 
-@private.post("/embed", responses=error_responses(400, 422, 424))
-def embed(body: EmbedRequest, service: Service) -> EmbedAnswer:
-    """Give the vectors of texts, of which nothing is kept. Without an embedder there are none."""
+@private.post("/embed", responses=schemas.error_responses(400, 422, 424))
+def embed(body: schemas.EmbedRequest, service: Service) -> schemas.EmbedResponse:
+    """Return the vectors of texts, which are not stored. This requires an embedder."""
     model, vectors = service.embed(body.texts)
-    return EmbedAnswer(model=model, vectors=vectors.tolist())
+    return schemas.EmbedResponse(model=model, vectors=vectors.tolist())
 
 
-@private.get("/evict/dump", responses=error_responses(422))
-def dump(service: Service, session_id: Annotated[SessionId, Query()]) -> DumpAnswer:
-    """Show where a session's spans stood; of a session that was never written, nothing."""
+@private.get("/evict/dump", responses=schemas.error_responses(422))
+def dump(service: Service, session_id: Annotated[schemas.SessionId, Query()]) -> schemas.DumpResponse:
+    """Return the positions of a session's spans; none for a session that was never written."""
     spans = service.dump(session_id)
-    return DumpAnswer(
+    return schemas.DumpResponse(
         session_id=session_id,
         session_total=len(spans),
         token_ranges=[[span.start, span.stop] for span in spans],
@@ -114,96 +81,83 @@ def dump(service: Service, session_id: Annotated[SessionId, Query()]) -> DumpAns
 
 
 @private.get("/sessions")
-def sessions(service: Service) -> SessionList:
-    """List all sessions, the last written first."""
-    return SessionList(
-        sessions=[
-            SessionInfo(
-                session_id=state.session.name,
-                session_total=state.session.spans,
-                embedded=state.embedded,
-                text_bytes=state.session.text_bytes,
-                created=state.session.created,
-                updated=state.session.updated,
-                resident=state.resident,
-            )
-            for state in service.sessions()
-        ]
-    )
+def sessions(service: Service) -> schemas.SessionsResponse:
+    """List all sessions, the most recently written first."""
+    return schemas.SessionsResponse(sessions=service.sessions())
 
 
-@private.delete("/sessions/{session_id}", responses=error_responses(404, 422, 507))
-def forget(session_id: SessionInPath, service: Service) -> ForgetAnswer:
-    """Forget a session for good: its text is overwritten on disk before the answer is sent."""
-    return ForgetAnswer(session_id=session_id, forgotten=service.forget(session_id))
+@private.delete("/sessions/{session_id}", responses=schemas.error_responses(404, 422, 507))
+def forget(session_id: SessionInPath, service: Service) -> schemas.ForgetResponse:
+    """Delete a session for good. Its text is overwritten on disk before the response is sent."""
+    return schemas.ForgetResponse(session_id=session_id, forgotten=service.forget(session_id))
 
 
-@private.get("/sessions/{session_id}/spans", responses=error_responses(404, 422))
-def spans(
+@private.get("/sessions/{session_id}/spans", responses=schemas.error_responses(404, 422))
+def list_spans(
     session_id: SessionInPath,
     service: Service,
-    first: Annotated[int, Query(ge=0, le=MAX_POSITION)] = 0,
-    count: Annotated[int, Query(ge=1, le=MAX_CHUNKS)] = 20,
-) -> SpansAnswer:
-    """Show some of a session's spans, in the order of writing."""
-    found, total = service.page(session_id, first, count)
-    shown = [ShownSpan(text=s.text, token_range=[s.start, s.stop], layer=s.layer, score=s.score) for s in found]
-    return SpansAnswer(session_id=session_id, session_total=total, first=first, spans=shown)
+    first: Annotated[int, Query(ge=0, le=schemas.MAX_POSITION)] = 0,
+    count: Annotated[int, Query(ge=1, le=schemas.MAX_CHUNKS)] = 20,
+) -> schemas.SpansResponse:
+    """Return a page of a session's spans, in the order of writing."""
+    page, total = service.page(session_id, first, count)
+    spans = [schemas.StoredSpan(text=s.text, token_range=[s.start, s.stop], layer=s.layer, score=s.score) for s in page]
+    return schemas.SpansResponse(session_id=session_id, session_total=total, first=first, spans=spans)
 
 
-@private.post("/sessions/{session_id}/hibernate", responses=error_responses(404, 422))
-def hibernate(session_id: SessionInPath, service: Service) -> ResidenceAnswer:
-    """Let a session's index leave memory. The next question brings it back."""
-    return ResidenceAnswer(session_id=session_id, resident=False, vectors=service.hibernate(session_id))
+@private.post("/sessions/{session_id}/hibernate", responses=schemas.error_responses(404, 422))
+def hibernate(session_id: SessionInPath, service: Service) -> schemas.ResidenceResponse:
+    """Remove a session's index from memory. The next query loads it again."""
+    return schemas.ResidenceResponse(session_id=session_id, resident=False, vectors=service.hibernate(session_id))
 
 
-@private.post("/sessions/{session_id}/resume", responses=error_responses(404, 422))
-def resume(session_id: SessionInPath, service: Service) -> ResidenceAnswer:
-    """Bring a session's index to memory ahead of a question."""
+@private.post("/sessions/{session_id}/resume", responses=schemas.error_responses(404, 422))
+def resume(session_id: SessionInPath, service: Service) -> schemas.ResidenceResponse:
+    """Load a session's index ahead of a query."""
     resident, vectors = service.resume(session_id)
-    return ResidenceAnswer(session_id=session_id, resident=resident, vectors=vectors)
+    return schemas.ResidenceResponse(session_id=session_id, resident=resident, vectors=vectors)
 
 
 @public.get("/healthz")
-async def healthz() -> HealthAnswer:
-    """Say that the process answers. Open to all, as probes carry no token, and before any queue."""
-    return HealthAnswer(version=__version__)
+async def healthz() -> schemas.HealthResponse:
+    """Report that the process answers. Probes need no token and do not queue."""
+    return schemas.HealthResponse(version=__version__)
 
 
 @private.get("/livez")
-def livez() -> HealthAnswer:
-    """Say that the process answers."""
-    return HealthAnswer(version=__version__)
+def livez() -> schemas.HealthResponse:
+    """Report that the process answers."""
+    return schemas.HealthResponse(version=__version__)
 
 
 @private.get("/readyz")
-def readyz(service: Service) -> ReadyAnswer:
-    """Say that the store answers, and whether retrieval is hybrid now or BM25 alone, and why."""
+def readyz(service: Service) -> schemas.ReadyResponse:
+    """Report that the store answers, and whether retrieval is hybrid or BM25 alone, and why."""
     embedder = service.embedder_info()
-    kept = service.store.sessions()
-    return ReadyAnswer(
+    stored = service.store.sessions()
+    return schemas.ReadyResponse(
         retrieval="hybrid" if embedder.state == "ready" else "bm25",
         embedder=embedder,
         index=service.index,
-        sessions=len(kept),
-        spans=sum(session.spans for session in kept),
+        sessions=len(stored),
+        spans=sum(session.spans for session in stored),
     )
 
 
 @private.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def metrics(service: Service) -> Response:
-    """Counters and histograms in Prometheus' text format."""
+    """Return counters and histograms in the text format of Prometheus."""
     service.refresh_gauges()
     return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @private.get("/openapi.json", include_in_schema=False)
 def openapi(request: Request) -> JSONResponse:
-    """Return this API's own description."""
+    """Return the description of this API."""
     return JSONResponse(request.app.openapi())
 
 
 @private.get("/", response_class=Response, responses={200: {"content": {"text/html": {}}}})
 def page() -> Response:
-    """Show the sessions, their spans and a search box in a browser."""
+    """Return the web page with sessions, spans and a search box."""
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-store"})

@@ -1,4 +1,4 @@
-"""What travels over the wire. A chunk has two dialects: `token_range`, or the paper's `tokens` and `round`."""
+"""Request and response bodies. A chunk has two forms: `token_range`, or `tokens` and `round` as in TriAttention."""
 
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ MAX_POSITION = 2**40
 MAX_FAULTS = 5  # errors listed in one response
 
 SESSION_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
-# NUL ends a C string: SQLite's tools and tokenizers would see only what stands before it.
+# NUL ends a C string: SQLite's tools and tokenizers would see only the text before it.
 TEXT_PATTERN = r"^[^\x00]*$"
 
 
@@ -41,12 +41,12 @@ TokenRange = Annotated[
     WHOLE_FLOATS_TO_INTS,
 ]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=TEXT_PATTERN)]
-Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: all layers share the evicted set"), WHOLE]
-Score = Annotated[float, Field(allow_inf_nan=False, description="what the eviction policy thought of the span")]
+Layer = Annotated[int, Field(ge=-1, le=100_000, description="-1: evicted in all layers"), WHOLE]
+Score = Annotated[float, Field(allow_inf_nan=False, description="score of the eviction policy")]
 
 
-class Wire(BaseModel):
-    """Base of all requests: exact types, and no unknown field is silently dropped."""
+class RequestBody(BaseModel):
+    """Base of all requests: exact types, and an unknown field is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -60,20 +60,22 @@ class Wire(BaseModel):
         return {name: value[name] for name in (*unknown, *cls.model_fields) if name in value}
 
 
-class Chunk(Wire):
-    """An evicted span: its text and where it stood. Give `token_range` or `tokens`, not both."""
+class Chunk(RequestBody):
+    """An evicted span: its text and positions. Give `token_range` or `tokens`, not both."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["token_range"]}, {"required": ["tokens"]}]})
 
     text: Text
     token_range: TokenRange = Field(default=[])
     tokens: Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True), WHOLE_FLOATS_TO_INTS] = (
-        Field(default=[], description="positions of the evicted tokens; the range kept is the one that holds them all")
+        Field(
+            default=[], description="positions of the evicted tokens; the smallest range that contains them is stored"
+        )
     )
     layer: Layer = -1
     score: Score = 0.0
     round: Annotated[int, Field(ge=0, le=2**31), WHOLE] = Field(
-        default=0, description="the eviction round; accepted, not kept"
+        default=0, description="the eviction round; accepted, not stored"
     )
 
     @model_validator(mode="after")
@@ -86,85 +88,83 @@ class Chunk(Wire):
 
     @property
     def start(self) -> int:
-        """First position of the span."""
         return self.token_range[0] if self.token_range else min(self.tokens)
 
     @property
     def stop(self) -> int:
-        """Position after the last of the span."""
         return self.token_range[1] if self.token_range else max(self.tokens) + 1
 
 
-class WriteRequest(Wire):
-    """Spans to keep. The session is named here or in the query string."""
+class WriteRequest(RequestBody):
+    """Spans to store. The session is named here or in the query string."""
 
     session_id: SessionId | None = None
     chunks: Annotated[list[Chunk], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
 
 
-class WriteAnswer(BaseModel):
+class WriteResponse(BaseModel):
     """The spans are on disk when this arrives."""
 
-    accepted: int = Field(description="spans of this call that were not yet kept")
+    accepted: int = Field(description="spans of this call that are new")
     session_total: int
 
 
-class RetrieveRequest(Wire):
-    """A question, and how to look for what answers it."""
+class RetrieveRequest(RequestBody):
+    """A query, and how to search."""
 
     session_id: SessionId | None = None
     query: Text
     top_k: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
     score_floor: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)] | None = Field(
         default=0.0,
-        description="least similarity; null: the embedder's own floor, for spans of a sentence or two. "
-        "On whole turns of a chat it costs recall (R@50 from .302 to .249)",
+        description="minimum similarity; null: the embedder's own floor, for spans of a sentence or two. "
+        "For whole turns of a chat that floor lowers recall (R@50 from .302 to .249)",
     )
     hybrid_alpha: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
         default=0.6, description="weight of the dense score; 0 is BM25 alone, 1 dense alone"
     )
     exclude_ranges: Annotated[list[TokenRange], Field(max_length=4096, fail_fast=True)] = Field(
-        default=[], description="a span that lies wholly in these is left out: it is still in the cache"
+        default=[], description="spans inside one of these ranges are left out because they are still in the cache"
     )
-    join: bool = Field(default=True, description="spans that touch are one chunk; false: each by itself")
+    join: bool = Field(default=True, description="join adjacent spans to one chunk")
 
 
-class FoundChunk(BaseModel):
-    """One stretch of text that was found: a span, or neighbouring ones that were joined."""
+class RetrievedChunk(BaseModel):
+    """A span, or adjacent spans that were joined."""
 
     text: str
     token_range: TokenRange
     layer: int
     score: float
-    similarity: float = Field(description="dense cosine, or BM25 over its best hit where there is no dense vector")
+    similarity: float = Field(description="dense cosine, or BM25 relative to the best hit if there is no dense vector")
     dense: float | None = Field(description="cosine; null without a vector")
-    bm25: float | None = Field(description="BM25 over the best hit; null where no word matched")
+    bm25: float | None = Field(description="BM25 relative to the best hit; null if no word matches")
 
 
-class RetrieveAnswer(BaseModel):
-    """What was found, best first, and by which means."""
+class RetrieveResponse(BaseModel):
+    """The retrieved chunks, best first, and how they were searched."""
 
-    chunks: list[FoundChunk]
+    chunks: list[RetrievedChunk]
     session_total: int
     mode: Literal["hybrid", "dense", "bm25"]
-    degraded: str | None = Field(description="why dense scores were wanted and missing, else null")
+    degraded: str | None = Field(description="why dense scores are missing, else null")
 
 
-class EmbedRequest(Wire):
-    """Texts that are not kept."""
+class EmbedRequest(RequestBody):
+    """Texts, which are not stored."""
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
 
 
-class EmbedAnswer(BaseModel):
-    """A unit vector for each text, in their order."""
+class EmbedResponse(BaseModel):
+    """A unit vector for each text, in the same order."""
 
-    model: str = Field(description="the embedder; vectors of different ones cannot be compared")
+    model: str = Field(description="embedder; vectors of different ones cannot be compared")
     vectors: list[list[float]]
 
 
-class DumpAnswer(BaseModel):
-    """Where a session's spans stood, in the order of writing."""
+class DumpResponse(BaseModel):
+    """Positions of a session's spans, in the order of writing."""
 
     session_id: str
     session_total: int
@@ -173,7 +173,7 @@ class DumpAnswer(BaseModel):
     scores: list[float]
 
 
-class ShownSpan(BaseModel):
+class StoredSpan(BaseModel):
     """A span as it was written."""
 
     text: str
@@ -182,42 +182,42 @@ class ShownSpan(BaseModel):
     score: float
 
 
-class SpansAnswer(BaseModel):
-    """Some of a session's spans, in the order of writing."""
+class SpansResponse(BaseModel):
+    """A page of a session's spans, in the order of writing."""
 
     session_id: str
     session_total: int
-    first: int = Field(description="how many spans stand before these")
-    spans: list[ShownSpan]
+    first: int = Field(description="number of spans before these")
+    spans: list[StoredSpan]
 
 
 class SessionInfo(BaseModel):
-    """A session as the list shows it."""
+    """A session in the list."""
 
     session_id: str
     session_total: int
-    embedded: int = Field(description="spans with a vector of the embedder in use")
+    embedded: int = Field(description="spans with a vector of the current embedder")
     text_bytes: int
     created: float = Field(description="seconds since 1970")
     updated: float
-    resident: bool = Field(description="its index is in memory")
+    resident: bool = Field(description="whether its index is in memory")
 
 
-class SessionList(BaseModel):
-    """All sessions, the last written first."""
+class SessionsResponse(BaseModel):
+    """All sessions, the most recently written first."""
 
     sessions: list[SessionInfo]
 
 
-class ForgetAnswer(BaseModel):
-    """No byte of the session's text is left in the database, its log or the index."""
+class ForgetResponse(BaseModel):
+    """No text of the session is in the database, its log or the index any more."""
 
     session_id: str
     forgotten: int
 
 
-class ResidenceAnswer(BaseModel):
-    """Whether a session's index is in memory now."""
+class ResidenceResponse(BaseModel):
+    """Whether a session's index is in memory."""
 
     session_id: str
     resident: bool
@@ -230,18 +230,18 @@ class EmbedderInfo(BaseModel):
     name: str
     state: Literal["off", "unavailable", "idle", "starting", "ready"]
     reason: str | None
-    pending: int = Field(description="spans that still wait for their vector")
+    pending: int = Field(description="spans without a vector yet")
 
 
-class HealthAnswer(BaseModel):
+class HealthResponse(BaseModel):
     """The process answers."""
 
     status: Literal["ok"] = "ok"
     version: str
 
 
-class ReadyAnswer(BaseModel):
-    """The store answers, and by which means retrieval works."""
+class ReadyResponse(BaseModel):
+    """The store answers, and how retrieval works."""
 
     status: Literal["ready"] = "ready"
     retrieval: Literal["hybrid", "bm25"]
@@ -251,8 +251,8 @@ class ReadyAnswer(BaseModel):
     spans: int
 
 
-class ErrorAnswer(BaseModel):
-    """Every answer that is not a success."""
+class ErrorResponse(BaseModel):
+    """Every response that is not a success."""
 
     detail: str
     code: str
@@ -261,4 +261,4 @@ class ErrorAnswer(BaseModel):
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Describe the error answers of a route for the OpenAPI document."""
-    return {status: {"model": ErrorAnswer} for status in statuses}
+    return {status: {"model": ErrorResponse} for status in statuses}

@@ -27,12 +27,7 @@ class ValidatedRequest(Request):
         self._model, self._lock = model, lock
 
     async def json(self) -> BaseModel:
-        """Parse and validate the body. FastAPI calls this if the content type is JSON.
-
-        Raises:
-            HTTPException: the body is not JSON, or not what the route takes.
-            UnicodeDecodeError: the body is not UTF-8; FastAPI answers 400.
-        """
+        """Parse and validate the body, raising HTTPException. FastAPI calls this if the content type is JSON."""
         body = await self.body()
         # One at a time: parsing a large body holds the GIL, and several in turn would starve the event loop.
         async with self._lock if len(body) > LARGE_BODY else nullcontext():

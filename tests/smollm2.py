@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_tq.errors import ConfigError
-from mlx_tq.models.named import smollm2_path
+from mlx_tq.models.load import smollm2_path
 
 try:
     PATH, WHY = smollm2_path(), ""

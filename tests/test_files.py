@@ -1,11 +1,12 @@
-"""Files written whole: nothing half, nothing beside, and nothing that is no file replaced."""
+"""Files are written whole, and replace only files; errors suggest the nearest name."""
 
 import os
 import stat
 
 import pytest
 
-from mlx_tq.atomic_files import atomic_write
+from mlx_tq.errors import ConfigError, MlxTqError, unknown_name
+from mlx_tq.files import atomic_write
 
 
 def write(path, text):
@@ -18,7 +19,7 @@ def test_a_file_appears_and_is_replaced(tmp_path):
     for text in ("first", "second"):
         write(path, text)
         assert path.read_text() == text
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_writer_that_fails_leaves_the_old_file(tmp_path):
@@ -33,15 +34,15 @@ def test_a_writer_that_fails_leaves_the_old_file(tmp_path):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_it_is_as_open_to_others_as_any_file(tmp_path):
-    before = os.umask(0o027)
+def test_it_has_the_permissions_of_any_new_file(tmp_path):
+    umask = os.umask(0o027)
     try:
         write(tmp_path / "file", "text")
     finally:
-        os.umask(before)
+        os.umask(umask)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
@@ -53,7 +54,7 @@ def test_a_link_stays_a_link(tmp_path):
     assert (tmp_path / "file").read_text() == "new"
 
 
-def test_what_is_no_file_stays(tmp_path):
+def test_pipes_and_folders_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
@@ -62,6 +63,14 @@ def test_what_is_no_file_stays(tmp_path):
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
-def test_no_folder(tmp_path):
-    with pytest.raises(OSError, match="there is no folder"):
+def test_a_missing_folder_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="no does not exist"):
         write(tmp_path / "no" / "file", "text")
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    assert {ValueError, MlxTqError} <= set(ConfigError.__mro__)
+    assert (
+        str(unknown_name("pet", "dgo", ["cat", "dog"])) == "pet 'dgo' is unknown; valid are cat, dog. Did you mean dog?"
+    )
+    assert str(unknown_name("pet", 7, ["cat", "dog"])) == "pet 7 is unknown; valid are cat, dog."

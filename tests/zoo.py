@@ -1,6 +1,6 @@
 """Tiny random models of many mlx-lm architectures: `zoo.toml` describes them, and `build` makes one.
 
-What an entry says is checked by `test_zoo.py` and by `contract/test_architectures.py`, which run every model.
+`test_zoo.py` and `contract/test_architectures.py` run every model and check its description.
 """
 
 import tomllib
@@ -16,18 +16,15 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """One architecture: its configuration and how its attention treats the cache.
-
-    The facts are about the layers that keep a plain `KVCache`, the only ones mlx_tq replaces.
-    """
+    """One architecture, and how the layers with a plain `KVCache` use it: the only ones that mlx_tq replaces."""
 
     name: str
     config: dict
     layers: str = "KK"  # a letter per cache entry: K KVCache, R RotatingKVCache, A ArraysCache, L CacheList of A and K
     dims: tuple[int, int] = (64, 64)  # key and value dim
     shared: int = 0  # later layers that attend, with cache=None, to the pair which an earlier layer fetched
-    why: str = ""  # it is not servable
-    note: str = ""  # what was read in mlx-lm's source
+    why: str = ""  # reason why mlx_tq cannot serve it
+    note: str = ""  # about mlx-lm's source
     buildable: bool = True
     query_gain: float = 1.0  # on q_norm.weight, where the model has no 1/sqrt(dim) of its own
 
@@ -41,20 +38,20 @@ class Arch:
 
 
 def _architectures() -> dict[str, Arch]:
-    described, found = tomllib.loads(Path(__file__).with_suffix(".toml").read_text()), {}
-    for name, entry in described["models"].items():
-        parts = [*(described["parts"][part] for part in entry.pop("parts", ["wide"])), entry.pop("config", {})]
+    zoo, architectures = tomllib.loads(Path(__file__).with_suffix(".toml").read_text()), {}
+    for name, entry in zoo["models"].items():
+        parts = [*(zoo["parts"][part] for part in entry.pop("parts", ["wide"])), entry.pop("config", {})]
         config = {"model_type": name} | {key: value for part in parts for key, value in part.items()}
         config = {key: None if value == "none" else value for key, value in config.items()}
-        found[name] = Arch(name=name, config=config, **entry | {"dims": tuple(entry.get("dims", (64, 64)))})
-    return found
+        architectures[name] = Arch(name=name, config=config, **entry | {"dims": tuple(entry.get("dims", (64, 64)))})
+    return architectures
 
 
 ARCHITECTURES = _architectures()
 
 
 def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
-    """The model with random weights; equal seeds give equal weights. Raises ValueError if it cannot be built here."""
+    """Return the model with random weights, equal for equal seeds; raise ValueError if it cannot be built here."""
     arch = ARCHITECTURES[name]
     if not arch.buildable:
         raise ValueError(f"{name}: {arch.why}")
@@ -63,15 +60,15 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(arch.config))
 
-    def wake(path: str, weight: mx.array) -> mx.array:
-        """Noise on what starts constant (biases, sinks, norms), and a gain of one for what starts as a matrix."""
+    def randomize(path: str, weight: mx.array) -> mx.array:
+        """Add noise to weights that start constant (biases, sinks, norms), and give matrices a gain of one."""
         if mx.all(weight == weight.flatten()[0]):
             weight = weight + 0.2 * mx.random.normal(weight.shape)
         elif weight.ndim > 1 and "emb" not in path:
             weight = weight * 3**0.5
         return weight * arch.query_gain if path.endswith("q_norm.weight") else weight
 
-    model.update(tree_map_with_path(wake, model.parameters()))
+    model.update(tree_map_with_path(randomize, model.parameters()))
     model.set_dtype(dtype)
     model.eval()
     mx.eval(model.parameters())

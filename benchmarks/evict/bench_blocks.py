@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.config import KVConfig
-from mlx_tq.conversation.plain_text import PlainText
-from mlx_tq.conversation.spans import make_spans
-from mlx_tq.evaluate.asking import read_text
-from mlx_tq.policies import EvictConfig, TriAttention
-from mlx_tq.sequence.compressed import make_prompt_cache
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.evaluate.asking import prefill
+from mlx_tq.policies import TriAttention
+from mlx_tq.prompt_cache.compressed import make_prompt_cache
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.session.text import PlainText
+from mlx_tq.session.transcript import make_spans
 
 STEP, LENGTH = 128, 1600
 GRANULARITIES = (1, 8, 16, 32, 64)
@@ -29,14 +29,14 @@ GRANULARITIES = (1, 8, 16, 32, 64)
 
 def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> dict[str, Any]:
     """Of tokens that leave by so many."""
-    policy = TriAttention(warmup=256, trigger=32, stats="text", granularity=granularity)
+    policy = TriAttention(warmup=256, trigger=32, calibration="text", granularity=granularity)
     evict = EvictConfig(policy, budget="75%", recall="off")
-    caches = make_prompt_cache(model, KVConfig(prefix=32, window=64, evict=evict))
+    caches = make_prompt_cache(model, KVConfig(sinks=32, window=64, evict=evict))
     sequence = sequence_in(caches)
     assert sequence is not None
     rounds: list[np.ndarray] = []
     for start in range(0, len(ids) + 1, STEP):
-        read_text(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
+        prefill(model, [*ids, ids[0]][start : start + STEP], caches, STEP)
         if len(departed := sequence.take_departed()):
             rounds.append(departed)
     spans = [span for positions in rounds for span in make_spans(positions, ids, plain.decode)]

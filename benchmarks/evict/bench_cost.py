@@ -19,14 +19,13 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
-from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.queries import QueryStats
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import before_pass, compressed_caches, sequence_in
-from mlx_tq.sequence.plan import LayerPlan
+from mlx_tq.codec.formats.base import dtype_of
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.policies.calibration import QueryStats
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import before_pass, compressed_caches, sequence_in
+from mlx_tq.prompt_cache.plan import LayerPlan
 
 STEP = 256
 POLICY = "triattention"
@@ -43,7 +42,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def evicting(policy: str) -> EvictConfig:
     """What a round does: any statistics will do."""
-    return EvictConfig(f"{policy}:stats=text", "90%", "off")
+    return EvictConfig(f"{policy}:calibration=text", "90%", "off")
 
 
 def filled(model: Any, length: int, policy: str) -> list[Any]:
@@ -53,8 +52,8 @@ def filled(model: Any, length: int, policy: str) -> list[Any]:
 
     def calibrated(layer: LayerPlan) -> LayerPlan:
         dim, pairs, heads = layer.slot.key_dim, layer.rope.pairs.shape[1], model.args.num_attention_heads
-        centre = mx.array(rng.standard_normal((heads, dim), np.float32))
-        stats = QueryStats(centre, 2 * mx.ones((heads, pairs)), centre[:, None] * centre[..., None])
+        center = mx.array(rng.standard_normal((heads, dim), np.float32))
+        stats = QueryStats(center, 2 * mx.ones((heads, pairs)), center[:, None] * center[..., None])
         return replace(layer, queries=stats)
 
     plan = replace(plan, layers=[calibrated(layer) for layer in plan.layers])

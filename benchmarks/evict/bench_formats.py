@@ -19,20 +19,20 @@ from benchmarks.evict.scores import calibrators, layers_of
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.codec.formats import format_names, get_format
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.policies import Body, EvictConfig, PackedLayer, TriAttention
+from mlx_tq.policies import PackedLayer, PackedTokens, TriAttention
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 PREFIX, WINDOW, STEP = 32, 64, 512
 LENGTH, SHARES = 2048, (0.1, 0.25)
-POLICY = TriAttention(stats="text", granularity=1)
-CONFIG = KVConfig(key="fp16", value="fp16", prefix=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
+POLICY = TriAttention(calibration="text", granularity=1)
+CONFIG = KVConfig(key="fp16", value="fp16", sinks=PREFIX, window=WINDOW, evict=EvictConfig(POLICY, "100%", "off"))
 
 
 def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
@@ -56,10 +56,10 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
     """The same keys in another format, less the mean of their block where the format takes that."""
     pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
-    twin.append(*source.keys_and_values()[0].view.undivided().decoded())
+    twin.append(*source.keys_and_values()[0].view.undivided().decode())
     twin.settle()
-    rows, layout, conditioning = twin.body()
-    return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, conditioning=conditioning)
+    rows, layout, normalization = twin.body()
+    return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, normalization=normalization)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
@@ -79,7 +79,7 @@ def overlaps(name: str) -> Iterator[dict[str, Any]]:
     span = PositionRange(PREFIX, LENGTH - WINDOW)
 
     def scored(layers: list[PackedLayer]) -> np.ndarray:
-        return POLICY.score(Body(layers, positions, first.offset, 0))
+        return POLICY.score(PackedTokens(layers, positions, first.offset, 0))
 
     def evicted(scores: np.ndarray, share: float) -> set[int]:
         return set(select(scores, positions, round(share * len(positions)), span, POLICY).tolist())

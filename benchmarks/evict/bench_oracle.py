@@ -33,25 +33,25 @@ from scores import (
     statistics,
 )
 
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.config import KVConfig
-from mlx_tq.evaluate.asking import read_text
-from mlx_tq.evaluate.scenes import plant
+from benchmarks.studies.needle_kinds import plant
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.evaluate.asking import prefill
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig, ExpectedAttention, TriAttention
-from mlx_tq.policies.calibrator import SKIP
+from mlx_tq.policies import ExpectedAttention, Published, TriAttention
+from mlx_tq.policies.calibration import SKIP
 from mlx_tq.policies.selection import PositionRange, select
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 PREFIX, WINDOW, WARMUP, STEP = 32, 64, 256, 128
 RETENTIONS = (90, 75, 50, 25)
 CONFIG = KVConfig(
     key="fp16",
     value="fp16",
-    prefix=PREFIX,
+    sinks=PREFIX,
     window=WINDOW,
-    evict=EvictConfig("triattention:stats=text:granularity=1", "100%", "off"),
+    evict=EvictConfig("triattention:calibration=text:granularity=1", "100%", "off"),
 )
 
 
@@ -67,14 +67,14 @@ class Scene:
     """A text with facts in it, read once."""
 
     def __init__(self, model: Any, tokenizer: Any, kind: str, length: int, seed: int) -> None:
-        planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, prefix=PREFIX, window=WINDOW)
+        planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, sinks=PREFIX, window=WINDOW)
         self.model, self.scene, self.seed = model, planted.scene, seed
         answers = [tokenizer.encode(planted.facts[i].answer, add_special_tokens=False) for i in planted.asked]
         pairs = zip(self.scene.questions, answers, strict=True)
         self.asks = [(question + answer, len(answer)) for question, answer in pairs]
         self.caches = compressed_caches(make_prompt_cache(model, CONFIG))
         record(self.caches)
-        read_text(model, self.scene.ids, self.caches, STEP)
+        prefill(model, self.scene.ids, self.caches, STEP)
         self.text = recorded(self.caches)
         self.asked, self.known = self._ask_all()
 
@@ -96,7 +96,7 @@ class Scene:
             same: queries of questions of this kind about other texts.
             other: queries of questions of another kind.
         """
-        caches, policy = self.caches, TriAttention(aggregation="paper")
+        caches, policy = self.caches, Published(aggregation="paper")
         heads = self.model.args.num_key_value_heads
         samples = {
             "first 256 tokens": [x[:, SKIP : SKIP + WARMUP] for x in self.text],
@@ -115,7 +115,7 @@ class Scene:
             stats = statistics(caches, samples[name], policy)
             full = statistics(caches, samples[name], expected)
             yield f"expected_attention, {name}", by_policy(caches, full, expected)
-            yield f"aggregation v3, {name}", by_policy(caches, stats, TriAttention(aggregation="v3"))
+            yield f"aggregation v3, {name}", by_policy(caches, stats, Published(aggregation="v3"))
             yield f"aggregation maximum, {name}", as_maximum(by_head(caches, stats))
             yield f"virtual query alone, {name}", as_paper(by_head(caches, stats, norm=0), heads)
             yield f"norm term alone, {name}", as_paper(by_head(caches, stats, trig=0), heads)

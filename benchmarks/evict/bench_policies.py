@@ -12,7 +12,7 @@ from benchmarks.evict.bench_cost import measure
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 
 CONTEXT = 8192
-POLICIES = ("triattention", "triattention:aggregation=paper", "expected_attention")
+POLICIES = ("triattention", "published:aggregation=paper", "expected_attention")
 
 
 def costs(name: str) -> Iterator[dict[str, Any]]:

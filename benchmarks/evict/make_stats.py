@@ -13,13 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.commands.calibrating import Queries, listen, save_queries
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.model_args import add_model_arguments
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.calibrating import Queries, listen, save_queries
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.model_args import add_model_arguments
 from mlx_tq.config import KVConfig
-from mlx_tq.policies.queries import QueryStats
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.policies.calibration import QueryStats
+from mlx_tq.prompt_cache.compressed import plan_caches
 
 SHARES = {"questions": 0.0, **{f"text{percent}": percent / 100 for percent in (15, 25, 35, 50, 75, 100)}}
 
@@ -35,7 +35,7 @@ def beside(model: Any, asked: Queries, heard: Queries) -> Queries:
     pairs = zip(layers, asked.stats, heard.stats, strict=True)
     return asked._replace(
         stats=[
-            QueryStats(joined(x.slot.heads, a.centre, b.centre), joined(x.slot.heads, a.amplitude, b.amplitude))
+            QueryStats(joined(x.slot.heads, a.center, b.center), joined(x.slot.heads, a.amplitude, b.amplitude))
             for x, a, b in pairs
         ]
     )
@@ -52,7 +52,7 @@ def main() -> None:
     asked, heard = listen(model, tokenizer, load_text(), args.tokens, progress=lambda *done: print(*done, flush=True))
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, share in SHARES.items():
-        mixed = [a.map(b, share) for a, b in zip(asked.stats, heard.stats, strict=True)]
+        mixed = [a.blend(b, share) for a, b in zip(asked.stats, heard.stats, strict=True)]
         save_queries(model, args.folder / f"{name}.safetensors", asked._replace(stats=mixed))
     save_queries(model, args.folder / "both.safetensors", beside(model, asked, heard))
 

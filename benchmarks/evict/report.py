@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 
 def write(path: Path | None, command: str, rows: list[dict[str, Any]], **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measure the sweep of docs/measurements/eviction.md: parts of one `mlx_tq.evaluate sweep`, all into the same JSON.
+"""Measure the sweep of docs/measurements/eviction.md: parts of one benchmarks.studies.sweep, all into the same JSON.
 
 python benchmarks/evict/run_sweep.py [PART ...] [--seeds N] runs the cells that are not there yet, after a calibration
 on questions where the current folder has no questions.safetensors. Remove results/quality_sweep.json to begin anew.
@@ -16,19 +16,19 @@ from pathlib import Path
 
 JSON = Path(__file__).resolve().parent.parent / "results" / "quality_sweep.json"
 STATS = Path("questions.safetensors")
-SELF = "triattention:stats=text"
-QUESTIONS = f"triattention:stats={STATS}"
-V1, V1_QUESTIONS = f"{SELF}:mode=v1", f"triattention:mode=v1:stats={STATS}"
-V2 = f"{SELF}:mode=v2"
+SELF = "published:calibration=text"
+QUESTIONS = f"published:calibration={STATS}"
+V1, V1_QUESTIONS = "published:calibration=text:mode=v1", f"published:mode=v1:calibration={STATS}"
+V2 = "published:calibration=text:mode=v2"
 HIGHEST = f"{SELF}:evict=highest"
-OTHERS = f"{QUESTIONS}:aggregation=v3,expected_attention:stats={STATS}"
+OTHERS = f"{QUESTIONS}:aggregation=v3,expected_attention:calibration={STATS}"
 MAIN = f"{SELF},{QUESTIONS},{HIGHEST},{V1},{V1_QUESTIONS},random"
 # What changes while a text is read, and how the worst are chosen.
 LATER = f"{SELF}:ema=0.1,{SELF}:recalibrate=256"
 SEGMENTS = ",".join(
     policy
     for option in ("segments=1", "segment_tokens=64")
-    for policy in (f"{SELF}:{option}", f"triattention:{option}:stats={STATS}")
+    for policy in (f"{SELF}:{option}", f"published:{option}:calibration={STATS}")
 )
 ALL = f"{MAIN},{V2},recency,knorm,{OTHERS}"
 
@@ -42,39 +42,38 @@ ONCE = f"{MULTI} --once"
 
 PARTS = {
     # Needles of all policies, and what the text loses.
-    "needles": f"--policies {ALL} --retentions {RETENTIONS} {ONCE}",
-    "text": f"--policies {SELF},{QUESTIONS},{HIGHEST},{V1},random --retentions {RETENTIONS} {TEXT}",
-    "rounds": f"--policies {MAIN},{LATER} --retentions {FEW} {MULTI}",
-    "kinds": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --chunks 0 --lengths 800 "
+    "needles": f"--policies {ALL} --budgets {RETENTIONS} {ONCE}",
+    "text": f"--policies {SELF},{QUESTIONS},{HIGHEST},{V1},random --budgets {RETENTIONS} {TEXT}",
+    "rounds": f"--policies {MAIN},{LATER} --budgets {FEW} {MULTI}",
+    "kinds": f"--policies {SELF},{QUESTIONS},random --budgets {FEW} --chunks 0 --lengths 800 "
     "--kinds single,paraphrased,decoys --once",
     # Options.
-    "blocks": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --granularities 8,16,32,64 {ONCE}",
-    "segments": f"--policies {SEGMENTS} --retentions {FEW} {ONCE}",
-    "prefixes": f"--policies {SELF},{QUESTIONS},random --retentions {FEW} --prefixes 0,16,32 {ONCE}",
-    # Where the prefix holds the sinks, `streaming` is `recency`.
-    "sinks": f"--policies recency,streaming --retentions {FEW} --prefixes 0,32 {ONCE}",
+    "blocks": f"--policies {SELF},{QUESTIONS},random --budgets {FEW} --granularities 8,16,32,64 {ONCE}",
+    "segments": f"--policies {SEGMENTS} --budgets {FEW} {ONCE}",
+    "prefixes": f"--policies {SELF},{QUESTIONS},random --budgets {FEW} --sinks 0,16,32 {ONCE}",
+    # Where the sinks holds the sinks, `streaming` is `recency`.
+    "sinks": f"--policies recency,streaming --budgets {FEW} --sinks 0,32 {ONCE}",
     # 2,048 tokens above a budget of 25 % are there from 2,731 tokens on.
-    "triggers": f"--policies {SELF},random --retentions 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 "
-    "--seeds 0",
-    "text_others": f"--policies {V2},{V1_QUESTIONS},recency,knorm,{OTHERS} --retentions {FEW} {TEXT}",
-    "text_options": f"--policies {SEGMENTS},{LATER} --retentions 75 {TEXT}",
-    "text_prefixes": f"--policies {SELF} --retentions 75 --prefixes 0,16,32 {TEXT}",
-    "text_blocks": f"--policies {SELF},{QUESTIONS} --retentions 75 --granularities 16,64 {TEXT}",
-    "long": f"--policies {SELF},{QUESTIONS},{V1},{V1_QUESTIONS},random --retentions {FEW} --chunks 0 "
+    "triggers": f"--policies {SELF},random --budgets 25 --triggers 32,128,512,2048 --chunks 1 --length 3000 --seeds 0",
+    "text_others": f"--policies {V2},{V1_QUESTIONS},recency,knorm,{OTHERS} --budgets {FEW} {TEXT}",
+    "text_options": f"--policies {SEGMENTS},{LATER} --budgets 75 {TEXT}",
+    "text_prefixes": f"--policies {SELF} --budgets 75 --sinks 0,16,32 {TEXT}",
+    "text_blocks": f"--policies {SELF},{QUESTIONS} --budgets 75 --granularities 16,64 {TEXT}",
+    "long": f"--policies {SELF},{QUESTIONS},{V1},{V1_QUESTIONS},random --budgets {FEW} --chunks 0 "
     "--lengths 2000 --depths middle --kinds multi --once",
 }
 
 
 def as_measured(policy: str) -> str:
     """A policy as its cells are named."""
-    named = "aggregation" in policy or not policy.startswith("triattention")
+    named = "aggregation" in policy or not policy.startswith("published")
     return policy if named else f"{policy}:aggregation=paper"
 
 
 def run(*words: str) -> None:
-    """Run a command of mlx_tq; ends this one where it fails."""
-    print(f"$ python -m mlx_tq {' '.join(words)}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "mlx_tq", *words]).returncode
+    """Run `python -m` with these words; exits if that fails."""
+    print(f"$ python -m {' '.join(words)}", flush=True)
+    code = subprocess.run([sys.executable, "-m", *words]).returncode
     if code:
         sys.exit(code)
 
@@ -86,12 +85,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="scenes for each kind, length and depth")
     args = parser.parse_args()
     if not STATS.exists():
-        run("calibrate", "--text-share", "0", "--dtype", "float32", "--covariance", "-o", str(STATS))
+        run("mlx_tq", "calibrate", "--text-share", "0", "--dtype", "float32", "--covariance", "-o", str(STATS))
     for part in args.parts or PARTS:
-        words = f"{COMMON} --prefixes 32 --triggers 32 --seeds {args.seeds} {PARTS[part]}".split()
+        words = f"{COMMON} --sinks 32 --triggers 32 --seeds {args.seeds} {PARTS[part]}".split()
         policies = words.index("--policies") + 1
         words[policies] = ",".join(map(as_measured, words[policies].split(",")))
-        run("evaluate", "sweep", *words, "--json", str(JSON))
+        run("benchmarks.studies.sweep", *words, "--json", str(JSON))
 
 
 if __name__ == "__main__":

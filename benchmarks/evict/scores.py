@@ -11,11 +11,10 @@ import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.kernels.score import score
-from mlx_tq.policies import Body, CalibratedPolicy, PackedLayer
-from mlx_tq.policies.calibrator import Calibrator
-from mlx_tq.policies.queries import QueryStats
-from mlx_tq.policies.virtual_query import spread, virtual_query
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.policies import CalibratedPolicy, PackedLayer, PackedTokens
+from mlx_tq.policies.calibration import Calibrator, QueryStats
+from mlx_tq.policies.triattention import query_spread, virtual_query
+from mlx_tq.prompt_cache.passes import sequence_in
 
 Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 
@@ -23,11 +22,11 @@ Queries = list[mx.array]  # of each layer, before RoPE, [Hq, L, D]
 class Recorder:
     """In the place of a cache's calibrator: keeps every query, as it was before RoPE."""
 
-    listens = ready = True
+    is_gathering = ready = True
     stats = None
 
     def __init__(self, calibrator: Calibrator) -> None:
-        self.rope, self.policy = calibrator.rope, calibrator.policy
+        self.rope = calibrator.rope
         self.parts: list[mx.array] = []
 
     def due(self, stop: int) -> bool:
@@ -73,7 +72,7 @@ def statistics(caches: list[CompressedKVCache], queries: Queries, policy: Calibr
     found = []
     for calibrator, each in zip(calibrators(caches).values(), queries, strict=True):
         assert calibrator.rope is not None
-        parts = [each.mean(axis=1), calibrator.rope.lengths(each).mean(axis=1)]
+        parts = [each.mean(axis=1), calibrator.rope.pair_norms(each).mean(axis=1)]
         if policy.needs_covariance:
             parts.append(each.swapaxes(-1, -2) @ each / each.shape[1])
         found.append(QueryStats(*parts))
@@ -89,7 +88,7 @@ def layers_of(caches: list[CompressedKVCache], stats: Sequence[QueryStats]) -> l
 def by_policy(caches: list[CompressedKVCache], stats: Sequence[QueryStats], policy: CalibratedPolicy) -> np.ndarray:
     """The scores of a policy of the package, [S]."""
     positions = caches[0].body_positions
-    return policy.score(Body(layers_of(caches, stats), positions, caches[0].offset, 0))
+    return policy.score(PackedTokens(layers_of(caches, stats), positions, caches[0].offset, 0))
 
 
 def by_head(
@@ -102,7 +101,10 @@ def by_head(
         assert layer.rope is not None
         assert layer.queries is not None
         heads = layer.rows.shape[1]
-        terms = (trig * virtual_query(layer.rope, layer.queries.centre, last), norm * spread(layer.rope, layer.queries))
+        terms = (
+            trig * virtual_query(layer.rope, layer.queries.center, last),
+            norm * query_spread(layer.rope, layer.queries),
+        )
         query, weights = (x.reshape(heads, -1, x.shape[1]) for x in terms)
         scores = score(layer.rows, tokens, layer.layout, query, weights, layer.rope.pairs)[0]
         found.append(np.array(scores).reshape(-1, tokens))
@@ -111,7 +113,7 @@ def by_head(
 
 def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) -> np.ndarray:
     """Attention weights that queries at positions from `start` give to the body: [layers, Hq, L, S]."""
-    prefix, found = caches[0].spec.prefix, []
+    sinks, found = caches[0].spec.sinks, []
     tokens = len(caches[0].body_positions)
     own = calibrators(caches)
     for cache, each in zip(caches, queries, strict=True):
@@ -121,7 +123,7 @@ def attention_of(caches: list[CompressedKVCache], queries: Queries, start: int) 
         logits = turned @ keys.swapaxes(-1, -2) / each.shape[-1] ** 0.5
         rows, columns = np.arange(start, start + each.shape[1])[:, None], np.arange(keys.shape[1])[None]
         weights = mx.softmax(mx.where(mx.array(columns <= rows), logits, -mx.inf), axis=-1)
-        found.append(np.array(weights[..., prefix : prefix + tokens]))
+        found.append(np.array(weights[..., sinks : sinks + tokens]))
     return np.stack(found)
 
 

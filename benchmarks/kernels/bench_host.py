@@ -1,8 +1,8 @@
-"""What mlx's host does for a call of a kernel, by the length of its text and the number of its template values.
+"""Measures the host time of a kernel call by the length of its text and the number of its template values.
 
     python -m benchmarks.kernels.bench_host
 
-A kernel cannot be called without a GPU, except while a function is traced for export; that builds the same text.
+A kernel cannot be called without a GPU, unless a function is traced for export; that builds the same text.
 """
 
 import json
@@ -14,19 +14,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 RESULT = Path(__file__).parents[1] / "results" / "kernels_host.json"
 INPUTS, CALLS, ROUNDS, PASSES = 9, 500, 5, 5
 LINE = "float tq_function(float a, float b) { return tq_mul(a, b); }\n"
 
 
-class _Measured(Exception):  # noqa: N818  it ends a trace, it is no error
+class _Measured(Exception):  # noqa: N818 - ends a trace, not an error
     pass
 
 
 def microseconds(text_bytes: int, values: int) -> float:
-    """The least of some rounds, of one call."""
+    """Return the microseconds of a call in the fastest round."""
     names = [f"input_{i}" for i in range(INPUTS)]
     kernel = mx.fast.metal_kernel(
         name="measured",
@@ -55,7 +55,6 @@ def microseconds(text_bytes: int, values: int) -> float:
 
 
 def main() -> None:
-    """Measure and write."""
     cases = [(size, values) for size in (0, 5_000, 10_000, 20_000, 40_000) for values in (0, 20)]
     passes = [[microseconds(*case) for case in cases] for _ in range(PASSES)]
     rows = [

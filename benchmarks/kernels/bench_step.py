@@ -1,10 +1,10 @@
-"""Where a step of an answer spends its time: asking for it in Python, computing it, and packing a block now and then.
+"""Measures the parts of a decode step: building its graph in Python, computing it, and packing a block now and then.
 
 python -m benchmarks.kernels.bench_step --models smollm2
 
-Every step is waited for, so that its parts can be told apart; in use, the next one is asked for meanwhile. Caches take
-turns, several rounds; what a step takes is the median of those that pack nothing, and what packing adds to it is what
-the median of those that pack a block takes more, shared by the 32 of its tokens.
+Each step is evaluated before the next one is built, so that the parts can be separated; mlx-lm overlaps them. Caches
+take turns for several rounds. The time of a step is the median of steps that pack nothing. Packing adds the difference
+to the median of steps that pack a block, divided by the 32 tokens of a block.
 """
 
 import statistics
@@ -17,17 +17,17 @@ import mlx.core as mx
 
 from benchmarks.named_models import ALL_NAMES, named_model, survey_models
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 TOKENS, PROFILES_TIMED = (1024, 4096), ("off", "balanced", "small")
 ROUNDS, STEPS, READ = 6, 32, 512  # a round of steps packs one block
 
 
-def filled(model: Any, ids: list[int]) -> dict[str, list[Any]]:
-    """Each kind of cache after reading."""
+def fill_caches(model: Any, ids: list[int]) -> dict[str, list[Any]]:
+    """Return each kind of cache after prefill."""
     caches = {}
     for name in PROFILES_TIMED:
         config = PROFILES[name]
@@ -38,50 +38,47 @@ def filled(model: Any, ids: list[int]) -> dict[str, list[Any]]:
 
 
 class Step(NamedTuple):
-    """Seconds in which a step was asked for and computed, and whether it packed a block."""
-
-    asked: float
-    computed: float
-    packed: bool
+    build_seconds: float
+    compute_seconds: float
+    packs_block: bool
 
 
-def steps(model: Any, cache: list[Any], count: int) -> Iterator[Step]:
-    """So many steps of an answer."""
+def run_steps(model: Any, cache: list[Any], count: int) -> Iterator[Step]:
     token, layers = mx.array([[5]]), compressed_caches(cache)
     for _ in range(count):
         before = layers[0].body_tokens if layers else 0
         began = time.perf_counter()
         token = model(token, cache=cache)[:, -1:].argmax(-1)
-        asked = time.perf_counter()
+        built = time.perf_counter()
         mx.eval(token)
         ended = time.perf_counter()
-        yield Step(asked - began, ended - asked, bool(layers) and layers[0].body_tokens > before)
+        yield Step(built - began, ended - built, bool(layers) and layers[0].body_tokens > before)
 
 
 def parts(name: str) -> Iterator[dict[str, Any]]:
-    """Of a model, by context and kind of cache."""
+    """Yield the parts of a step by context and kind of cache."""
     model, tokenizer = named_model(name)
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))
     for tokens in TOKENS:
-        found: dict[str, list[Step]] = defaultdict(list)
+        steps: dict[str, list[Step]] = defaultdict(list)
         with compressed(model):
-            caches = filled(model, ids[:tokens])
+            caches = fill_caches(model, ids[:tokens])
             for cache in caches.values():
-                list(steps(model, cache, 2))  # what is compiled is compiled
+                list(run_steps(model, cache, 2))  # warms up
             for _ in range(ROUNDS):
                 for kind, cache in caches.items():
-                    found[kind] += steps(model, cache, STEPS)
-        for kind, every in found.items():
-            plain, packing = ([step for step in every if step.packed == packed] for packed in (False, True))
-            asked, computed = (1000 * statistics.median(part) for part in zip(*(s[:2] for s in plain), strict=True))
-            whole = 1000 * statistics.median(step.asked + step.computed for step in plain)
-            slow = 1000 * statistics.median(s.asked + s.computed for s in packing) if packing else whole
+                    steps[kind] += run_steps(model, cache, STEPS)
+        for kind, timed in steps.items():
+            plain, packing = ([step for step in timed if step.packs_block == packs] for packs in (False, True))
+            build, compute = (1000 * statistics.median(part) for part in zip(*(s[:2] for s in plain), strict=True))
+            whole = 1000 * statistics.median(sum(step[:2]) for step in plain)
+            slow = 1000 * statistics.median(sum(step[:2]) for step in packing) if packing else whole
             yield {
                 "model": ALL_NAMES[name],
                 "tokens": tokens,
                 "cache": kind,
-                "asked_ms": asked,
-                "computed_ms": computed,
+                "asked_ms": build,
+                "computed_ms": compute,
                 "packing_ms": (slow - whole) / BLOCK,
                 "step_ms": whole + (slow - whole) / BLOCK,
             }

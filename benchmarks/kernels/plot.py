@@ -1,4 +1,4 @@
-"""Plot a report of `bench_kernels` beside it, as SVG: rates on a GPU, lane operations of the simulator.
+"""Plots a report of `bench_kernels` as SVG: rates on a GPU, or lane operations on the simulator.
 
 python -m benchmarks.kernels.plot benchmarks/results/kernels_counted.json
 """
@@ -12,12 +12,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-LABELS = {"gb_per_s": "GB/s", "lane_operations": "lane operations a token and KV head"}
+LABELS = {"gb_per_s": "GB/s", "lane_operations": "lane operations per token and KV head"}
 TITLES = {"gb_per_s": "Kernels on a GPU", "lane_operations": "Kernels on the simulator"}
 
 
 def main() -> None:
-    """Plot each report named on the command line."""
     for path in map(Path, sys.argv[1:]):
         report = json.loads(path.read_text(encoding="utf-8"))
         rows = report["kernels"][::-1]

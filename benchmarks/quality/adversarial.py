@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality.adversarial
 
-A layer of 192 keys of 128 dims, plain and conditioned; the weights and means of conditioned ones are learned from these
+A layer of 192 keys of 128 dims, plain and normalized; the weights and means of normalized ones are learned from these
 keys and queries. It writes ../results/adversarial_keys.json.
 """
 
@@ -13,9 +13,16 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_tq.cli.environment import environment
 from mlx_tq.codec import CodecOptions, get_format
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, condition, decode, pair_scale
-from mlx_tq.commands.environment import environment
+from mlx_tq.codec.normalization import (
+    MEAN_TOKENS,
+    KeyNormalization,
+    compute_block_means,
+    compute_key_scale,
+    decode_keys,
+    normalize,
+)
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.json"
 DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42
@@ -61,7 +68,7 @@ ASKED = {
 
 
 def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
-    """Root mean square errors of scores with plain and with conditioned keys.
+    """Root mean square errors of scores with plain and with normalized keys.
 
     They are over the norms of queries and keys, times sqrt(D): what a key is off by, over its norm, as queries see it.
     """
@@ -70,13 +77,13 @@ def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
     size = np.linalg.norm(queries) * np.linalg.norm(keys) / np.sqrt(queries[..., 0].size * keys[..., 0].size * DIM)
     codec = _codec(name)
     rms = (np.sqrt((x**2).mean(axis=2)) for x in (keys - keys.mean(axis=2, keepdims=True), queries))
-    scale = pair_scale(*(mx.array(x) for x in rms))
+    scale = compute_key_scale(*(mx.array(x) for x in rms))
     blocks = [mx.array(keys[:, :, None, i : i + MEAN_TOKENS]) for i in range(0, TOKENS, MEAN_TOKENS)]
-    means = [block_means(block, scale, codec.rotation).means for block in blocks]
+    means = [compute_block_means(block, scale, codec.rotation).means for block in blocks]
     found = []
-    for conditioning in (None, Conditioning(scale, mx.concatenate(means, axis=2))):
-        x = mx.array(keys) if conditioning is None else condition(mx.array(keys), conditioning, codec.rotation)
-        decoded = np.array(decode(codec, codec.encode(x), conditioning), np.float64)
+    for normalization in (None, KeyNormalization(scale, mx.concatenate(means, axis=2))):
+        x = mx.array(keys) if normalization is None else normalize(mx.array(keys), normalization, codec.rotation)
+        decoded = np.array(decode_keys(codec, codec.encode(x), normalization), np.float64)
         error = queries @ (decoded - keys).swapaxes(-1, -2)
         found.append(float(np.sqrt((error**2).mean()) / max(size, 1e-30)))
     return found[0], found[1]
@@ -104,9 +111,9 @@ def main() -> None:
     for kind in KEYS:
         for asked in ASKED:
             for name in FORMATS:
-                plain, conditioned = errors(kind, name, asked)
-                rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "conditioned": conditioned})
-                print(f"{kind}, {asked}, {name}: {plain:.5f}, conditioned {conditioned:.5f}")
+                plain, normalized = errors(kind, name, asked)
+                rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "normalized": normalized})
+                print(f"{kind}, {asked}, {name}: {plain:.5f}, normalized {normalized:.5f}")
     about = {"command": "python -m benchmarks.quality.adversarial", "environment": environment(), "errors": rows}
     about["rules"] = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in SCALED]
     TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Measure what docs/measurements reports of quality: one `mlx_tq.evaluate` command after another, each with its JSON.
+"""Run the measurements of quality in docs/measurements: `mlx_tq.evaluate` and studies, each with its JSON.
 
-python benchmarks/quality/run.py [NAME ...] runs those that have no results yet; remove a file of ../results to repeat
-it. Needle and format runs resume where they stopped.
+python benchmarks/quality/run.py [NAME ...] runs those without results; remove a file of ../results to repeat
+them. Needle and format runs resume where they stopped.
 """
 
 import subprocess
@@ -11,8 +11,8 @@ from pathlib import Path
 from mlx_tq.codec.formats.base import SCALE_RULES
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-# Lets a needle be packed in 500 tokens, and is an eighth of a context at 768.
-SMALL = "--kv-prefix 32 --kv-window 64"
+# A needle is packed in 500 tokens with these, and they are an eighth of 768.
+SMALL = "--kv-sinks 32 --kv-window 64"
 
 
 def _scales(pair: str) -> str:
@@ -24,13 +24,13 @@ def _scales(pair: str) -> str:
 PROFILES = "off,safe,balanced,small"
 OTHERS = "q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls"
 FORMATS = "fp16,q8,tq4,tq3,tq2"
-# The pairs of docs/measurements/formats.md: our own, the formats of other programs, and spectral keys.
+# The pairs of docs/measurements/quality.md: our own, the formats of other programs, and spectral keys.
 PAIRS = (
     "q8/q8,q8/tq4,q8/tq3,q8/tq2,tq4/tq4,tq4/tq3,tq4/tq2,tq3/tq4,tq3/tq3,tq2/tq4,tq2/tq2,fp8/fp8,fp8/tq4,q8_0/q8_0,"
     "q8_0/tq4,tbq4_0/tbq4_0,tbq3_0/tbq3_0,tq3_0/tq4,tq3_0/tq3_0,tq35/tq4,tq35/tq35,tq25/tq4,tq25/tq25,q8/tq35,q8/tq25,"
     "q8/fp8,q8/tq3_0"
 )
-# Schedules by layer, as `mlx_tq.evaluate spectrum` prints them for the embedded model.
+# Schedules by layer, as `python -m benchmarks.studies.spectrum` prints them for the embedded model.
 LEAN = "spectral8+spectral12+spectral8+spectral10+spectral10+spectral10/tq4"
 RICH = "tq4+tq4+spectral14+tq4+tq4+tq4/tq4"
 SPECTRAL = f"spectral8/tq4,spectral16/tq4,spectral16_int8/tq4,{LEAN},{RICH}"
@@ -39,8 +39,8 @@ MIXED = (
 )
 PARETO = f"--length 768 --step 256 --needles 1 --needle-length 500 {SMALL}"
 
-# Of plain keys: what formats cost by themselves. Conditioned ones are in ../../docs/measurements/keys.md.
-PLAIN = "--kv-condition off"
+# Of plain keys: what formats cost by themselves. Normalized ones are in ../../docs/measurements/quality.md.
+PLAIN = "--kv-normalize off"
 _RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",
     "scales_value": f"divergence --profiles {_scales('fp16/{}')}",
@@ -51,7 +51,7 @@ _RUNS = {
     "formats": f"formats --keys {FORMATS} --values {FORMATS} --length 1024 --step 256 {SMALL}",
     "all_formats": f"formats --pairs {PAIRS} {PARETO}",
     "spectral": f"formats --pairs {SPECTRAL} {PARETO}",
-    # One long step, through all of which the same 72 % of the packed tokens are cold.
+    # One long step, in which 72 % of the packed tokens have the second format.
     "mixed_long": "formats --pairs tq4/tq4,tq3/tq4,q8/tq4,q8~tq4/tq4,q8~tq3/tq4,tq4~tq3/tq4,tq4~spectral16/tq4 "
     f"--kv-recent 256 --chunks 1 --length 2048 --step 1024 {SMALL}",
     "mixed": f"formats --pairs {MIXED} --kv-recent 256 {PARETO}",
@@ -60,17 +60,23 @@ _RUNS = {
     "drift": "drift --length 1024 --steps 7,32,128,512,1024 --profiles balanced,small",
 }
 RUNS = {name: f"{words} {PLAIN}" for name, words in _RUNS.items()}
+STUDIES = ("layers", "drift")  # programs of benchmarks/studies
+
+
+def command_of(name: str) -> str:
+    """Return the command of a run, without the interpreter."""
+    module = "benchmarks.studies." if RUNS[name].split()[0] in STUDIES else "mlx_tq evaluate "
+    return f"{module}{RUNS[name]}"
 
 
 def main(names: list[str]) -> int:
     """Run the named measurements, or all; returns the first exit code that is not 0."""
     for name in names or RUNS:
         target = RESULTS / f"quality_{name}.json"
-        words = RUNS[name].split()
-        if target.exists() and words[0] not in ("needle", "formats"):
+        if target.exists() and RUNS[name].split()[0] not in ("needle", "formats"):
             continue
-        print(f"$ python -m mlx_tq evaluate {RUNS[name]}", flush=True)
-        code = subprocess.run([sys.executable, "-m", "mlx_tq", "evaluate", *words, "--json", str(target)]).returncode
+        print(f"$ python -m {command_of(name)}", flush=True)
+        code = subprocess.run([sys.executable, "-m", *command_of(name).split(), "--json", str(target)]).returncode
         if code:
             return code
     return 0

@@ -3,7 +3,7 @@
     python -m benchmarks.quality.skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
     python -m benchmarks.quality.skipping --counted
 
-A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between prefix and
+A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between sinks and
 window are counted that all query heads of a KV head could skip while at most 2^-9 of the sum of weights is left out: at
 best, and by what a kernel knows when it meets a tile of its block. It writes ../results/value_skipping.json. The second
 command counts, on the simulator, what `attend` does with values: ../results/value_skipping_counted.json.
@@ -19,16 +19,15 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from benchmarks.kernels.cases import cases
+from benchmarks.kernels.cases import make_cases
 from benchmarks.quality.whole_caches import Attend, WholeCache
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.integration.patches import patch_attention
+from mlx_tq.integration.probe import model_facts, native_caches
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.seam.attention import compressed_attention
-from mlx_tq.seam.known_models import model_facts
-from mlx_tq.seam.probe import native_caches
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "benchmarks" / "results" / "value_skipping.json"
@@ -103,7 +102,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
         found: dict[str, list[float]] = {}
         for index in whole:
             caches[index] = WholeCache(watched(found))
-        with compressed_attention():
+        with patch_attention():
             for start in range(0, length - QUERIES, STEP):
                 stop = min(start + STEP, length - QUERIES)
                 mx.eval(model(ids[None, start:stop], cache=caches))
@@ -117,16 +116,16 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
 
 def counted() -> dict[str, Any]:
     """Lane operations and bytes a token and KV head of `attend`, with and without the loop over values."""
-    sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
-    from simulated import simulated
+    sys.path.insert(0, str(ROOT / "tests"))
+    from kernels.metal.simulated import simulated
 
     rows = []
     for name, edit in (("attend", str), ("attend, no values", lambda text: text.replace(*LOOP))):
         costs = []
         for tokens in COUNTED:
-            with impl.using("ops"):
-                (case,) = (case for case in cases(tokens, 1) if case.kernel == "attend")
-            with simulated(edit=edit) as counters, thresholds.using(KernelThresholds(least_block=4096, short=0)):
+            with backend.using("reference"):
+                (case,) = (case for case in make_cases(tokens, 1) if case.kernel == "attend")
+            with simulated(edit=edit) as counters, thresholds.using(KernelThresholds(min_block=4096, short_tokens=0)):
                 mx.eval(case.call())
             costs.append((sum(counters[0].operations.values()), counters[0].loaded["packed_rows_0"]))
         more = COUNTED[1] - COUNTED[0]

@@ -69,20 +69,10 @@ class VariantCodec(Codec):
     """
 
     def __init__(self, head_dim: int, inner: TurboCodec, shifts: bool, scales: bool, about: mx.array | None) -> None:
-        super().__init__(head_dim, rotation=None)
+        super().__init__(head_dim, head_dim // inner.head_dim * (inner.words + 1))
         self.shifts, self.scales = shifts, scales
+        self.learned = about  # fp32 [B, H, 2, D]: the shift and the scale
         self._inner = inner
-        self._about = about  # fp32 [B, H, 2, D]: the shift and the scale
-
-    @property
-    def words(self) -> int:
-        """16-bit words per vector."""
-        return self.head_dim // self._inner.head_dim * (self._inner.words + 1)
-
-    @property
-    def learned(self) -> mx.array | None:
-        """Shift and scale."""
-        return self._about
 
     def fit(self, x: mx.array) -> "VariantCodec":
         """Mean of each dim where it shifts, deviation from the shift where it scales."""
@@ -97,54 +87,38 @@ class VariantCodec(Codec):
     def encode(self, x: mx.array) -> Encoded:
         """Encode vectors [..., D]."""
         x = x.astype(mx.float32)
-        if self._about is not None:
-            x = (x - self._about[:, :, :1]) / self._about[:, :, 1:]
+        if self.learned is not None:
+            x = (x - self.learned[:, :, :1]) / self.learned[:, :, 1:]
         codes, scale = self._inner.encode(x.reshape(*x.shape[:-1], -1, self._inner.head_dim))
         return Encoded(mx.concatenate([codes, scale[..., None].view(mx.uint16)], axis=-1).flatten(-2), None)
 
-    def planes(self, codes: mx.array) -> list[mx.array]:
+    def decode_planes(self, codes: mx.array) -> list[mx.array]:
         """The decoded vectors: one fp32 [..., D]."""
         words = codes.reshape(*codes.shape[:-1], -1, self._inner.words + 1)
         scale = mx.contiguous(words[..., -1]).view(mx.float16)
         x = self._inner.decode(Encoded(mx.contiguous(words[..., :-1]), scale)).flatten(-2)
-        return [x if self._about is None else x * self._about[:, :, 1:] + self._about[:, :, :1]]
+        return [x if self.learned is None else x * self.learned[:, :, 1:] + self.learned[:, :, :1]]
 
 
-class Variant(Format):
-    """TurboQuant of `bits` bits with another rotation, scale rule, block or preparation."""
+def variant(
+    name: str,
+    bits: int,
+    *,
+    rule: str = "unbiased",
+    rotation: Maker = wht,
+    block: int = 0,
+    shifts: bool = False,
+    scales: bool = False,
+) -> Format:
+    """Return TurboQuant of `bits` bits with another rotation, scale rule, block or preparation."""
 
-    name = "variant"
+    def make_codec(head_dim: int, options: CodecOptions, dtype: mx.Dtype) -> Codec:
+        size = block or head_dim
+        inner = TurboCodec(size, bits, replace(options, scale=rule))
+        inner.rotation = rotation(size, options.seed)
+        return VariantCodec(head_dim, inner, shifts, scales, None)
 
-    def __init__(
-        self,
-        name: str,
-        bits: int,
-        *,
-        rule: str = "unbiased",
-        rotation: Maker = wht,
-        block: int = 0,
-        shifts: bool = False,
-        scales: bool = False,
-    ) -> None:
-        self.name, self.bits, self.error = name, bits, 0.0  # type: ignore[misc]
-        self._rule, self._rotation, self._block = rule, rotation, block
-        self._learns = shifts, scales
-
-    @classmethod
-    def variants(cls) -> list[Format]:
-        """Each of CHANGES by itself, with 4 and with 3 bits."""
-        return [cls(f"{name}.{bits}", bits, **changes) for bits in BITS for name, changes in CHANGES.items()]
-
-    def bytes_per_vector(self, head_dim: int) -> int:
-        """Codes and scales; what is learned is a head's, not a vector's."""
-        return head_dim * int(self.bits) // 8 + 2 * (head_dim // (self._block or head_dim))
-
-    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
-        """The codec."""
-        size = self._block or head_dim
-        inner = TurboCodec(size, int(self.bits), replace(options, scale=self._rule))
-        inner.rotation = self._rotation(size, options.seed)
-        return VariantCodec(head_dim, inner, *self._learns, None)
+    return Format(name, bits, 0.0, make_codec)
 
 
 BITS = (4, 3)
@@ -160,3 +134,4 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mean removed": {"shifts": True},
     "dims scaled": {"scales": True},
 }
+FORMATS = tuple(variant(f"{name}.{bits}", bits, **changes) for bits in BITS for name, changes in CHANGES.items())

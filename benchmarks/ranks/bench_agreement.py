@@ -15,15 +15,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.commands.environment import environment
-from mlx_tq.config import KVConfig
+from mlx_tq.cli.environment import environment
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.distributed.group import Ranks, join
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
-from mlx_tq.ranks.group import Ranks, join
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in, sequence_layers
 
 RESULTS = Path(__file__).parents[1] / "results"
 LIVE = (1024, 8192)
@@ -52,10 +51,10 @@ def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
         mx.eval(layer.state)
 
 
-def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache], Sequence]:
+def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache], LayerGroup]:
     """Layers with so many live tokens, and a round that is due."""
     evict = EvictConfig("knorm:granularity=32:trigger=127", live, recall)
-    caches = build_caches(plan_caches(model, KVConfig(condition=False, evict=evict)))
+    caches = build_caches(plan_caches(model, KVConfig(normalize=False, evict=evict)))
     sequence = sequence_in(caches)
     assert sequence is not None
     sequence.plan = replace(sequence.plan, positions=None)  # no model reads these
@@ -70,7 +69,7 @@ def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache],
 def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
     """All that was counted."""
     counted = Counted(ranks)
-    mx.eval(ranks.first(mx.zeros(1, mx.uint32)))
+    mx.eval(ranks.broadcast_tokens(mx.zeros(1, mx.uint32)))
     found = [counted.row(what="token")]
     for live in LIVE:
         for recall in ("off", "auto"):
@@ -83,7 +82,7 @@ def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
     return found
 
 
-def look(layers: list[CompressedKVCache], sequence: Sequence, ranks: Ranks, live: int) -> dict[str, Any]:
+def look(layers: list[CompressedKVCache], sequence: LayerGroup, ranks: Ranks, live: int) -> dict[str, Any]:
     """A look into an archive of a few blocks, and what comes back."""
     sequence.listen(range(len(layers)), rounds=True)
     for layer in layers:

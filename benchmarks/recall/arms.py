@@ -18,12 +18,11 @@ import numpy as np
 
 from benchmarks.recall.bench_recall import BLOCK, STEP, read
 from mlx_tq.config import LEAST_QUOTATION, RescueConfig
-from mlx_tq.conversation.quote import quote
-from mlx_tq.conversation.recall import ready_to_recall, recall
-from mlx_tq.conversation.spans import make_spans, widen
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.passes import sequence_in, sequence_layers
-from mlx_tq.sequence.recall import Scored, choose, deciding, holding, positions_of
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
+from mlx_tq.prompt_cache.recall import Scored, choose, deciding, holding, positions_of
+from mlx_tq.session.restore import evict_before_question, recall_rows
+from mlx_tq.session.transcript import extend_to_sentences, format_quotation, make_spans
 
 Span = tuple[int, int]
 # Of a session: spans asked for, and tokens beside them with which their sentences end.
@@ -59,14 +58,14 @@ def named(
         return []
     alike = likeness(embedder, question, [span.text for span in spans])
     best = [spans[i] for i in np.argsort(-alike, kind="stable")[:TOP_K] if alike[i] >= (embedder.floor or -1)]
-    ranges = [widen((span.start, span.stop), ids, decode, MARGIN) for span in best]
+    ranges = [extend_to_sentences((span.start, span.stop), ids, decode, MARGIN) for span in best]
     live = np.setdiff1d(np.arange(len(ids)), gone)
     return holding(blocks, ranges, live, max(LEAST_QUOTATION, len(gone) // 4))
 
 
-def by_rank(order: Sequence[Extent], prefix: int, most: int) -> list[Extent]:
-    """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
-    return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), prefix, most)
+def by_rank(order: Sequence[Extent], sinks: int, most: int) -> list[Extent]:
+    """The first blocks with the neighbors on both sides: their text does not say where what it tells goes on."""
+    return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), sinks, most)
 
 
 def _words(text: str) -> list[str]:
@@ -87,7 +86,7 @@ def inside(positions: np.ndarray, span: Span) -> int:
 
 
 def is_cut(span: Span) -> bool:
-    """Whether a block's edge goes through a span; the prefix is a whole block."""
+    """Whether a block's edge goes through a span; the sinks is a whole block."""
     return span[0] // BLOCK != (span[1] - 1) // BLOCK
 
 
@@ -137,10 +136,10 @@ def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, log
 
 
 def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str:
-    """Text of blocks as text rescue quotes it, neighbours as one."""
+    """Text of blocks as text rescue quotes it, neighbors as one."""
     positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
-    return quote([tokenizer.decode([ids[p] for p in run]) for run in runs])
+    return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])
 
 
 @dataclass
@@ -198,19 +197,19 @@ def recalls(
         name: blocks that come beside what the queries find.
     """
     caches = copy.deepcopy(caches)
-    ready_to_recall(caches, len(question))
+    evict_before_question(caches, len(question))
     layer, sequence = sequence_layers(caches)[0], sequence_in(caches)
     assert sequence is not None
     most = sequence.plan.recall_tokens(len(question) + layer.offset)
     asked = copy.deepcopy(caches)
-    found = recall(model, asked, list(question), STEP, most)
+    found = recall_rows(model, asked, list(question), STEP, most)
     blocks = sorted((piece.extent for piece in found.ranked), key=lambda extent: int(extent.positions[0]))
     orders = {
         "queries": [piece.extent for piece in found.ranked],
         **search(blocks),
         "random": rng.sample(blocks, len(blocks)),
     }
-    others = {arm: by_rank(order, layer.spec.prefix, most) for arm, order in orders.items() if arm != "queries"}
+    others = {arm: by_rank(order, layer.spec.sinks, most) for arm, order in orders.items() if arm != "queries"}
     back = set(found.positions)
     chosen = {"queries": [extent for extent in orders["queries"] if extent.positions[0] in back], **others}
     chosen["oracle"] = [e for e in blocks if any(inside(e.positions, span) for span in spans)]

@@ -32,10 +32,10 @@ from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
 from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, planted
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.commands.asking import ask_beforehand
-from mlx_tq.evaluate.draws import draw_anew
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.cli.asking import ask_beforehand
+from mlx_tq.evaluate.inspection import reseed_random
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.passes import compressed_caches
 from rescue_svc.embed.registry import embedder_class
 
 LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so many tokens
@@ -82,7 +82,7 @@ class Cell:
             for policy, budget in losses
         }
         for each in caches.values():
-            draw_anew(each, seed)
+            reseed_random(each, seed)
             read(self.model, each, made.ids)
         asked = [asked_of(self.tokenizer, self.frame, each, free="full" in self.free) for each in made.hidden.needles]
         full = [self.judged(caches[None, None], each) for each in asked if "full" in self.arms]

@@ -16,9 +16,9 @@ import numpy as np
 from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.bench_look import ROUNDS, STEPS, decided, filled, steps
 from mlx_tq.config import KVConfig
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import sequence_layers
-from mlx_tq.sequence.recall import Listener, looking
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.passes import sequence_layers
+from mlx_tq.prompt_cache.recall import Listener, looking
 
 LIVE = (512, 4096, 7500)  # tokens that the steps attend to
 

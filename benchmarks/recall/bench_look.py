@@ -23,14 +23,13 @@ import numpy as np
 
 from benchmarks.named_models import ALL_NAMES, RESULTS, named_model
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.commands.environment import environment
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import before_pass, sequence_in, sequence_layers
-from mlx_tq.sequence.plan import Plan
-from mlx_tq.sequence.recall import looking
+from mlx_tq.cli.environment import environment
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in, sequence_layers
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.recall import looking
 
 LIVE, STEP, ROUNDS = 512, 512, 5
 STEPS = EvictConfig().recall_every  # between two looks, whose queries the second asks with

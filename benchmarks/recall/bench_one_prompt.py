@@ -17,9 +17,9 @@ from benchmarks.recall.documents import COLLECTIONS, Document, chosen
 from benchmarks.recall.parts import Part
 from benchmarks.recall.scenes import config, encode, frame
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.conversation.recall import question_of
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.session.restore import split_question
 
 
 def best(ranks: list[int | None]) -> int | None:
@@ -34,12 +34,12 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
     for place, piece in enumerate(case.pieces):
         start = len(ids)
         ids += encode(tokenizer, piece)
-        if place in case.evidence:  # neighbours are one span
+        if place in case.evidence:  # neighbors are one span
             since = spans.pop()[0] if spans[-1][1] == start else start
             spans.append((since, len(ids)))
     spans = spans[1:]
     ids += encode(tokenizer, f"\n{case.question}{around.after}")
-    document, question = question_of(tokenizer, ids)
+    document, question = split_question(tokenizer, ids)
     caches = make_prompt_cache(model, config(args.key, args.value, spans, args.budget))
     read(model, caches, document)
     rng, texts = random.Random(number), []

@@ -19,15 +19,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.config import KVConfig
-from mlx_tq.conversation.recall import recall, release
-from mlx_tq.policies import EvictConfig, Policy
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.policies import Policy
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.session.restore import recall_rows, release
 
 RESULTS = Path(__file__).parents[1] / "results"
-COLOURS = ("amber", "copper", "violet", "silver", "indigo", "crimson")
+COLORS = ("amber", "copper", "violet", "silver", "indigo", "crimson")
 DEPTHS = (0.15, 0.4, 0.65, 0.85)
 STEP, ANSWER, BLOCK = 128, 24, 32
 
@@ -63,7 +63,7 @@ def scene(tokenizer: Any, tokens: int, seed: int) -> Scene:
     sentences = re.split(r"(?<=\. )", text[int(rng.integers(0, 60000)) :][: 12 * tokens])
     sizes = np.cumsum([len(tokenizer.encode(sentence)) for sentence in sentences])
     sentences = sentences[: int(np.searchsorted(sizes, tokens)) + 1]
-    facts = [f"The access code of the {colour} gate is {code}. " for colour, code in zip(COLOURS, codes, strict=False)]
+    facts = [f"The access code of the {color} gate is {code}. " for color, code in zip(COLORS, codes, strict=False)]
     for depth, fact in reversed(list(zip(DEPTHS, facts, strict=True))):
         sentences.insert(int(len(sentences) * depth), fact)
     ids: list[int] = []
@@ -116,18 +116,16 @@ def measure(
     """One row a code."""
     made = scene(tokenizer, tokens, seed)
     blocks = "+".join(sorted({str(p // BLOCK) for start, stop in made.spans for p in range(start, stop)}))
-    config = KVConfig(
-        args.key, args.value, prefix=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto")
-    )
+    config = KVConfig(args.key, args.value, sinks=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto"))
     rows = []
     with compressed(model):
         full, caches = (make_prompt_cache(model, each) for each in (replace(config, evict=None), config))
         read(model, full, made.ids)
         read(model, caches, made.ids)
         live = set(compressed_caches(caches)[0].positions.tolist())
-        for colour, code, span in zip(COLOURS, made.codes, made.spans, strict=False):
+        for color, code, span in zip(COLORS, made.codes, made.spans, strict=False):
             question = tokenizer.encode(
-                f"\nWhat is the access code of the {colour} gate? Answer with the number only.<|im_end|>\n"
+                f"\nWhat is the access code of the {color} gate? Answer with the number only.<|im_end|>\n"
                 "<|im_start|>assistant\n",
                 add_special_tokens=False,
             )
@@ -135,7 +133,7 @@ def measure(
             row["live"] = sum(p in live for p in range(*span)) / (span[1] - span[0])
             row["full"], row["full_log"] = answer(model, tokenizer, copy.deepcopy(full), question, code)
             row["evicted"], row["evicted_log"] = answer(model, tokenizer, copy.deepcopy(caches), question, code)
-            found = recall(model, caches, question, STEP)
+            found = recall_rows(model, caches, question, STEP)
             row["returned"] = sum(p in set(found.positions) for p in range(*span)) / (span[1] - span[0])
             ordered = [piece.extent for piece in found.ranked]
             row["archived"], row["recalled"] = sum(len(extent.positions) for extent in ordered), len(found.positions)

@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.recall.arms import by_rank
 from benchmarks.recall.parts import one_a_line
 from benchmarks.recall.scenes import PREFIX
-from mlx_tq.sequence.archive import Extent
-from mlx_tq.sequence.places import Places
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.places import Places
 
 RESULTS = Path(__file__).parents[1] / "results" / "recall_grid.json"
 NEEDLES = 24  # a cell

@@ -11,12 +11,11 @@ import numpy as np
 from benchmarks.recall.bench_recall import BLOCK, Given, read
 from benchmarks.recall.needles import KINDS, Hidden
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.config import EvictConfig, KVConfig
 
 PREFIX, WINDOW = 32, 64
-# Sentences are planted between these depths: behind the prefix, and before what no round reaches any more.
+# Sentences are planted between these depths: behind the sinks, and before what no round reaches any more.
 FIRST, LAST = 0.12, 0.75
 
 
@@ -114,7 +113,7 @@ def config(
 
     By default it loses the blocks of these spans first, others by chance.
     """
-    kept = KVConfig(key, value, prefix=PREFIX, window=WINDOW)
+    kept = KVConfig(key, value, sinks=PREFIX, window=WINDOW)
     if budget is None:
         return kept
     first = "+".join(sorted({str(p // BLOCK) for start, stop in spans for p in range(start, stop)}))

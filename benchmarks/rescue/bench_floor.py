@@ -1,8 +1,8 @@
-"""What tells a span that answers from one that does not: the scores of both, by embedder and by how spans are cut.
+"""Scores of relevant and of unrelated spans, by embedder and by how spans are cut.
 
     python -m benchmarks.rescue.bench_floor --data DIR     (DIR holds cranfield/ and qmsum/)
 
-Of every question the best score of a span that answers, and the best of text that has nothing to do with it. Planted
+For every query: the best score of a relevant span, and the best of unrelated text. Planted
 facts: 60 texts of 2,000 tokens, six kinds of facts and questions, cut to sentences as sessions do and to 64 tokens; the
 other text is the one around the fact. QMSum: every seventh meeting; Cranfield: 60 questions, three good abstracts each,
 every span a sentence or two; the other text is 60 spans of WikiText-2. Writes benchmarks/results/rescue_floor.json; the
@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.rescue.collections import cranfield
 from benchmarks.rescue.results import save
 from mlx_tq import load
-from mlx_tq.commands.needles.haystack import build_scene, code_word, load_text
-from mlx_tq.commands.needles.questions import KINDS
-from mlx_tq.conversation.spans import make_spans
+from mlx_tq.cli.calibration_questions import KINDS
+from mlx_tq.cli.haystack import build_scene, code_word, load_text
+from mlx_tq.session.transcript import make_spans
 from rescue_svc.embed import load_embedder
 
 FLOORS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
@@ -46,7 +46,7 @@ def planted(tokenizer: Any, blocks: bool) -> Iterator[Question]:
             fact = make(rng)
             depth = rng.random()
             scene = build_scene(
-                tokenizer, load_text(), [fact], [depth], rng, tokens=TOKENS, prefix=0, window=0, chat=False
+                tokenizer, load_text(), [fact], [depth], rng, tokens=TOKENS, sinks=0, window=0, chat=False
             )
             ids = scene.ids
             ranges = [(start, start + BLOCK) for start in range(0, len(ids), BLOCK)]

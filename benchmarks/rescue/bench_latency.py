@@ -1,9 +1,9 @@
-"""Time of a retrieval at 20k and 100k spans, of a start, of a rebuilt index, and of an embedder that comes back.
+"""Latency of retrieval at 20k and 100k spans, of a start, of rebuilding an index, and of restarting an embedder.
 
     python -m benchmarks.rescue.bench_latency
 
-Writes benchmarks/results/rescue_latency.json. The embedder left out means: the hashing one, whose vector takes 0.1 ms
-and, with its way through a pipe and back, half a millisecond; both are part of the figures, as the client's time is.
+Writes benchmarks/results/rescue_latency.json. "Without the embedder" means the hashing one, whose vector takes
+0.1 ms, and half a millisecond with the pipe; the figures include both, and the time of the client.
 """
 
 import json

@@ -1,8 +1,9 @@
-"""32 clients for a bounded time from another process: latency, errors, and whether memory stays.
+"""Load test with 32 clients in another process: latency, errors and memory.
 
     python -m benchmarks.rescue.bench_load [--seconds 20]
 
-Writes benchmarks/results/rescue_load.json. Every fifth call writes, the others ask; each client has its own session.
+Writes benchmarks/results/rescue_load.json. Every fifth call writes,
+the others retrieve; each client has its own session.
 """
 
 import argparse

@@ -1,25 +1,25 @@
-"""What rescue costs a session: the same turns, with the service and without it, one after the other.
+"""Overhead of rescue: the same turns with the service and without it, in alternating order.
 
     python -m benchmarks.rescue.bench_overhead [--tokens 1000,2000] [--budget 50%] [--rounds 5]
 
-Turn 1 reads a text of the rescue ramp, turn 2 asks for the fact in it. With rescue, what leaves the cache is written to
-`mlx-tq-rescue serve` (FAISS, hashing embedder) and a quotation comes back. Without, a session that is handed the very
-same quotation for nothing: both read the same tokens over the same cache. Writes
+Turn 1 reads a text of the rescue ramp, turn 2 asks for the fact in it. With rescue, evicted text is written to
+`mlx-tq-rescue serve` (FAISS, hashing embedder) and quoted. Without, a session gets the same quotation for free: both
+read the same tokens over the same cache. Writes
 benchmarks/results/rescue_overhead.json, of each length:
 
-    share       the bound: seconds that the session waits for spans, writing and asking, and the processor's seconds of
-                the client's thread, of the service and of its embedder, as if none of it ran beside the model; of the
-                session's seconds. Neither part is a difference of two noisy times.
+    share       upper bound: wait of the session for writing and retrieving, plus processor seconds of the client's
+                calls, the service and its embedder, as if none of it ran in parallel, over the session's seconds
     cpu         processor seconds of the session over those of the one without a service, less 1, by pairs
-    reading     share of the session that reading the quotation's own tokens takes
+    reading     share of the session for the prefill of the quotation
 """
 
 import argparse
-import asyncio
 import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,11 +30,12 @@ import psutil
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
 from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import QUESTION, build_case, load_text
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import QUESTION, build_case, load_text
 from mlx_tq.config import RescueConfig
-from mlx_tq.conversation import Rehydration
-from mlx_tq.rescue import RescueClient
+from mlx_tq.rescue import client as rescue_client
+from mlx_tq.rescue.locator import run_in_thread
+from mlx_tq.session import Quotation
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_overhead.json"
 ANSWER = 24  # tokens
@@ -43,20 +44,29 @@ ANSWER = 24  # tokens
 class Given(Session):
     """A session without a service that has the quotation already."""
 
-    given: Rehydration
+    given: Quotation
 
-    def rehydrate(self, query: str) -> Rehydration:
+    def quote(self, query: str) -> Quotation:
         """The quotation, at the turn that it was made for."""
-        return self.given if query == QUESTION else super().rehydrate(query)
+        return self.given if query == QUESTION else super().quote(query)
 
 
-def thread_s(client: RescueClient) -> float:
-    """Processor seconds of a client's thread so far."""
+calls_s = [0.0]  # processor seconds of the client's calls so far; its worker thread only waits for them
 
-    async def spent() -> float:
-        return time.thread_time()
 
-    return asyncio.run_coroutine_threadsafe(spent(), client._loop).result()
+def timed_in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Run a call of the client as it does, and count its processor seconds."""
+
+    def call() -> Any:
+        try:
+            return function()
+        finally:
+            calls_s[0] += time.thread_time()
+
+    return run_in_thread(call)
+
+
+rescue_client.run_in_thread = timed_in_thread
 
 
 def service_s(running: Service) -> float:
@@ -69,14 +79,14 @@ def service_s(running: Service) -> float:
 def measure(session: Session, text: str) -> dict[str, Any]:
     """Two turns, and their seconds."""
     memory, writing = session._transcript, [0.0]
-    tell = memory.tell
+    send = memory.send_evicted
 
     def clocked(positions: np.ndarray) -> None:
         started = time.perf_counter()
-        tell(positions)
+        send(positions)
         writing[0] += time.perf_counter() - started
 
-    memory.tell = clocked  # type: ignore[method-assign]
+    memory.send_evicted = clocked  # type: ignore[method-assign]
     began, cpu = time.perf_counter(), time.process_time()
     "".join(session.respond(text, max_tokens=ANSWER))
     "".join(session.respond(QUESTION, max_tokens=ANSWER))
@@ -88,7 +98,7 @@ def measure(session: Session, text: str) -> dict[str, Any]:
         "asking_s": turn.rescue_seconds,
         "writing_s": writing[0],
         "prompt_tps": turn.prompt_tps,
-        "quoted_tokens": len(turn.rehydration.ids),
+        "quoted_tokens": len(turn.quotation.ids),
         "evicted": session.stats.evicted,
         "said": sum(each.generation_tokens for each in session.turns),
     }
@@ -96,10 +106,10 @@ def measure(session: Session, text: str) -> dict[str, Any]:
 
 def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, running: Service) -> dict[str, Any]:
     """Pairs at one length, the order alternating; a first one warms up."""
-    margins = {"prefix": PREFIX, "window": WINDOW + 64}
+    margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=tokens, depth=0.5, seed=0, **margins, chat=False)
     text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", budget)
-    quotation: Rehydration | None = None
+    quotation: Quotation | None = None
     pairs = []
 
     def rescued() -> dict[str, Any]:
@@ -108,11 +118,11 @@ def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, r
             client = session.client
             assert client is not None
             client.ready(30)
-            thread, there = thread_s(client), service_s(running)
+            before_s, service_before_s = calls_s[0], service_s(running)
             found = measure(session, text)
             client.flush(30)
-            quotation = session.turns[-1].rehydration
-            return {**found, "thread_s": thread_s(client) - thread, "service_s": service_s(running) - there}
+            quotation = session.turns[-1].quotation
+            return {**found, "thread_s": calls_s[0] - before_s, "service_s": service_s(running) - service_before_s}
 
     def given() -> dict[str, Any]:
         assert quotation is not None

@@ -1,18 +1,18 @@
-"""The rescue ramp: a fact in a text that outgrows the budget, asked for a turn later, in four arms.
+"""The rescue ramp: a fact in a text longer than the budget, and a question about it one turn later, in four arms.
 
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
                                            [--policy triattention:aggregation=paper] [--embedder hashing] [--json FILE]
 
-Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and goes on where it stopped. Real processes: the
+Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and resumes where it stopped. Real processes: the
 service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
 
     none        the cache keeps every token
     evict       tokens are evicted
     rescue      the same, with rescue
-    retrieval   every token stays, and the service is asked all the same: what the quotation does by itself
+    retrieval   no eviction, but a quotation from the service: the effect of the quotation alone
 
 The text is read once for an arm and its twin without rescue: the session is saved after its first turn, and the twin
-goes on from the file. Both answer over the very same cache.
+continues from the file. Both answer over the same cache.
 """
 
 import argparse
@@ -29,11 +29,11 @@ import numpy as np
 from benchmarks.rescue.process import Service, service
 from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key, lines
 from mlx_tq import EvictConfig, KVConfig, Session, load
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import QUESTION, build_case, load_text, verdict
-from mlx_tq.evaluate.asking import whereabouts
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer, load_text
+from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.policies import parse_policy
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.passes import sequence_in
 
 RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
@@ -50,10 +50,12 @@ class Everything(Session):
 
 def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
     """The cache of an arm."""
-    plain = KVConfig(prefix=PREFIX, window=WINDOW)
+    plain = KVConfig(sinks=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
-    evict = EvictConfig(parse_policy(policy, stats="text", warmup=WARMUP, granularity=64, trigger=64), budget, "off")
+    evict = EvictConfig(
+        parse_policy(policy, calibration="text", warmup=WARMUP, granularity=64, trigger=64), budget, "off"
+    )
     return replace(plain, evict=evict)
 
 
@@ -67,7 +69,7 @@ def measure(
     model: Any, tokenizer: Any, arm: str, cell: dict[str, Any], running: Service, folder: Path
 ) -> dict[str, dict[str, Any]]:
     """The cells of an arm with rescue and of its twin. Turn 1: a text with a fact in it. Turn 2: the question."""
-    margins = {"prefix": PREFIX, "window": WINDOW + 64}
+    margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(
         tokenizer, load_text(), tokens=cell["rung"], depth=cell["depth"], seed=cell["seed"], **margins, chat=False
     )
@@ -83,11 +85,11 @@ def measure(
         session.save(file)
         twin.load(file)
         if arm == "retrieval":
-            session._transcript.tell(np.arange(len(session.ids)))
+            session._transcript.send_evicted(np.arange(len(session.ids)))
             assert session.client is not None
             session.client.flush(30)
         needle = find(session.ids, case.ids[case.needle[0] : case.needle[1]])
-        live, _ = whereabouts(session.cache, needle)
+        live, _ = count_needle_tokens(session.cache, needle)
         before = twin.stats
         sequence = sequence_in(session.cache)
         shared = {
@@ -116,17 +118,17 @@ def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, A
     began = time.perf_counter()
     answer = "".join(session.respond(QUESTION, max_tokens=24))
     seconds = time.perf_counter() - began
-    turn, stats = session.turns[-1], session.stats
-    quoted = turn.rehydration.ranges
+    turn, client = session.turns[-1], session.client
+    quoted = turn.quotation.ranges
     return {
-        "verdict": verdict(answer, expected).value,
+        "verdict": judge_answer(answer, expected).value,
         "answer": answer,
         "quoted": quoted,
-        "injected": len(turn.rehydration.ids),
+        "injected": len(turn.quotation.ids),
         "brought": sum(p in range(*needle) for span in quoted for p in range(*span)),
         "rescue_s": turn.rescue_seconds,
         "second_s": seconds,
-        "rescue": asdict(stats.rescue) if stats.rescue else None,
+        "rescue": asdict(client.stats) if client else None,
     }
 
 

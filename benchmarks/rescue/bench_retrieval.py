@@ -1,4 +1,4 @@
-"""How well retrieval finds what is relevant: plain BM25, ours, dense, and ways of fusing them.
+"""Retrieval quality of plain BM25, the service's BM25, dense search, and ways of fusing them.
 
     python -m benchmarks.rescue.bench_retrieval --data DIR     (DIR holds cranfield/ and qmsum/)
 
@@ -21,7 +21,7 @@ from rescue_svc.embed import load_embedder
 from rescue_svc.schemas import RetrieveRequest
 from rescue_svc.service.rank import fuse
 from rescue_svc.settings import Caps
-from rescue_svc.store import NewSpan, SqliteStore, words
+from rescue_svc.store import NewSpan, SqliteStore, fts
 
 DEPTH = 100
 DEFAULT_ALPHA = RetrieveRequest.model_fields["hybrid_alpha"].default
@@ -71,7 +71,7 @@ FUSIONS: dict[str, Rank] = {
 
 def with_store(collection: Collection, tokenizer: str) -> list[Scores]:
     """Return the scores of the service's own BM25 for each query, by document."""
-    chosen, words.TOKENIZER = words.TOKENIZER, tokenizer
+    chosen, fts.TOKENIZER = fts.TOKENIZER, tokenizer
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder), Caps(10**6, 10**6, 10))
         numbers = list(collection.documents)
@@ -81,7 +81,7 @@ def with_store(collection: Collection, tokenizer: str) -> list[Scores]:
         document = {span.id: span.start for span in store.spans(session)}
         hits = [store.bm25(session, query, DEPTH, set()) for query in collection.queries]
         store.close()
-    words.TOKENIZER = chosen
+    fts.TOKENIZER = chosen
     return [{document[span]: score for span, score in found.items()} for found in hits]
 
 
@@ -126,7 +126,7 @@ def bench(collections: list[Collection], embedders: list[str]) -> dict[str, dict
     for collection in collections:
         plain = PlainBM25(collection.documents)
         add("plain BM25", [plain.rank(query, DEPTH) for query in collection.queries])
-        for tokenizer in ("unicode61 remove_diacritics 2", words.TOKENIZER):
+        for tokenizer in ("unicode61 remove_diacritics 2", fts.TOKENIZER):
             by_words = with_store(collection, tokenizer)
             add(f"BM25 {tokenizer.split()[0]}", [list(found) for found in by_words])
         for name, embedder in loaded.items():

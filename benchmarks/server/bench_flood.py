@@ -1,7 +1,7 @@
-"""How soon `mlx_tq.server` and the rescue service say that they are well in a crowd, and how much they log.
+"""Measure the latency of /health and the log size of `mlx_tq.server` and the rescue service under load.
 
-The crowd is a process of its own: half-sent heads, slow bodies, or clients that ask as fast as they are answered; one
-that is sent away comes again after a second. Health is asked over a new connection each time, as a supervisor does.
+The load comes from another process: half-sent heads, slow bodies, or clients that send requests one after the other; a
+refused client waits a second. /health uses a new connection each time, as a supervisor does.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from benchmarks.rescue.process import percentiles, service
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_flood.json"
 AGAIN_S = 1.0
@@ -33,7 +33,7 @@ CROWDS = {"nobody else": 0, "half-sent heads": 2000, "slow bodies": 200, "client
 
 @contextmanager
 def model_server() -> Iterator[tuple[str, Path]]:
-    """The server's address, and its log."""
+    """Start a server; yield its URL and its log."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as stderr:
@@ -49,7 +49,7 @@ def model_server() -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def rescue_service() -> Iterator[tuple[str, Path]]:
-    """The same of a rescue service with a few spans."""
+    """Start a rescue service with a few spans; yield its URL and its log."""
     with tempfile.TemporaryDirectory() as folder, service(Path(folder) / "data", "none") as running:
         chunks = [
             {
@@ -76,7 +76,7 @@ SERVERS = {
 
 
 def crowd(url: str, path: str, body: dict[str, object], kind: str, count: int) -> None:
-    """Crowd a server until this process is ended."""
+    """Load a server until this process is terminated."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     head = f"{'GET' if kind == 'half-sent heads' else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
     sent = (
@@ -112,9 +112,9 @@ def crowd(url: str, path: str, body: dict[str, object], kind: str, count: int) -
 
 
 def health(url: str, path: str, seconds: float) -> tuple[list[float], int]:
-    """Times of answers, ten a second, and how many were none or not 200."""
+    """Call /health ten times a second; return the times, and how many calls failed or had another status."""
     times, wrong, end = [], 0, time.perf_counter() + seconds
-    while (began := time.perf_counter()) < end:
+    while (started := time.perf_counter()) < end:
         connection = HTTPConnection(urlsplit(url).netloc, timeout=30)
         try:
             connection.request("GET", path)
@@ -122,13 +122,13 @@ def health(url: str, path: str, seconds: float) -> tuple[list[float], int]:
         except OSError:
             wrong += 1
         connection.close()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - started)
         time.sleep(max(0.0, 0.1 - times[-1]))
     return times, wrong
 
 
 def measure(name: str, seconds: float) -> Iterator[dict[str, object]]:
-    """A server under each crowd, one after the other."""
+    """Yield the figures of a server under each kind of load."""
     serving, where, path, body = SERVERS[name]
     with serving() as (url, log):
         for kind, count in CROWDS.items():
@@ -144,12 +144,17 @@ def measure(name: str, seconds: float) -> Iterator[dict[str, object]]:
                     raise RuntimeError(f"the {kind} gave up on {name}")
                 pushing.terminate()
                 pushing.join()
-            found = {**percentiles(times), "most_ms": round(1000 * max(times), 2), "asked": len(times), "wrong": wrong}
+            figures = {
+                **percentiles(times),
+                "most_ms": round(1000 * max(times), 2),
+                "asked": len(times),
+                "wrong": wrong,
+            }
             yield {
                 "server": name,
                 "crowd": kind,
                 "count": count,
-                **found,
+                **figures,
                 "logged_kb": round(logged / 1000, 1),
             }
 

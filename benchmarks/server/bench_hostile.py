@@ -2,8 +2,8 @@
 
     python -m benchmarks.server.bench_hostile [--seconds 10]
 
-Writes benchmarks/results/server_hostile.json. Each attack runs in a process of its own, repeats until its time is over,
-and asks from 127.0.0.1; ordinary requests and /health come from there, too.
+Writes benchmarks/results/server_hostile.json. Each attack repeats in a process of its own until its time is over. It
+comes from 127.0.0.1, as do the ordinary requests and /health.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import httpx
 import psutil
 
 from benchmarks.server.bench_flood import model_server, rescue_service
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_hostile.json"
 CHAT = "/v1/chat/completions"
@@ -51,14 +51,14 @@ def _regexes(count: int) -> dict[str, Any]:
 
 
 def post_repeatedly(count: int, path: str, body: Callable[[], Any], **headers: str) -> Callable[[str, float], None]:
-    """An attack of so many clients at once, each of which posts again when it is answered."""
+    """Return an attack of `count` clients, each of which posts again after each answer."""
 
     def attack(url: str, end: float) -> None:
         def work(number: int) -> None:
             with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
                 while time.monotonic() < end:
-                    asked = body()
-                    content = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+                    value = body()
+                    content = value if isinstance(value, bytes) else json.dumps(value).encode()
                     try:
                         answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
                         time.sleep(0.2 if answer.status_code == 429 else 0)
@@ -72,7 +72,7 @@ def post_repeatedly(count: int, path: str, body: Callable[[], Any], **headers: s
 
 
 def send_trailers(path: str, line: bytes) -> Callable[[str, float], None]:
-    """Four connections that send trailers for ever."""
+    """Return an attack of four connections that send endless trailers."""
 
     def attack(url: str, end: float) -> None:
         def work(_: int) -> None:
@@ -91,15 +91,15 @@ def send_trailers(path: str, line: bytes) -> Callable[[str, float], None]:
 
 def pipeline_without_reading(url: str, end: float) -> None:
     """Keep 256 connections that pipeline requests and never read; replace about 100 a second."""
-    held: list[socket.socket] = []
+    opened: list[socket.socket] = []
     while time.monotonic() < end:
         with _pause_on_error():
-            held.append(_connect(url))
-            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            held[-1].setblocking(False)
-            held[-1].send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
-        if len(held) > 256:
-            held.pop(0).close()
+            opened.append(_connect(url))
+            opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            opened[-1].setblocking(False)
+            opened[-1].send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400)
+        if len(opened) > 256:
+            opened.pop(0).close()
             time.sleep(0.01)
 
 
@@ -161,8 +161,8 @@ SERVICES = {
 
 
 def time_request(url: str, method: str, path: str, body: Any = None) -> tuple[float, int]:
-    """Seconds of one request over a connection of its own, and its status; 0 where there was no answer."""
-    began, status = time.perf_counter(), 0
+    """Return the seconds of one request over a new connection, and its status; 0 without an answer."""
+    started, status = time.perf_counter(), 0
     connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
         content = None if body is None else json.dumps(body)
@@ -174,7 +174,7 @@ def time_request(url: str, method: str, path: str, body: Any = None) -> tuple[fl
         pass
     finally:
         connection.close()
-    return time.perf_counter() - began, status
+    return time.perf_counter() - started, status
 
 
 def measure_under_attack(
@@ -184,7 +184,7 @@ def measure_under_attack(
     health_path, *request = plain
     attacking = multiprocessing.Process(target=attack, args=(url, time.monotonic() + seconds), daemon=True)
     attacking.start()
-    end, health, asked = time.monotonic() + seconds, [], []
+    end, health, requests = time.monotonic() + seconds, [], []
 
     def watch() -> None:
         while time.monotonic() < end:
@@ -194,15 +194,15 @@ def measure_under_attack(
     watching = threading.Thread(target=watch)
     watching.start()
     while time.monotonic() < end:
-        asked.append(time_request(url, *request))
+        requests.append(time_request(url, *request))
     watching.join()
     attacking.terminate()
     attacking.join()
     return {
-        "plain_max_s": round(max(took for took, _ in asked), 3),
-        "health_max_s": round(max(took for took, _ in health), 3),
-        "plain": len(asked),
-        "plain_not_200": sum(status != 200 for _, status in asked),
+        "plain_max_s": round(max(duration for duration, _ in requests), 3),
+        "health_max_s": round(max(duration for duration, _ in health), 3),
+        "plain": len(requests),
+        "plain_not_200": sum(status != 200 for _, status in requests),
         "health_not_200": sum(status != 200 for _, status in health),
     }
 
@@ -221,13 +221,13 @@ def main() -> None:
                 continue
             with serving() as (url, _):
                 process = next(
-                    each for each in psutil.Process().children(recursive=True) if urlsplit(url).port in _ports(each)
+                    child for child in psutil.Process().children(recursive=True) if urlsplit(url).port in _ports(child)
                 )
                 time_request(url, "POST", path, body)
                 before = process.memory_info().rss
-                found = measure_under_attack(url, attack, (health, "POST", path, body), args.seconds)
+                figure = measure_under_attack(url, attack, (health, "POST", path, body), args.seconds)
                 grown = round((process.memory_info().rss - before) / 2**20) if process.is_running() else None
-            figures.append({"server": name, "attack": attack_name, **found, "grown_mb": grown})
+            figures.append({"server": name, "attack": attack_name, **figure, "grown_mb": grown})
             print(json.dumps(figures[-1]), flush=True)
     if not args.only:
         report = {"command": "python -m benchmarks.server.bench_hostile", "environment": environment()}
@@ -235,7 +235,7 @@ def main() -> None:
 
 
 def _ports(process: psutil.Process) -> set[int]:
-    return {each.laddr.port for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    return {conn.laddr.port for conn in process.net_connections("inet") if conn.status == psutil.CONN_LISTEN}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Answers that are held to 20 schemas of bounded strings and arrays: how many end, are valid, and what a token costs.
+"""Measure answers constrained to 20 schemas: how many end, how many are valid, and the cost per token.
 
-Sampled at temperature 1, 20 at once, by the openai client. Each answer is a line of --answers, and those that are there
-are not asked for again. What holding costs is timed apart, on the same answers with logits that are there: reading the
-last token, making the mask and applying it.
+They are sampled at temperature 1, 20 at once, with the openai client. Each answer is a line of --answers, and is not
+generated again. The cost is measured separately, on the same answers with constant logits: consuming the last token,
+computing the mask and applying it.
 
 python -m benchmarks.server.bench_json --answers answers.jsonl --model smollm2 --dtype float32 --dequantize
 """
@@ -20,9 +20,9 @@ import mlx.core as mx
 import openai
 
 from benchmarks.server.bench_streams import serving
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.grammar import Grammars
-from mlx_tq.commands.grammar_source import GrammarSource
+from mlx_tq.cli.environment import environment
+from mlx_tq.grammar.constraint import Grammars
+from mlx_tq.grammar.grammar_source import GrammarSource
 from mlx_tq.models import load
 
 HERE = Path(__file__)
@@ -33,7 +33,7 @@ MAX_TOKENS = 400
 
 
 def generate(client, case, seed):
-    """The text and why it ended."""
+    """Return the text and its finish reason."""
     choice = client.chat.completions.create(
         model="default_model",
         messages=[{"role": "user", "content": f"Describe {case['asked']} as JSON."}],
@@ -46,21 +46,21 @@ def generate(client, case, seed):
 
 
 def answered(file, seeds, flags):
-    """Text and reason by schema and seed; those that `file` has not are asked for, and added to it."""
+    """Return text and finish reason by schema and seed; generate those that `file` lacks, and append them."""
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-    found = {(number, seed): (text, finish) for number, seed, text, finish in lines}
-    jobs = [(number, seed) for seed in range(seeds) for number in range(len(CASES)) if (number, seed) not in found]
+    answers = {(number, seed): (text, finish) for number, seed, text, finish in lines}
+    jobs = [(number, seed) for seed in range(seeds) for number in range(len(CASES)) if (number, seed) not in answers]
     with serving(*flags) as url, ThreadPoolExecutor(AT_ONCE) as pool, file.open("a", buffering=1) as out:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
-        asked = {pool.submit(generate, client, CASES[number], seed): (number, seed) for number, seed in jobs}
-        for answer in as_completed(asked):
-            found[asked[answer]] = answer.result()
-            out.write(json.dumps([*asked[answer], *answer.result()]) + "\n")
-    return found
+        futures = {pool.submit(generate, client, CASES[number], seed): (number, seed) for number, seed in jobs}
+        for future in as_completed(futures):
+            answers[futures[future]] = future.result()
+            out.write(json.dumps([*futures[future], *future.result()]) + "\n")
+    return answers
 
 
 def is_valid(case, text):
-    """By a validator that shares nothing with what made the text."""
+    """Validate with a library that is independent of llguidance."""
     try:
         return jsonschema_rs.is_valid(case["schema"], json.loads(text))
     except ValueError:
@@ -68,30 +68,30 @@ def is_valid(case, text):
 
 
 def costs(model, tokenizer, grammars, answers):
-    """Microseconds of each token of answers, and of the grammars before them."""
-    tokens, beginnings = [], []
+    """Return the microseconds of each token, and of compiling each grammar."""
+    tokens, compilations = [], []
     logits = mx.zeros((1, model.args.vocab_size))
     mx.eval(logits)
     for case, text in answers:
-        began = time.perf_counter()
+        started = time.perf_counter()
         grammar = asyncio.run(grammars.compile(GrammarSource.of_schema(case["schema"])))
         constraint = grammars.constraint(grammar)
-        beginnings.append(1e6 * (time.perf_counter() - began))
+        compilations.append(1e6 * (time.perf_counter() - started))
         for token in [0, *tokenizer.encode(text, add_special_tokens=False)]:
             last = mx.array([token])
             mx.eval(last)
-            began = time.perf_counter()
+            started = time.perf_counter()
             mx.eval(constraint(last, logits))
-            tokens.append(1e6 * (time.perf_counter() - began))
+            tokens.append(1e6 * (time.perf_counter() - started))
         constraint.check()
-    return tokens, beginnings
+    return tokens, compilations
 
 
 def summary(times):
-    """Median, 99th percentile and largest, rounded."""
+    """Return the median, the 99th percentile and the maximum, rounded."""
     ordered = sorted(times)
-    found = {"median": median(ordered), "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1]}
-    return {name: round(value) for name, value in found.items()}
+    values = {"median": median(ordered), "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1]}
+    return {name: round(value) for name, value in values.items()}
 
 
 def main():
@@ -111,10 +111,10 @@ def main():
     ]
     ended = [(case, text) for case, text, finish in answers if finish == "stop"]
     model, tokenizer = load(args.model)
-    began = time.perf_counter()
+    started = time.perf_counter()
     grammars = Grammars(tokenizer)
-    start = time.perf_counter() - began
-    tokens, beginnings = costs(model, tokenizer, grammars, ended)
+    start = time.perf_counter() - started
+    tokens, compilations = costs(model, tokenizer, grammars, ended)
     report = {
         "command": " ".join(["python -m benchmarks.server.bench_json --answers answers.jsonl", *flags]),
         "model": args.model,
@@ -125,7 +125,7 @@ def main():
         "valid": sum(is_valid(case, text) for case, text in ended),
         "tokens": len(tokens),
         "token_us": summary(tokens),
-        "schema_us": summary(beginnings),
+        "schema_us": summary(compilations),
         "start_s": round(start, 2),
         "unended": [case["asked"] for case, _, finish in answers if finish != "stop"],
     }

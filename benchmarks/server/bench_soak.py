@@ -28,7 +28,7 @@ import psutil
 from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import service
 from benchmarks.server.bench_streams import serving
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from postgres_server import PostgresServer
@@ -36,30 +36,30 @@ from postgres_server import PostgresServer
 RESULTS = Path(__file__).parents[1] / "results" / "server_soak.json"
 CLIENTS = 64
 SPANS = 50  # of a rescue session before it is forgotten
-FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
+FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
 SCHEMA = {"type": "object", "properties": {"code": {"enum": [417295, 112358]}}, "required": ["code"]}
 
 
 def requests() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return path and body of each request."""
-    made: dict[str, tuple[str, dict[str, Any]]] = {}
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {}
     for n in range(16):
         facts = " ".join(f"Item {k} weighs {k * (37 + n) % 91} grams." for k in range(8 * (n % 4)))
-        said = [{"role": "user", "content": f"{facts} The access code is {417295 + n}. What is the access code?"}]
-        chat: dict[str, Any] = {"messages": said, "max_tokens": 16, "temperature": 0}
-        made[f"chat {n}"] = "/v1/chat/completions", chat
-        made[f"stream {n}"] = "/v1/chat/completions", {**chat, "stream": True}
-        made[f"schema {n}"] = (
+        messages = [{"role": "user", "content": f"{facts} The access code is {417295 + n}. What is the access code?"}]
+        chat: dict[str, Any] = {"messages": messages, "max_tokens": 16, "temperature": 0}
+        bodies[f"chat {n}"] = "/v1/chat/completions", chat
+        bodies[f"stream {n}"] = "/v1/chat/completions", {**chat, "stream": True}
+        bodies[f"schema {n}"] = (
             "/v1/chat/completions",
             {
                 **chat,
                 "response_format": {"type": "json_schema", "json_schema": {"schema": {**SCHEMA, "title": str(n)}}},
             },
         )
-        made[f"two {n}"] = "/v1/chat/completions", {**chat, "n": 2}
-        made[f"completion {n}"] = "/v1/completions", {"prompt": [facts + " The", "Item"], "max_tokens": 8}
-        made[f"response {n}"] = "/v1/responses", {"input": said[0]["content"], "max_output_tokens": 8}
-    return made
+        bodies[f"two {n}"] = "/v1/chat/completions", {**chat, "n": 2}
+        bodies[f"completion {n}"] = "/v1/completions", {"prompt": [facts + " The", "Item"], "max_tokens": 8}
+        bodies[f"response {n}"] = "/v1/responses", {"input": messages[0]["content"], "max_output_tokens": 8}
+    return bodies
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -75,7 +75,7 @@ def text_of(answer: httpx.Response) -> str:
 
 @contextmanager
 def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]]]:
-    """Seconds and resident megabytes of a process, twice a second."""
+    """Sample a process twice a second: seconds and resident megabytes."""
     samples: list[tuple[float, float]] = []
     began, ended = time.perf_counter(), threading.Event()
 
@@ -93,7 +93,7 @@ def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]
 
 
 def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, float]:
-    """Memory after the warm-up and at its largest from then on."""
+    """Return the memory after the warm-up, and its maximum from then on."""
     warm = next(mb for second, mb in samples if second >= after_s)
     highest = max(mb for second, mb in samples if second >= after_s)
     return {
@@ -104,24 +104,24 @@ def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, floa
 
 
 def soak_server(seconds: float) -> dict[str, Any]:
-    """Ask the model server and compare."""
-    asked = requests()
+    """Send requests to the model server and compare the answers."""
+    bodies = requests()
     statuses: Counter[int] = Counter()
     differing: Counter[str] = Counter()
     lock = threading.Lock()
     with serving(*FLAGS) as url:
-        (process,) = (each for each in psutil.Process().children() if "server" in each.cmdline())
+        (process,) = (child for child in psutil.Process().children() if "server" in child.cmdline())
         with httpx.Client(base_url=url, timeout=300) as client:
-            sequential = {name: text_of(client.post(path, json=body)) for name, (path, body) in asked.items()}
+            sequential = {name: text_of(client.post(path, json=body)) for name, (path, body) in bodies.items()}
         deadline = time.perf_counter() + seconds
 
         def work(number: int) -> None:
-            names = list(asked)[number:] + list(asked)[:number]
+            names = list(bodies)[number:] + list(bodies)[:number]
             with httpx.Client(base_url=url, timeout=300) as client:
                 for name in cycle(names):
                     if time.perf_counter() > deadline:
                         break
-                    path, body = asked[name]
+                    path, body = bodies[name]
                     in_session = name.startswith("chat") and number % 4 == 0
                     headers = {"X-Session-Id": f"s{number}"} if in_session else {}
                     answer = client.post(path, json=body, headers=headers)
@@ -131,8 +131,8 @@ def soak_server(seconds: float) -> dict[str, Any]:
                             differing[name] += 1
 
         with sampled_memory(process) as samples, ThreadPoolExecutor(CLIENTS) as pool:
-            for each in [pool.submit(work, number) for number in range(CLIENTS)]:
-                each.result()
+            for future in [pool.submit(work, number) for number in range(CLIENTS)]:
+                future.result()
     return {
         "service": "mlx_tq.server",
         "seconds": seconds,
@@ -143,7 +143,7 @@ def soak_server(seconds: float) -> dict[str, Any]:
 
 
 def soak_rescue(name: str, seconds: float, **settings: str) -> dict[str, Any]:
-    """Write to the rescue service, ask it, and forget each session after 50 spans, so that the text kept is bounded."""
+    """Write to the rescue service, query it, and delete each session after 50 spans, so that memory is bounded."""
     statuses: Counter[int] = Counter()
     lock = threading.Lock()
     with tempfile.TemporaryDirectory() as folder, service(Path(folder) / "data", "hashing", **settings) as running:
@@ -156,8 +156,8 @@ def soak_rescue(name: str, seconds: float, **settings: str) -> dict[str, Any]:
                 while time.perf_counter() < deadline:
                     chunk = {"text": text(rng), "token_range": [10 * spans, 10 * spans + 9]}
                     answers = [client.post("/evict/write", json={"session_id": session, "chunks": [chunk]})]
-                    asked = {"session_id": session, "query": text(rng, 8)}
-                    answers += [client.post("/evict/retrieve", json=asked) for _ in range(4)]
+                    query = {"session_id": session, "query": text(rng, 8)}
+                    answers += [client.post("/evict/retrieve", json=query) for _ in range(4)]
                     spans += 1
                     if spans == SPANS:
                         answers.append(client.delete(f"/sessions/{session}"))
@@ -169,8 +169,8 @@ def soak_rescue(name: str, seconds: float, **settings: str) -> dict[str, Any]:
             sampled_memory(psutil.Process(running.process.pid)) as samples,
             ThreadPoolExecutor(CLIENTS) as pool,
         ):
-            for each in [pool.submit(work, number) for number in range(CLIENTS)]:
-                each.result()
+            for future in [pool.submit(work, number) for number in range(CLIENTS)]:
+                future.result()
     return {
         "service": f"rescue service, {name}",
         "seconds": seconds,

@@ -1,8 +1,8 @@
-"""Seconds to the first token of a request whose beginning another one had, by the openai client.
+"""Measure the time to first token of requests that share a prefix, with and without the prefix cache.
 
-The beginning is a text of 2,000 tokens as the system's message; the user's differ. A server without a store reads it, a
-server with one reads and stores it, and after a restart of that server it is restored: once with the files in the
-system's page cache, once without (posix_fadvise, where the system has it).
+The prefix is a system message of 2,000 tokens; the user messages differ. A server without a prefix cache prefills it, a
+server with one prefills and stores it, and after a restart that server restores it: once with the files in the page
+cache of the operating system, once without (posix_fadvise, where available).
 
 python -m benchmarks.server.bench_store --model smollm2 --dequantize --dtype float32
 """
@@ -18,8 +18,8 @@ from statistics import median
 import openai
 
 from benchmarks.server.bench_streams import serving
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.models import load
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_store.json"
@@ -27,29 +27,29 @@ ARMS = ("read", "stored", "restored", "restored cold")
 
 
 def texts(model, count, tokens):
-    """Texts of `tokens` tokens, each beginning in its own way."""
+    """Return texts of `tokens` tokens without a common prefix."""
     _, tokenizer = load(model)
     ids = tokenizer.encode(load_text())
     return [f"Text {n}. " + tokenizer.decode(ids[n * tokens : (n + 1) * tokens - 5]) for n in range(count)]
 
 
 def ask(client, system, user):
-    """Seconds to the first token, and tokens of the prompt and of those that were cached."""
+    """Return the time to first token, the prompt tokens and the cached tokens."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-    began = time.perf_counter()
+    started = time.perf_counter()
     stream = client.chat.completions.create(
         model="default_model", messages=messages, max_tokens=2, stream=True, stream_options={"include_usage": True}
     )
     first, usage = 0.0, None
     for chunk in stream:
         if not first and chunk.choices and (chunk.choices[0].delta.content or chunk.choices[0].finish_reason):
-            first = time.perf_counter() - began
+            first = time.perf_counter() - started
         usage = chunk.usage or usage
     return first, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
 
 
 def drop(folder):
-    """Let the files of a folder leave the system's page cache."""
+    """Drop the files of a folder from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -58,21 +58,21 @@ def drop(folder):
 
 
 def measure(flags, systems, folder):
-    """Times of each arm, one for each text, and the tokens of a prompt and of those restored."""
+    """Return the times of each arm by text, and its prompt tokens and cached tokens."""
     times = {arm: [] for arm in ARMS}
     counts = {}
 
     def run(arm, *more, user, before=lambda: None):
         with serving(*flags, "--prompt-cache-size", 0, *more) as url:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-            ask(client, "Be brief.", "Hello!")  # what a process does once is done
+            ask(client, "Be brief.", "Hello!")  # one-time work of the process
             for system in systems:
                 before()
                 seconds, length, cached = ask(client, system, user)
                 times[arm].append(seconds)
                 counts[arm] = {"prompt_tokens": length, "cached_tokens": cached}
 
-    store = ("--kv-store", folder)
+    store = ("--prefix-cache", folder)
     run("read", user="What is this text about?")
     run("stored", *store, user="What is this text about?")
     run("restored", *store, user="Name a place in it.")
@@ -97,9 +97,14 @@ def main():
         times, counts = measure(flags, texts(args.model, args.texts, args.tokens), path)
         nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     figures = [
-        {"arm": arm, **counts[arm], "median": round(median(each), 4), "seconds": [round(one, 4) for one in each]}
-        for arm, each in times.items()
-        if each
+        {
+            "arm": arm,
+            **counts[arm],
+            "median": round(median(seconds), 4),
+            "seconds": [round(second, 4) for second in seconds],
+        }
+        for arm, seconds in times.items()
+        if seconds
     ]
     for figure in figures:
         print(json.dumps(figure))

@@ -1,7 +1,7 @@
-"""Aggregate speed of `mlx_tq.server` at several streams at once, cold and with a hot prefix, beside the bytes of KV.
+"""Measure the speed and the KV bytes of `mlx_tq.server` with several streams at once, cold and with a shared prefix.
 
-One server process for each run of this script; figures are added to the JSON file, replacing those of the same profile
-and count. Cold: every stream has a text of its own. Hot: all streams share a text that was read before.
+Each run starts one server; its figures replace those of the same profile and count in the JSON file. Cold: the prompts
+share no prefix. Hot: all prompts share a prefix that was prefilled before.
 """
 
 import argparse
@@ -19,27 +19,19 @@ from statistics import median
 
 import httpx
 
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.models import load
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_streams.json"
-ENDLESS = {"0": -100, "2": -100}  # the embedded model's end tokens: every answer goes on to its limit
+ENDLESS = {"0": -100, "2": -100}  # the embedded model's end tokens: every answer runs to its limit
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement.
+    """One measurement; token counts are totals of all streams.
 
-    Attributes:
-        profile: of the cache.
-        prefix: "cold" or "hot".
-        streams: at once.
-        prompt_tokens, cached_tokens, answer_tokens: of all streams.
-        seconds: from the first request to the last token.
-        tokens_per_second: answer tokens over these seconds, so reading the prompts counts.
-        first_token: median seconds to the first token.
-        decode_tokens_per_second: pieces of text, mostly one token each, over the time since every stream had one.
-        kv_bytes, fp16_bytes: largest total of the batch, and of the same tokens uncompressed.
+    `tokens_per_second` includes the prefill; `decode_tokens_per_second` counts from when every stream had a token.
+    `kv_bytes` and `fp16_bytes` are the largest bytes of the batch, and those of the same tokens in an fp16 cache.
     """
 
     profile: str
@@ -58,35 +50,35 @@ class Figure:
 
 @contextmanager
 def serving(*flags):
-    """The URL of a server of its own."""
+    """Start a server and yield its URL."""
     with tempfile.NamedTemporaryFile("r+") as log:
         command = [sys.executable, "-m", "mlx_tq", "server", "--port", "0", "--log-level", "WARNING", *map(str, flags)]
         process = subprocess.Popen(command, stderr=log)
         try:
-            while not (found := re.search(r"listening on (\S+)", Path(log.name).read_text())):
+            while not (match := re.search(r"listening on (\S+)", Path(log.name).read_text())):
                 if process.poll() is not None:
                     raise RuntimeError(Path(log.name).read_text())
                 time.sleep(0.02)
-            yield found[1]
+            yield match[1]
         finally:
             process.terminate()
             process.wait()
 
 
 def texts(count, tokens):
-    """Prompts of `tokens` tokens with nothing in common."""
+    """Return prompts of `tokens` tokens without a common prefix."""
     _, tokenizer = load()
-    made = []
+    prompts = []
     for place in range(count):
         lines = (
             f"{place} {n} weighs {(n + 7 * place) * 37 % 9973} grams and costs {n * 13 % 29}." for n in range(tokens)
         )
-        made.append(tokenizer.encode("\n".join(lines))[:tokens])
-    return made
+        prompts.append(tokenizer.encode("\n".join(lines))[:tokens])
+    return prompts
 
 
 async def stream(client, prompt, answer_tokens):
-    """Times of the tokens of one stream, and its usage."""
+    """Return the times of one stream's tokens, and its usage."""
     body = {"prompt": prompt, "max_tokens": answer_tokens, "logit_bias": ENDLESS}
     times, usage = [], {}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -105,24 +97,24 @@ async def stream(client, prompt, answer_tokens):
 
 
 async def watch(client, seen):
-    """The bytes that /metrics shows, until cancelled."""
+    """Append the bytes of /metrics to `seen` until cancelled."""
     while True:
         text = (await client.get("/metrics")).text
-        found = [re.search(rf"^mlx_tq_{name} (\S+)", text, re.MULTILINE) for name in ("kv_bytes", "kv_fp16_bytes")]
-        seen.append(tuple(int(float(match[1])) for match in found))
+        matches = [re.search(rf"^mlx_tq_{name} (\S+)", text, re.MULTILINE) for name in ("kv_bytes", "kv_fp16_bytes")]
+        seen.append(tuple(int(float(match[1])) for match in matches))
         await asyncio.sleep(0.05)
 
 
 async def measure(url, profile, prefix, prompts, answer_tokens):
-    """All prompts at once."""
+    """Send all prompts at once and return the figure."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         if prefix == "hot":
             await stream(client, prompts[0], 1)
         seen = []
         watcher = asyncio.create_task(watch(client, seen))
-        began = time.perf_counter()
+        started = time.perf_counter()
         done = await asyncio.gather(*(stream(client, prompt, answer_tokens) for prompt in prompts))
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         watcher.cancel()
     usages = [usage for _, usage in done]
     tokens = sum(usage["completion_tokens"] for usage in usages)
@@ -138,7 +130,7 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
         answer_tokens=tokens,
         seconds=round(seconds, 3),
         tokens_per_second=round(tokens / seconds, 1),
-        first_token=round(median(times[0] for times, _ in done) - began, 3),
+        first_token=round(median(times[0] for times, _ in done) - started, 3),
         decode_tokens_per_second=round(len(later) / (max(later) - all_begun), 1) if later else 0.0,
         kv_bytes=compressed,
         fp16_bytes=native,
@@ -156,13 +148,13 @@ def main():
     args = parser.parse_args()
     figures = []
     hot = args.prefix == "hot"
-    own = texts(1 if hot else sum(args.streams), args.prompt_tokens)
+    prompts_left = texts(1 if hot else sum(args.streams), args.prompt_tokens)
     with serving("--kv-profile", args.profile, "--decode-concurrency", max(args.streams)) as url:
         for count in args.streams:
             if hot:
-                prompts = [[*own[0][:-4], 50 + place, 51, 52, 53] for place in range(count)]
+                prompts = [[*prompts_left[0][:-4], 50 + place, 51, 52, 53] for place in range(count)]
             else:
-                prompts, own = own[:count], own[count:]
+                prompts, prompts_left = prompts_left[:count], prompts_left[count:]
             figure = asyncio.run(measure(url, args.profile, args.prefix, prompts, args.answer_tokens))
             print(json.dumps(asdict(figure)))
             figures.append(asdict(figure))
@@ -170,10 +162,10 @@ def main():
 
 
 def save(figures):
-    """Into the file, in place of earlier figures of the same kind."""
+    """Write figures to the file; they replace earlier ones of the same kind."""
     command = "python benchmarks/server/bench_streams.py --profile PROFILE [--prefix hot --prompt-tokens 2048]"
     old = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
-    merged = {(each["profile"], each["prefix"], each["streams"]): each for each in [*old, *figures]}
+    merged = {(row["profile"], row["prefix"], row["streams"]): row for row in [*old, *figures]}
     report = {"command": command, "environment": environment(), "figures": list(merged.values())}
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 

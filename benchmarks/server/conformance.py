@@ -1,6 +1,6 @@
-"""What our server and mlx-lm's own answer to forty requests of the official client, beside what is documented.
+"""Compare our server and mlx-lm's with OpenAI's documentation, by forty requests of the official client.
 
-Both serve the embedded model. A row in which ours is not what is documented says why.
+Both serve the embedded model. A row where ours differs from the documentation says why.
 
 python -m benchmarks.server.conformance
 """
@@ -18,7 +18,7 @@ import openai
 
 from benchmarks.server.bench_streams import serving
 from benchmarks.server.requests import REQUESTS, outcome
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.models import embedded_path
 
 RESULTS = Path(__file__).parents[1] / "results" / "server_conformance.json"
@@ -27,15 +27,15 @@ START_S = 300
 
 @contextmanager
 def mlx_lm_serving():
-    """The URL of mlx-lm's own server."""
+    """Start mlx-lm's own server and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "mlx_lm.server", "--model", str(embedded_path()), "--port", str(port)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    url, began = f"http://127.0.0.1:{port}", time.monotonic()
+    url, started = f"http://127.0.0.1:{port}", time.monotonic()
     try:
-        while process.poll() is None and time.monotonic() - began < START_S:
+        while process.poll() is None and time.monotonic() - started < START_S:
             try:
                 httpx.get(f"{url}/v1/models")
                 break
@@ -48,13 +48,13 @@ def mlx_lm_serving():
 
 
 def outcomes(url):
-    """What each request gets."""
+    """Return the outcome of each request."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     return [outcome(request, client) for request in REQUESTS]
 
 
 def main():
-    """Ask and write the file."""
+    """Send the requests to both servers and write the file."""
     with serving() as url:
         ours = outcomes(url)
     with mlx_lm_serving() as url:
@@ -63,11 +63,11 @@ def main():
         {
             "request": request.name,
             "documented": request.documented,
-            "ours": {"as_documented": own[0], "seen": own[1]},
-            "mlx_lm": {"as_documented": other[0], "seen": other[1]},
-            "why": request.why if not own[0] else "",
+            "ours": {"as_documented": our[0], "seen": our[1]},
+            "mlx_lm": {"as_documented": their[0], "seen": their[1]},
+            "why": request.why if not our[0] else "",
         }
-        for request, own, other in zip(REQUESTS, ours, theirs, strict=True)
+        for request, our, their in zip(REQUESTS, ours, theirs, strict=True)
     ]
     for row in rows:
         print(json.dumps(row))

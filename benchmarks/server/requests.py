@@ -1,6 +1,6 @@
-"""Forty requests as the official client sends them, what OpenAI's documentation says of each, and what is seen.
+"""Forty requests of the official client, what OpenAI documents for each, and how to compare the outcome.
 
-A request's `ask` says in a few words what came, in the words of `documented` where it is that. An error is its status.
+A request's `ask` returns None for the documented outcome, else a few words. The outcome of an error is its status.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pydantic
 
-ASKED = "The access code is 417295. What is the access code?"
+QUESTION = "The access code is 417295. What is the access code?"
 SCHEMA = {
     "type": "object",
     "properties": {"code": {"type": "string", "maxLength": 6}},
@@ -24,21 +24,14 @@ MODEL = "default_model"
 
 
 class Code(pydantic.BaseModel):
-    """What `parse` is asked for."""
+    """The type that the client's `parse` returns."""
 
     code: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    Attributes:
-        name: what is asked.
-        documented: what comes.
-        ask: sends it.
-        why: what we answer otherwise has this reason.
-    """
+    """One request; `why` is the reason if our answer differs from `documented`."""
 
     name: str
     documented: str
@@ -47,97 +40,97 @@ class Request:
 
 
 def chat(client, *messages, **options):
-    """An answer; a message that is only text is the user's, and without any the access code is asked for."""
-    said = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages or [ASKED]]
-    return client.chat.completions.create(**{"model": MODEL, "messages": said, "max_tokens": 12, **options})
+    """Return a chat's answer; a message that is only text is the user's, and the default is the question."""
+    sent = [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages or [QUESTION]]
+    return client.chat.completions.create(**{"model": MODEL, "messages": sent, "max_tokens": 12, **options})
 
 
 def text(answer):
-    """Of its first choice."""
+    """Return the text of the first choice."""
     return answer.choices[0].message.content or ""
 
 
 def seen(ok, otherwise="something else"):
-    """What is documented, told by `expect`, else in other words."""
+    """Return None if the outcome is as documented, else the words."""
     return None if ok else otherwise
 
 
 def answers(*messages, **options):
-    """A request that gets any answer."""
+    """Make a request that expects any answer."""
     return lambda client: seen(isinstance(text(chat(client, *messages, **options)), str))
 
 
 def chunks(client, **options):
-    """A stream, all of it."""
+    """Return all chunks of a stream."""
     return list(chat(client, stream=True, **options))
 
 
 def streams(client):
-    """The role comes first, the reason last."""
-    found = chunks(client)
-    first, last = found[0].choices[0], found[-1].choices[0]
+    """Check that the role comes first and the finish reason last."""
+    received = chunks(client)
+    first, last = received[0].choices[0], received[-1].choices[0]
     return seen(first.delta.role == "assistant" and last.finish_reason == "stop" and not first.finish_reason)
 
 
 def counts(client):
-    """The last chunk has the counts and no choices; those before have none."""
+    """Check that the last chunk has the usage and no choices, and the others have no usage."""
     *before, last = chunks(client, stream_options={"include_usage": True})
     return seen(not last.choices and last.usage.total_tokens and all(chunk.usage is None for chunk in before))
 
 
 def indexes(client):
-    """Chunks say which choice they belong to."""
+    """Check that chunks name their choice."""
     return seen({choice.index for chunk in chunks(client, n=2) for choice in chunk.choices} == {0, 1}, "one choice")
 
 
 def schema_of(client, **more):
-    """The answer is what the schema describes."""
-    held = {"type": "json_schema", "json_schema": {"name": "code", "schema": SCHEMA, "strict": True}}
+    """Check that the answer follows the schema."""
+    schema = {"type": "json_schema", "json_schema": {"name": "code", "schema": SCHEMA, "strict": True}}
     try:
-        return seen(set(json.loads(text(chat(client, response_format=held, max_tokens=60, **more)))) == {"code"})
+        return seen(set(json.loads(text(chat(client, response_format=schema, max_tokens=60, **more)))) == {"code"})
     except ValueError:
         return "text that is no JSON"
 
 
 def an_object(client):
-    """JSON mode."""
-    said = text(chat(client, response_format={"type": "json_object"}, max_tokens=12))
-    return seen(said.startswith("{"), "text that is no JSON")
+    """Check JSON mode."""
+    answer = text(chat(client, response_format={"type": "json_object"}, max_tokens=12))
+    return seen(answer.startswith("{"), "text that is no JSON")
 
 
 def parsed(client):
-    """What the client's own `parse` makes of an answer."""
-    found = client.chat.completions.parse(
-        model=MODEL, messages=[{"role": "user", "content": ASKED}], response_format=Code, max_tokens=200,
+    """Check that the client's `parse` accepts an answer."""
+    parsed_answer = client.chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": QUESTION}], response_format=Code, max_tokens=200,
         extra_body={"temperature": 0},
     )  # fmt: skip
-    return seen(isinstance(found.choices[0].message.parsed, Code))
+    return seen(isinstance(parsed_answer.choices[0].message.parsed, Code))
 
 
 def events(client):
-    """The events of a response, from the first to the last."""
-    found = [event.type for event in client.responses.create(model=MODEL, input=ASKED, stream=True)]
-    return seen((found[0], found[-1]) == ("response.created", "response.completed"))
+    """Check the first and the last event of a response."""
+    types = [event.type for event in client.responses.create(model=MODEL, input=QUESTION, stream=True)]
+    return seen((types[0], types[-1]) == ("response.created", "response.completed"))
 
 
 def logprobs(client):
-    """Each token with its two likeliest."""
+    """Check that each token has its two most likely ones."""
     content = chat(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     return seen(all(entry.logprob <= 0 and len(entry.top_logprobs) == 2 for entry in content))
 
 
 def same(**options):
-    """Twice the same answer."""
+    """Make a request whose answer repeats."""
     return lambda client: seen(text(chat(client, **options)) == text(chat(client, **options)))
 
 
 def ends_before(stop):
-    """An answer without the text that ends it."""
+    """Make a request whose answer ends before a stop sequence."""
     return lambda client: seen(text(chat(client, stop=stop)) == "4172")
 
 
 def completes(prompt, count):
-    """So many choices with a text."""
+    """Make a completion with `count` choices."""
 
     def ask(client):
         choices = client.completions.create(model=MODEL, max_tokens=4, prompt=prompt).choices
@@ -147,13 +140,13 @@ def completes(prompt, count):
 
 
 def models(client):
-    """The list, and its one model alone."""
+    """Check that the listed model can be retrieved."""
     return seen(client.models.retrieve(client.models.list().data[0].id).id)
 
 
 def responds(client):
-    """The text of a response."""
-    return seen("417295" in client.responses.create(model=MODEL, input=ASKED).output_text)
+    """Check the text of a response."""
+    return seen("417295" in client.responses.create(model=MODEL, input=QUESTION).output_text)
 
 
 def _finish(reason, **options):
@@ -198,12 +191,12 @@ REQUESTS = [
     R("`parse` of a pydantic model", "an object of it", parsed),
     R("a schema that is none", "400", lambda c: answers(
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strng"}}})(c)),
-    R("parts of text", ANY, answers({"role": "user", "content": [{"type": "text", "text": ASKED}]})),
+    R("parts of text", ANY, answers({"role": "user", "content": [{"type": "text", "text": QUESTION}]})),
     R("a picture, which the model cannot see", "400", answers(
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]})),
-    R("`developer` and `system`", ANY, answers({"role": "developer", "content": "Be kind."}, ASKED)),
+    R("`developer` and `system`", ANY, answers({"role": "developer", "content": "Be kind."}, QUESTION)),
     R("a call without words, and what it gave", ANY, answers(
-        ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "call_1", "content": "417295"})),
     R("`tools`", "an answer or a call", answers(tools=[TOOL]),
       "the embedded model's template shows none, so that they would be ignored; where a template does, they are taken"),
@@ -227,16 +220,16 @@ REQUESTS = [
 
 
 def outcome(request: Request, client: openai.OpenAI) -> tuple[bool, str]:
-    """Whether it is what is documented, and what it is else."""
+    """Return whether the outcome is as documented, and the outcome."""
     try:
-        found: Any = request.ask(client)
+        words: Any = request.ask(client)
     except openai.APIStatusError as error:
-        found = str(error.status_code)
-        return request.documented.startswith(found), found
+        status = str(error.status_code)
+        return request.documented.startswith(status), status
     except openai.OpenAIError as error:
-        found = f"the client fails ({type(error).__name__})"
+        words = f"the client fails ({type(error).__name__})"
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        found = f"the client cannot read it ({type(error).__name__})"
-    if found is None and request.documented[:3] in ("400", "404"):
-        found = "an answer"
-    return found is None, found or request.documented
+        words = f"the client cannot read it ({type(error).__name__})"
+    if words is None and request.documented[:3] in ("400", "404"):
+        words = "an answer"
+    return words is None, words or request.documented

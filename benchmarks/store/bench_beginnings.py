@@ -18,15 +18,15 @@ import httpx
 import openai
 
 from benchmarks.server.bench_streams import ENDLESS, serving, texts
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
-from mlx_tq.sequence.compressed import plan_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_beginnings.json"
 REQUESTS, OWN, SYSTEM, ANSWER = 20, 10, 3960, 16
 FLAGS = ("--dtype", "float32", "--temp", "0", "--max-tokens", str(ANSWER))
-NAMES = ("running", "waiting", "kv_bytes", "memory_bytes", "read_tokens_total", "cached_tokens_total")
+NAMES = ("running", "waiting", "kv_bytes", "memory_bytes", "prefill_tokens_total", "cached_tokens_total")
 
 
 def metrics(url):
@@ -72,7 +72,7 @@ def at_once(systems, limit):
     return [text for text, _ in found], {
         "requests": len(systems),
         "at_once": most["running"],
-        "read_tokens": most["read_tokens_total"] - before["read_tokens_total"],
+        "read_tokens": most["prefill_tokens_total"] - before["prefill_tokens_total"],
         "held": most["memory_bytes"] - before["memory_bytes"],
         "seconds": round(seconds, 1),
         "first_token": round(median(first for _, first in found), 2),

@@ -15,9 +15,9 @@ from statistics import median
 
 import numpy as np
 
-from mlx_tq.commands.environment import environment
-from mlx_tq.prefixes.folder import BLOCKS, POINTS, Folder
-from mlx_tq.prefixes.keys import steps
+from mlx_tq.cli.environment import environment
+from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
+from mlx_tq.prefix_cache.prefix_cache import step_keys
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_index.json"
 RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5
@@ -36,33 +36,33 @@ def timed(work, times=TIMES):
 def main():
     """Measure and write the file."""
     prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
-    keys = [step.key for step in steps(b"begin", [prompt], STEP)]
+    keys = list(step_keys("begin", [prompt], STEP).values())
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "store"
         folder = Folder(path)
         with folder.writing():
             for number in range(RECORDS - len(keys)):
-                kind = POINTS if number % 5 == 0 else BLOCKS
+                kind = CHECKPOINTS if number % 5 == 0 else BLOCKS
                 folder.write(kind, f"{number:064x}", bytes(64))
             for key in keys[: 3 * len(keys) // 4]:
-                folder.write(POINTS, key, bytes(64))
+                folder.write(CHECKPOINTS, key, bytes(64))
 
         def look(begin):
-            ends = steps(begin, [prompt], STEP)
-            return next((stop for stop, key in reversed(ends) if folder.holds(POINTS, key)), 0)
+            ends = step_keys(begin, [prompt], STEP)
+            return next((stop for stop, key in reversed(ends.items()) if folder.has(CHECKPOINTS, key)), 0)
 
         def start():
             opened = Folder(path)
             with opened.writing() as may:
                 assert may
-                return opened.read(POINTS, keys[0])
+                return opened.read(CHECKPOINTS, keys[0])
 
         def after_a_crash():
             (path / "lock").write_bytes(b"")
             return start()
 
-        found, there = timed(lambda: look(b"begin"))
-        missed, nothing = timed(lambda: look(b"another"))
+        found, there = timed(lambda: look("begin"))
+        missed, nothing = timed(lambda: look("another"))
         assert (there, nothing) == (STEP * (3 * len(keys) // 4), 0)
         begun, _ = timed(start)
         counted, _ = timed(after_a_crash)

@@ -14,11 +14,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.commands.environment import environment
+from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_shared.json"
 COUNTS, BEGINNING, OWN = (1, 5, 20), 4000, 40

@@ -22,14 +22,13 @@ import numpy as np
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.commands.environment import environment
-from mlx_tq.config import profile
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
-from mlx_tq.prefixes.folder import BLOCKS, Folder
-from mlx_tq.prefixes.points import Point, block_name, from_record
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.cli.environment import environment
+from mlx_tq.config import Budget, EvictConfig, profile
+from mlx_tq.prefix_cache.folder import BLOCKS, Folder
+from mlx_tq.prefix_cache.prefix_cache import derive_key
+from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
+from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.layer_group import LayerGroup
 
 RESULTS = Path(__file__).parents[1] / "results" / "store_tiers.json"
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
@@ -43,7 +42,7 @@ def layers(tokens):
     config = profile("small")
     spec = CacheSpec.for_layer(config, 0, config.key, config.value)
     begun = CompressedKVCache(spec)
-    pair = [mx.random.normal((1, HEADS, config.prefix + 1024, DIM)).astype(mx.float16) for _ in range(2)]
+    pair = [mx.random.normal((1, HEADS, config.sinks + 1024, DIM)).astype(mx.float16) for _ in range(2)]
     begun.append(*pair)
     begun.settle()
     keys, values, rows, health, *learned, offset, kept, about, gaps, part, (asked, scale, means) = begun.state
@@ -51,8 +50,8 @@ def layers(tokens):
     more = tokens - rows.shape[2]
     each = []
     for _ in range(LAYERS):
-        body, centres = (mx.tile(x, (1, 1, times, 1)) for x in (rows, means))
-        known = (asked, scale, centres[:, :, : tokens // 32])
+        body, centers = (mx.tile(x, (1, 1, times, 1)) for x in (rows, means))
+        known = (asked, scale, centers[:, :, : tokens // 32])
         state = (
             keys,
             values,
@@ -80,7 +79,7 @@ def timed(work):
 
 def through_archive(caches, tokens):
     """Seconds to spill and to warm, and the bytes that went both ways."""
-    sequence = Sequence(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
+    sequence = LayerGroup(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
 
     def spill():
         for start in range(0, tokens, TOGETHER):
@@ -103,16 +102,16 @@ def through_store(caches, folder):
     names = []
 
     def spill():
-        point = Point(caches)
+        point = Checkpoint(caches)
         with folder.writing():
-            for data in point.new_blocks(0):
-                names.append(block_name(data))
+            for data in point.encode_blocks(0):
+                names.append(derive_key("", data))
                 folder.write(BLOCKS, names[-1], data)
-            folder.settle(BLOCKS, names[-1])
-        return point.to_bytes_without(names)
+            folder.sync(BLOCKS, names[-1])
+        return point.encode(names)
 
     def warm():
-        found = from_record(record, lambda name: folder.read(BLOCKS, name))
+        found, _ = decode_checkpoint(record, lambda name: folder.read(BLOCKS, name))
         mx.eval([cache.state for cache in found])
         return found
 

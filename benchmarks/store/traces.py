@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 
 TOKENS, CHARACTERS = 256, 1024  # of a block
 GAP = 5.0  # seconds between two requests of a conversation, on average

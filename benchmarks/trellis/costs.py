@@ -16,13 +16,13 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.kernels.bench_kernels import ONE_BLOCK, seconds
+from mlx_tq.cli.environment import environment
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.commands.environment import environment
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.build import backend
 from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.gpu import gpu_backend
 from mlx_tq.kernels.regions import Regions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +55,8 @@ class Layer:
 
 def counted() -> dict[str, Any]:
     """Lane operations of a token and KV head."""
-    sys.path.insert(0, str(ROOT / "tests/kernels/metal"))
-    from simulated import simulated  # the tests' own: no GPU is needed to count
+    sys.path.insert(0, str(ROOT / "tests"))
+    from kernels.metal.simulated import simulated  # the tests' own: no GPU is needed to count
 
     found = []
     for dim in DIMS:
@@ -65,7 +65,7 @@ def counted() -> dict[str, Any]:
             for tokens in COUNTED:
                 mx.random.seed(0)  # how often a maximum grows is a matter of the numbers
                 layer = Layer(name, dim, 1, tokens)
-                with impl.using("ops"):
+                with backend.using("reference"):
                     rows = layer.encoded()
                 with simulated() as counters, thresholds.using(ONE_BLOCK):
                     assert mx.array_equal(layer.encoded(), rows)
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/trellis_{metal,cuda,counted}.json")
     args = parser.parse_args()
-    where = backend()
+    where = gpu_backend()
     about = {"command": "python -m benchmarks.trellis.costs", "environment": environment()}
     about |= timed() if where else counted()
     path = Path(args.json or ROOT / f"benchmarks/results/trellis_{where or 'counted'}.json")

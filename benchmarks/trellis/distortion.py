@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.trellis.train import trained
-from mlx_tq.codec import trellis
+from mlx_tq.cli.environment import environment
 from mlx_tq.codec.codebook import levels, mse, normal_density
-from mlx_tq.commands.environment import environment
+from mlx_tq.codec.formats import trellis
 
 TARGET = Path(__file__).resolve().parent.parent / "results" / "trellis_distortion.json"
 VECTORS, DIM = 2000, 128
@@ -25,13 +25,13 @@ DIMS = (64, 80, 96, 128, 192, 256)
 AROUNDS = (4, 8, 12, 16, 24, 32, 64)
 
 
-def measured(bits: int, table: mx.array, dim: int = DIM, around: int = trellis.AROUND) -> dict[str, object]:
+def measured(bits: int, table: mx.array, dim: int = DIM, around: int = trellis.CUT_CONTEXT) -> dict[str, object]:
     """The mean square error of unit-variance Gaussians, and its standard error."""
     rng = np.random.default_rng(99)
     found, started = [], time.perf_counter()
     for _ in range(VECTORS // 500):
         x = mx.array(rng.standard_normal((500, dim)).astype(np.float32))
-        found.append(np.array(mx.square(x - table[trellis.ring(x, table, bits, around)]).mean(axis=-1)))
+        found.append(np.array(mx.square(x - table[trellis.search_ring(x, table, bits, around)]).mean(axis=-1)))
     errors = np.concatenate(found)
     row = {"bits": bits, "states": table.size, "dim": dim, "around": around}
     row |= {"mse": float(errors.mean()), "mse_error": float(errors.std() / len(errors) ** 0.5)}
@@ -43,11 +43,11 @@ def main() -> None:
     """Measure and write."""
     rows = []
     for bits in BITS:
-        own = trellis.levels(bits)
+        own = trellis.state_levels(bits)
         tables = (own if window == trellis.WINDOW else mx.array(trained(bits, window)) for window in WINDOWS)
         rows += [measured(bits, table) for table in tables]
         rows += [measured(bits, own, dim) for dim in DIMS if dim != DIM]
-        rows += [measured(bits, own, around=around) for around in AROUNDS if around != trellis.AROUND]
+        rows += [measured(bits, own, around=around) for around in AROUNDS if around != trellis.CUT_CONTEXT]
     nearest = {str(bits): mse(levels(bits).astype(np.float64), normal_density) for bits in BITS}
     about = {"command": "python -m benchmarks.trellis.distortion", "environment": environment()}
     about |= {"vectors": VECTORS, "nearest": nearest, "rows": rows}

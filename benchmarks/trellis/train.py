@@ -12,7 +12,7 @@ import sys
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.trellis import STATES, WINDOW, search
+from mlx_tq.codec.formats.trellis import STATES, WINDOW, search_path
 
 VECTORS, VALUES, ROUNDS = 8192, 128, 96
 
@@ -24,7 +24,9 @@ def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int
     levels = rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
     for number in range(rounds):
         x = rng.standard_normal((vectors, VALUES)).astype(np.float32)
-        path = np.concatenate([np.array(search(mx.array(part), mx.array(levels), bits)) for part in np.split(x, 16)])
+        path = np.concatenate(
+            [np.array(search_path(mx.array(part), mx.array(levels), bits)) for part in np.split(x, 16)]
+        )
         times = np.bincount(path.ravel(), minlength=states)
         mean = np.bincount(path.ravel(), x.ravel(), minlength=states) / np.maximum(times, 1)
         error = float(np.square(x - levels[path]).mean())

@@ -1,4 +1,4 @@
-"""Calls of small kernels, for the simulator's own tests."""
+"""Calls of small kernels for the simulator's tests."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ def small(
     template: list[tuple[str, Any]] | None = None,
     **call: Any,
 ) -> dict[str, Any]:
-    """The arguments of `simulate` for a kernel with one input, `values`, or none."""
-    # mlx writes no comma after the buffers unless the kernel asks where it is.
+    """Return the arguments of `simulate` for a kernel with one input, `values`, or none."""
+    # Without an attribute, mlx would generate invalid text.
     source = f"{source}\n(void)thread_index_in_threadgroup;"
     kernel = mx.fast.metal_kernel(
         name="small",

@@ -20,12 +20,12 @@ def test_positions(order):
         result[index * 3 + 2] = thread_position_in_threadgroup.x + 100 * simdgroup_index_in_threadgroup;
     """
     call = small(source, [], [((2, 3, 10, 3), mx.uint32)], grid=(10, 3, 2), threadgroup=(4, 3, 2))
-    found = np.array(simulate(**call, order=order).outputs[0])
+    results = np.array(simulate(**call, order=order).outputs[0])
     z, y, x = np.meshgrid(range(2), range(3), range(10), indexing="ij")
     width = np.where(x < 8, 4, 2)  # the last threadgroup is smaller
-    assert np.array_equal(found[..., 0], x // 4)
-    assert np.array_equal(found[..., 1], (z * 3 + y) * width + x % 4)
-    assert np.array_equal(found[..., 2], x % 4)
+    assert np.array_equal(results[..., 0], x // 4)
+    assert np.array_equal(results[..., 1], (z * 3 + y) * width + x % 4)
+    assert np.array_equal(results[..., 2], x % 4)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_collectives(call, expected):
     """
     launch = small(source, [mx.array(values)], [((96,), mx.float32)], grid=(96, 1, 1), threadgroup=(96, 1, 1))
     for order in ORDERS:
-        found = np.array(simulate(**launch, order=order).outputs[0])
-        assert np.array_equal(found, np.concatenate([expected(row) for row in values.reshape(3, 32)]), equal_nan=True)
+        results = np.array(simulate(**launch, order=order).outputs[0])
+        assert np.array_equal(results, np.concatenate([expected(row) for row in values.reshape(3, 32)]), equal_nan=True)
 
 
 @pytest.mark.parametrize("sanitize", [False, True])

@@ -1,8 +1,8 @@
-"""`python -m mlx_tq.bench`."""
+"""Run `python -m mlx_tq.bench`."""
 
 import sys
 
-from mlx_tq.bench import main
+from mlx_tq.bench.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,15 +1,13 @@
-"""Decode attention of one layer on compressed caches, mx.fast and mlx-lm's quantised cache, in one run.
+"""Time decode attention of one layer on compressed caches, mx.fast and mlx-lm's quantized cache, in one run.
 
-One layer, one new token. Arms are timed in turn, several rounds, each call waiting for the one before it (its output
-is the next query), so that a launch's fixed cost is not what is measured. Ratios within a run mean something on any
-machine; milliseconds only together with its name.
+The caches take turns, several rounds, and each call waits for the previous one (its output is the next query), so that
+the fixed cost of a launch is not what is measured. Ratios within a run hold on any machine; milliseconds do not.
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention as native_attention
@@ -18,10 +16,10 @@ from rich.table import Table
 
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.commands.screen import human_bytes, table
+from mlx_tq.cli.screen import human_bytes, table
+from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import KVConfig
-from mlx_tq.seam.attention import compressed_attention, scaled_dot_product_attention
+from mlx_tq.integration.patches import patch_attention, scaled_dot_product_attention
 
 _CHUNK = 2048  # tokens appended at a time while a cache is filled
 _TARGET = 0.1  # seconds of chained calls in one measurement
@@ -29,48 +27,34 @@ _TARGET = 0.1  # seconds of chained calls in one measurement
 Cache = Any  # mlx-lm's KVCache or QuantizedKVCache, or our CompressedKVCache
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of the attention layer that is timed."""
-
+class LayerShape(NamedTuple):
     query_heads: int
     kv_heads: int
     head_dim: int
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One arm at one context and type.
-
-    Attributes:
-        arm: "fp16" (mx.fast on the model's type), "kv-bits 8", "kv-bits 4", or a profile.
-        dtype: of the model.
-        tokens: in the cache.
-        nbytes: of the cache.
-        median: seconds of a call; low and high are the extremes of the rounds.
-    """
-
-    arm: str
+class Timing(NamedTuple):
+    arm: str  # "fp16" (mx.fast on the model's type), "kv-bits 8", "kv-bits 4", or a profile
     dtype: str
     tokens: int
-    nbytes: int
-    median: float
+    nbytes: int  # of the cache
+    median: float  # seconds of a call; low and high are the extremes of the rounds
     low: float
     high: float
 
 
-def _fill(cache: Cache, shape: Shape, tokens: int, dtype: mx.Dtype) -> None:
+def _fill(cache: Cache, shape: LayerShape, tokens: int, dtype: mx.Dtype) -> None:
     for start in range(0, tokens, _CHUNK):
         count = min(_CHUNK, tokens - start)
         keys, values = (mx.random.normal((1, shape.kv_heads, count, shape.head_dim)).astype(dtype) for _ in range(2))
-        with compressed_attention():
+        with patch_attention():
             cache.update_and_fetch(keys, values)
         if isinstance(cache, CompressedKVCache):
             cache.settle()
         mx.eval(cache.state)
 
 
-def _attend(cache: Cache, shape: Shape) -> Callable[[mx.array], mx.array]:
+def _attend(cache: Cache, shape: LayerShape) -> Callable[[mx.array], mx.array]:
     run = scaled_dot_product_attention if isinstance(cache, CompressedKVCache) else native_attention
     scale = shape.head_dim**-0.5
 
@@ -90,23 +74,24 @@ def _time(call: Callable[[mx.array], mx.array], queries: mx.array, repeats: int)
     return (time.perf_counter() - started) / repeats
 
 
-def _arms(profiles: dict[str, KVConfig]) -> dict[str, Callable[[], Cache]]:
-    arms: dict[str, Callable[[], Cache]] = {
+def _makers(profiles: dict[str, KVConfig]) -> dict[str, Callable[[], Cache]]:
+    makers: dict[str, Callable[[], Cache]] = {
         "fp16": KVCache,
         "kv-bits 8": lambda: QuantizedKVCache(bits=8),
         "kv-bits 4": lambda: QuantizedKVCache(bits=4),
     }
     for name, config in profiles.items():
         spec = CacheSpec.for_layer(config, 0, *config.formats_of(0, 1))
-        arms[name] = lambda spec=spec: CompressedKVCache(spec)  # type: ignore[misc]
-    return arms
+        makers[name] = lambda spec=spec: CompressedKVCache(spec)  # type: ignore[misc]
+    return makers
 
 
-def measure_layer(shape: Shape, tokens: int, dtype: str, profiles: dict[str, KVConfig], rounds: int) -> list[Timing]:
-    """Time every arm at one context and type."""
+def measure_layer(
+    shape: LayerShape, tokens: int, dtype: str, profiles: dict[str, KVConfig], rounds: int
+) -> list[Timing]:
     mx.random.seed(0)
     calls, sizes = {}, {}
-    for name, make in _arms(profiles).items():
+    for name, make in _makers(profiles).items():
         cache = make()
         _fill(cache, shape, tokens, dtype_of(dtype))
         calls[name], sizes[name] = _attend(cache, shape), cache.nbytes
@@ -123,10 +108,9 @@ def measure_layer(shape: Shape, tokens: int, dtype: str, profiles: dict[str, KVC
 
 
 def layer_table(timings: list[Timing]) -> Table:
-    """Milliseconds of a call and how they compare, one row an arm."""
     by_arm = {timing.arm: timing for timing in timings}
     first = timings[0]
-    columns = ("arm", "cache", "ms", "low", "high", "times fp16", "times kv-bits 8", "times kv-bits 4")
+    columns = ("cache", "size", "ms", "low", "high", "vs. fp16", "vs. kv-bits 8", "vs. kv-bits 4")
     shown = table(f"decode attention, {first.dtype}, {first.tokens:,} tokens", *columns)
     for t in timings:
         ratios = [f"{by_arm[base].median / t.median:.2f}" for base in ("fp16", "kv-bits 8", "kv-bits 4")]

@@ -1,7 +1,7 @@
-"""A whole model: how fast it reads and answers on each kind of cache, and the memory that takes, in one run.
+"""Measure the speed and memory of a whole model on each kind of cache, in one run.
 
-Every arm is run in turn, several rounds, so that what slows the machine down slows all of them down. Reading and the
-answer go through mlx-lm's own `generate_step`; a batch is copies of the cache that was read, merged as a server merges.
+The caches take turns, several rounds, so that what slows the machine down slows all of them down. Prefill and decoding
+go through mlx-lm's own `generate_step`; a batch is made of copies of the prefilled cache, merged as a server merges.
 """
 
 import statistics
@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,181 +17,123 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_tq.config import KVConfig
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import cache_parts
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import cache_parts
 
 Caches = list[Any]
+Measured = dict[str, float]  # of one round
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to store the cache.
-
-    Attributes:
-        name: in the results.
-        config: of a compressed cache, or None for one of mlx-lm.
-        kv_bits: of mlx-lm's quantised cache, or None.
-    """
+class BenchedCache:
+    """One kind of cache: a compressed one, mlx-lm's own, or mlx-lm's quantized one (`kv_bits`)."""
 
     name: str
     config: KVConfig | None = None
     kv_bits: int | None = None
 
-    def caches(self, model: Any) -> Caches:
-        """Empty caches.
-
-        Raises:
-            UnsupportedModelError, ConfigError: as `make_prompt_cache`.
-        """
+    def make(self, model: Any) -> Caches:
         return native_caches(model) if self.config is None else make_prompt_cache(model, self.config)
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What `generate_step` is told."""
-        return {} if self.kv_bits is None else {"kv_bits": self.kv_bits, "quantized_kv_start": 0}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One arm at one type, context and batch; medians of the rounds, and of the answer also the extremes.
+    """Medians of the rounds for one cache at one type, context and batch size."""
 
-    Attributes:
-        arm: its name.
-        dtype: of the model.
-        tokens: of the prompt.
-        batch: rows that answer at once.
-        prefill_tps: tokens a second while the prompt is read; None for a batch, whose rows are copies.
-        first_token: seconds until the first token; None likewise.
-        decode_tps: tokens a second of the answer, all rows together; low and high are the extremes.
-        kv_nbytes: of the caches' arrays.
-        active_nbytes: held after the answer beyond what was held before the prompt.
-        peak_nbytes: held at most, weights included.
-    """
-
-    arm: str
+    arm: str  # name of the cache
     dtype: str
-    tokens: int
+    tokens: int  # of the prompt
     batch: int
-    prefill_tps: float | None
-    first_token: float | None
-    decode_tps: float
+    prefill_tps: float | None  # tokens per second; None for a batch, whose rows are copies
+    first_token: float | None  # seconds; None likewise
+    decode_tps: float  # tokens per second of all rows; low and high are the extremes of the rounds
     low: float
     high: float
-    kv_nbytes: int
-    active_nbytes: int
-    peak_nbytes: int
-
-
-@dataclass
-class _Rounds:
-    """What the rounds of one arm and batch gave; bytes are the same in each, so the largest stands."""
-
-    first: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
-    kv: int = 0
-    active: int = 0
-    peak: int = 0
-
-    def figure(self, arm: str, dtype: str, tokens: int, batch: int) -> Figure:
-        first = statistics.median(self.first) if self.first else None
-        rate, low, high = statistics.median(self.rates), min(self.rates), max(self.rates)
-        prefill = None if first is None else tokens / first
-        return Figure(arm, dtype, tokens, batch, prefill, first, rate, low, high, self.kv, self.active, self.peak)
+    kv_nbytes: int  # of the caches' arrays
+    active_nbytes: int  # in use after decoding, beyond those in use before the prompt
+    peak_nbytes: int  # weights included
 
 
 def measure_model(
     model: Any,
     prompt: list[int],
-    arms: list[Arm],
+    caches: list[BenchedCache],
     *,
     dtype: str,
     batches: list[int],
-    answer: int,
+    max_tokens: int,
     rounds: int,
     step: int,
-    left_out: dict[str, str],
+    skipped: dict[str, str],
     advance: Callable[[], None] = lambda: None,
 ) -> list[Figure]:
-    """Run every arm on one prompt.
+    """Run every cache on one prompt.
 
-    Args:
-        model: of mlx-lm.
-        prompt: its tokens.
-        arms: to compare.
-        dtype: the model's, for the figures.
-        batches: rows that answer at once; an arm whose caches mlx-lm cannot batch has figures of one row alone.
-        answer: tokens of it, at least 2.
-        rounds: of all arms.
-        step: tokens read at a time.
-        left_out: gets the arms of mlx-lm's quantised cache that mlx has no kernel for here, with what it says.
-        advance: called after each arm of a round.
-
-    Raises:
-        UnsupportedModelError, ConfigError: as `make_prompt_cache`.
+    mlx has no kernel for mlx-lm's quantized cache of some shapes on some backends: `skipped` receives those caches with
+    mlx's message. Caches that mlx-lm cannot batch have figures of one row only.
     """
-    found: dict[tuple[str, int], _Rounds] = defaultdict(_Rounds)
+    measured: dict[tuple[str, int], list[Measured]] = defaultdict(list)
     for _ in range(rounds):
-        for arm in arms:
+        for cache in caches:
             try:
-                if arm.name not in left_out:
+                if cache.name not in skipped:
                     with compressed(model):
-                        _run(model, prompt, arm, batches, answer, step, found)
+                        for batch, values in _run(model, prompt, cache, batches, max_tokens, step):
+                            measured[cache.name, batch].append(values)
             except RuntimeError as error:
-                if arm.kv_bits is None:
+                if cache.kv_bits is None:
                     raise
-                left_out[arm.name] = str(error)
+                skipped[cache.name] = str(error)
             advance()
-    kept = {key: rounds for key, rounds in found.items() if key[0] not in left_out}
-    return [rounds.figure(arm, dtype, len(prompt), batch) for (arm, batch), rounds in kept.items()]
+    return [
+        _figure(name, dtype, len(prompt), batch, values)
+        for (name, batch), values in measured.items()
+        if name not in skipped
+    ]
+
+
+def _figure(name: str, dtype: str, tokens: int, batch: int, rounds: list[Measured]) -> Figure:
+    first = statistics.median(values["first_token"] for values in rounds) if batch == 1 else None
+    rates = [values["rate"] for values in rounds]
+    nbytes = (int(max(values[key] for values in rounds)) for key in ("kv", "active", "peak"))
+    prefill = None if first is None else tokens / first
+    return Figure(name, dtype, tokens, batch, prefill, first, statistics.median(rates), min(rates), max(rates), *nbytes)
 
 
 def _run(
-    model: Any,
-    prompt: list[int],
-    arm: Arm,
-    batches: list[int],
-    answer: int,
-    step: int,
-    found: dict[tuple[str, int], _Rounds],
-) -> None:
-    """One arm once: read, answer alone, answer as each batch."""
-    caches = arm.caches(model)
-    kept = found[arm.name, 1]
-    with _memory(kept):
+    model: Any, prompt: list[int], cache: BenchedCache, batches: list[int], max_tokens: int, step: int
+) -> Iterator[tuple[int, Measured]]:
+    """Prefill once, decode alone, then decode in each batch; yields the batch and what was measured."""
+    caches = cache.make(model)
+    with _memory() as measured:
+        options = {"max_tokens": max_tokens, "prompt_cache": caches, "prefill_step_size": step}
+        options |= {} if cache.kv_bits is None else {"kv_bits": cache.kv_bits, "quantized_kv_start": 0}
         started = time.perf_counter()
-        tokens = generate_step(
-            mx.array(prompt),
-            model,
-            max_tokens=answer,
-            prompt_cache=caches,
-            prefill_step_size=step,
-            **arm.options,
-        )
+        tokens = generate_step(mx.array(prompt), model, **options)
         token, _ = next(tokens)
         first = time.perf_counter()
-        for token, _ in tokens:  # noqa: B007  the last one goes on as a batch
+        for token, _ in tokens:  # noqa: B007  the last one continues as a batch
             pass
         ended = time.perf_counter()
         mx.synchronize()
-    kept.first.append(first - started)
-    kept.rates.append((answer - 1) / (ended - first))
-    kept.kv = max(kept.kv, _nbytes(caches))
+    rate = (max_tokens - 1) / (ended - first)
+    yield 1, measured | {"first_token": first - started, "rate": rate, "kv": _nbytes(caches)}
     if any(isinstance(part, QuantizedKVCache) for part in cache_parts(caches)):
         return  # mlx-lm cannot merge these
     for batch in batches:
         if batch > 1:
-            _answer_together(model, caches, int(token), batch, answer, found[arm.name, batch])
+            yield batch, _decode_batch(model, caches, int(token), batch, max_tokens)
 
 
-def _answer_together(model: Any, caches: Caches, token: int, batch: int, answer: int, kept: _Rounds) -> None:
-    """Let copies of a sequence answer at once, each step asked for before the last is done, as mlx-lm does."""
-    with _memory(kept):
+def _decode_batch(model: Any, caches: Caches, token: int, batch: int, max_tokens: int) -> Measured:
+    """Decode copies of a sequence together; like mlx-lm, it starts each step before the previous one has ended."""
+    with _memory() as measured:
         merged = [cache.merge([cache] * batch) for cache in caches]
         tokens = model(mx.full((batch, 1), token), cache=merged)[:, -1:].argmax(-1)
-        mx.eval(tokens)  # merging is not what is timed
+        mx.eval(tokens)  # the time to merge does not count
         started = time.perf_counter()
-        for _ in range(answer):
+        for _ in range(max_tokens):
             following = model(tokens, cache=merged)[:, -1:].argmax(-1)
             mx.async_eval(following)  # type: ignore[no-untyped-call]
             mx.eval(tokens)
@@ -199,20 +141,19 @@ def _answer_together(model: Any, caches: Caches, token: int, batch: int, answer:
         mx.eval(tokens)
         ended = time.perf_counter()
         mx.synchronize()
-    kept.rates.append(batch * answer / (ended - started))
-    kept.kv = max(kept.kv, _nbytes(merged))
+    return measured | {"rate": batch * max_tokens / (ended - started), "kv": _nbytes(merged)}
 
 
 @contextmanager
-def _memory(kept: _Rounds) -> Iterator[None]:
-    """Note what the block holds at most, and at its end beyond what was held before."""
+def _memory() -> Iterator[Measured]:
+    """Yield a dict with the peak memory of the block, and what is in use at its end beyond that before it."""
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    yield
-    kept.active = max(kept.active, mx.get_active_memory() - before)
-    kept.peak = max(kept.peak, mx.get_peak_memory())
+    measured: Measured = {}
+    yield measured
+    measured |= {"active": mx.get_active_memory() - before, "peak": mx.get_peak_memory()}
 
 
 def _nbytes(caches: Caches) -> int:

@@ -1,4 +1,4 @@
-"""One layer: its stored tokens as prefix, packed body and tail, alone or as a row of a batch, and in files."""
+"""One layer: its stored tokens as sinks, packed body and tail, alone or as a row of a batch, and in files."""
 
 import mlx_lm.models.cache as _native
 

@@ -1,7 +1,7 @@
 """`BatchCompressedKVCache`: several sequences of different lengths, each stored and attended to as if alone.
 
 Every row is a `CompressedKVCache` of its own, left-aligned: padding is dropped on append, so a row's blocks do not
-depend on its neighbours, and rows join and leave without a copy.
+depend on its neighbors, and rows join and leave without a copy.
 """
 
 import json
@@ -16,11 +16,11 @@ from mlx_lm.models.cache import _BaseCache
 
 from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.dtypes import dtype_name, dtype_of
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend_batch
-from mlx_tq.kernels.masks import Mask
+from mlx_tq.kernels.regions import Mask
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class BatchView:
             length <= thresholds.current().packed_queries
             and all(row is not None and row.earlier is None for row in self.rows)
             and all(count == length for count in self.counts)
-            and any(row.regions.body for row in self.rows if row is not None)
+            and any(row.regions.packed_tokens for row in self.rows if row is not None)
             and len({id(row.regions.layout) for row in self.rows if row is not None}) == 1
         )
 

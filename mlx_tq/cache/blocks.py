@@ -1,4 +1,4 @@
-"""The one format in which packed rows leave memory: a block of up to 32 neighbouring positions, all layers of it.
+"""The one format in which packed rows leave memory: a block of up to 32 neighboring positions, all layers of it.
 
     b"TQB1" | crc32 of what follows | positions n, layers, bytes of keys: int64 | positions int64 [n]
     keys of each layer uint16 [H, n, words], their mean fp16 [H, D] | values of each layer uint16 [H, n, words]
@@ -43,7 +43,7 @@ class LayerRows:
     Attributes:
         keys: uint16 [H, n, key_words].
         values: uint16 [H, n, value_words].
-        mean: of the block of positions that these are of, fp16 [H, D]; None where keys are not conditioned.
+        mean: of the block of positions that these are of, fp16 [H, D]; None where keys are not normalized.
     """
 
     keys: np.ndarray

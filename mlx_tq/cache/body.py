@@ -118,7 +118,7 @@ class Body:
         return [(buffer, count) for buffer, count in found if count > 0]
 
     def _share(self, buffer: Buffer, count: int) -> None:
-        """Go on behind `count` rows of a buffer. Of many buffers the neighbours with the fewest rows are joined."""
+        """Go on behind `count` rows of a buffer. Of many buffers the neighbors with the fewest rows are joined."""
         shared = [*self._shared, (buffer, count)]
         if len(shared) > MOST:
             least = _fewest(shared)
@@ -133,5 +133,5 @@ class Body:
 
 
 def _fewest(shared: list[tuple[Buffer, int]]) -> int:
-    """Where the two neighbours begin that have the fewest rows."""
+    """Where the two neighbors begin that have the fewest rows."""
     return min(range(len(shared) - 1), key=lambda i: shared[i][1] + shared[i + 1][1])

@@ -12,12 +12,12 @@ from mlx_tq.cache.blocks import LayerRows, LayerShape
 from mlx_tq.cache.buffers import body_capacity, buffer
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.tiered import TieredKVCache
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, turned
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, rerotate_means
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 
 
-def leaving(layer: CompressedKVCache) -> tuple[mx.array, RowLayout, Conditioning | None]:
+def leaving(layer: CompressedKVCache) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
     """As `body` of a layer, but only of tokens that may leave and come back: the first `leaving_tokens` of the body.
 
     Raises:
@@ -31,15 +31,15 @@ def leaving_tokens(layer: CompressedKVCache) -> int:
     return layer.cold_tokens if isinstance(layer, TieredKVCache) else layer.body_tokens
 
 
-def conditioning_of(layer: CompressedKVCache, means: np.ndarray, which: mx.array) -> Conditioning | None:
+def normalization_of(layer: CompressedKVCache, means: np.ndarray, which: mx.array) -> KeyNormalization | None:
     """That of rows which left a layer, by the means of their pieces fp16 [n, H, D]; `which` is each row's."""
     _, layout, known = leaving(layer)
     if known is None:
         return None
     subtracted = mx.array(means.swapaxes(0, 1))[None]
     if isinstance(layer, TieredKVCache):  # means are in the domain of the first format's codes
-        subtracted = turned(subtracted, layer.body_rotation, layout.key.rotation)
-    return Conditioning(known.scale, subtracted, which)
+        subtracted = rerotate_means(subtracted, layer.body_rotation, layout.key.rotation)
+    return KeyNormalization(known.scale, subtracted, which)
 
 
 def row_shape(layer: CompressedKVCache) -> LayerShape:
@@ -49,8 +49,8 @@ def row_shape(layer: CompressedKVCache) -> LayerShape:
         CacheFormatError: nothing is packed.
     """
     rows, layout, _ = leaving(layer)
-    keys, values = layout.split_words
-    return LayerShape(rows.shape[1], keys, values, layout.key.head_dim if layer.spec.condition else 0)
+    keys, values = layout.split_sizes
+    return LayerShape(rows.shape[1], keys, values, layout.key.head_dim if layer.spec.normalize else 0)
 
 
 def departing(layer: CompressedKVCache, index: np.ndarray) -> list[tuple[int, LayerRows]]:
@@ -63,11 +63,11 @@ def departing(layer: CompressedKVCache, index: np.ndarray) -> list[tuple[int, La
     """
     rows, layout, known = leaving(layer)
     keys, values = (np.array(part[0]) for part in layout.split(mx.take(rows, mx.array(index), axis=2)))
-    blocks = (layer.body_positions[index] - layer.spec.prefix) // BLOCK
+    blocks = (layer.body_positions[index] - layer.spec.sinks) // BLOCK
     starts = np.flatnonzero(np.diff(blocks, prepend=-1))
     means = [None] * len(starts)
     if known is not None:
-        which = np.array(known.which(leaving_tokens(layer)))[index[starts]]
+        which = np.array(known.mean_index(leaving_tokens(layer)))[index[starts]]
         means = list(np.array(known.means[0])[:, which].swapaxes(0, 1))
     return [
         (int(start), LayerRows(keys[:, start:stop], values[:, start:stop], mean))
@@ -94,7 +94,7 @@ def returning(layer: CompressedKVCache, parts: Sequence[tuple[np.ndarray, LayerR
     order = np.argsort(positions)
     together = mx.concatenate([rows[:, :, :count], layout.unsplit(keys, values)], axis=2)
     ordered = buffer([mx.take(together, mx.array(order), axis=2)], body_capacity(len(order)))
-    prefix = layer.spec.prefix
-    means = {(int(own[0]) - prefix) // MEAN_TOKENS: part.mean for own, part in parts if part.mean is not None}
+    sinks = layer.spec.sinks
+    means = {(int(own[0]) - sinks) // MEAN_TOKENS: part.mean for own, part in parts if part.mean is not None}
     replace = layer.replace_cold if isinstance(layer, TieredKVCache) else layer.replace_body
     return replace(ordered, positions[order], means)

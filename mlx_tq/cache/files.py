@@ -16,15 +16,15 @@ import mlx_lm.models.cache as native
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_tq.atomic_files import atomic_write, check_kind
 from mlx_tq.cache.attachments import NAME, attach
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError
+from mlx_tq.files import atomic_write, check_kind
 from mlx_tq.models import fingerprint
 
 CONVERSATION = "session"  # the metadata of a conversation have it, and that makes the file one
 VERSION = "3"
-_PLAIN = "2"  # the version before, whose keys are not conditioned
+_PLAIN = "2"  # the version before, whose keys are not normalized
 _FORMAT = "mlx_tq prompt cache"
 _REMEDY = "Take another copy of it, or begin anew without it."  # it may hold a prompt or a conversation
 _WITHIN = "mlx_tq"  # the metadata of a file that mlx-lm can read have our header there
@@ -162,7 +162,7 @@ def read_caches(path: str | Path, *, model: Any, config: KVConfig | None = None)
             "--dequantize). Pass that model."
         )
     try:
-        plain = {"condition": False} if header["version"] == _PLAIN else {}
+        plain = {"normalize": False} if header["version"] == _PLAIN else {}
         stored = KVConfig.from_dict(plain | json.loads(header["config"]))
         caches = put_together(Parts(json.loads(header["classes"]), json.loads(header["scalars"]), arrays))
         metadata = json.loads(header["metadata"])

@@ -15,9 +15,8 @@ from mlx_tq.cache.links import Hear, Observer
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.kernels import thresholds
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.masks import Mask
 from mlx_tq.kernels.prefill import prefill
-from mlx_tq.kernels.regions import Regions
+from mlx_tq.kernels.regions import Mask, Regions
 
 
 class View(Protocol):
@@ -128,16 +127,16 @@ class StepView:
 
     def _attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         regions = self.undivided()
-        run = attend if regions.body and queries.shape[2] <= thresholds.current().packed_queries else prefill
+        run = attend if regions.packed_tokens and queries.shape[2] <= thresholds.current().packed_queries else prefill
         return run(queries, regions, scale=scale, mask=mask, sinks=sinks)
 
     def undivided(self) -> Regions:
-        """All tokens as one body between prefix and tail."""
+        """All tokens as one body between sinks and tail."""
         return self.regions
 
     def materialize(self) -> tuple[mx.array, mx.array]:
         """Decoded keys and values in logical order, in the model's type."""
-        return self.undivided().decoded()
+        return self.undivided().decode()
 
 
 class Handle:

@@ -1,4 +1,4 @@
-"""`CompressedKVCache`: one layer's keys and values as `prefix | packed body | tail`.
+"""`CompressedKVCache`: one layer's keys and values as `sinks | packed body | tail`.
 
 A token enters in the model's type. Once it is older than the window, it moves to the body in a block of 32, encoded;
 its original stays in the slack for one block more. So where a token is depends on the length alone, not on how the
@@ -20,12 +20,12 @@ from mlx_lm.models.cache import create_attention_mask as make_causal_mask
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.body import Body, Stored
 from mlx_tq.cache.buffers import Pair, body_capacity, buffer, write_tokens
-from mlx_tq.cache.conditioner import Conditioner
 from mlx_tq.cache.gaps import NO_GAPS, Gaps
 from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
 from mlx_tq.cache.links import SavedPart, SequencePart
+from mlx_tq.cache.normalizer import KeyNormalizer
 from mlx_tq.cache.spec import LEARNED, READY, SHORT_PASS, CacheSpec
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK
 from mlx_tq.errors import CacheFormatError, ConfigError, NonFiniteError
@@ -54,15 +54,15 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.number = number
         self.sequence = sequence
         self.gaps = NO_GAPS
-        # Positions [0, prefix) and [packed, offset) lie side by side in the model's type, in a pair of buffers
-        # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]. Those in [prefix, packed) lie in the body; the slack
+        # Positions [0, sinks) and [packed, offset) lie side by side in the model's type, in a pair of buffers
+        # [B, H, full_capacity, Dk] and [B, H, full_capacity, Dv]. Those in [sinks, packed) lie in the body; the slack
         # [B, H, packed - kept, D] holds the originals of [kept, packed).
-        self._kept = spec.prefix
+        self._kept = spec.sinks
         self._full: Pair | None = None
         self._slack: Pair | None = None
         self._body = Body()
         self._fitted: RowLayout | None = None  # the layout of the body, where a format learns from the first tokens
-        self._known = Conditioner()
+        self._known = KeyNormalizer()
         self._mean_of_row: mx.array | None = None  # int32 [body_tokens], where tokens have left
         self._health = mx.zeros(2, mx.int32)  # vectors clamped, vectors not finite
         self._last: StepView | None = None  # what the last step attended to, where later layers share it
@@ -107,9 +107,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def positions(self) -> np.ndarray:
         """Logical positions of the stored tokens, ascending, int64 [size()]."""
-        prefix = min(self.spec.prefix, self.offset)
-        rest = np.arange(max(self.gaps.floor, prefix), self.offset)
-        return np.concatenate([np.arange(prefix), self.gaps.kept, rest])
+        sinks = min(self.spec.sinks, self.offset)
+        rest = np.arange(max(self.gaps.floor, sinks), self.offset)
+        return np.concatenate([np.arange(sinks), self.gaps.kept, rest])
 
     def is_trimmable(self) -> bool:
         """The last tokens can be dropped."""
@@ -127,7 +127,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         """
         if not isinstance(n, int) or n < 0:
             raise ConfigError(f"a trim of {n!r} tokens; it must be a whole number from 0 on.")
-        n, prefix = min(self.offset, n), self.spec.prefix
+        n, sinks = min(self.offset, n), self.spec.sinks
         whole = self.sequence is None or self.sequence.rewind(self, self.offset - n)
         floor = self.gaps.floor
         if self.offset - n < floor and not whole:
@@ -135,13 +135,13 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
                 f"a trim of {n} tokens from {self.offset} leads back past an eviction: some positions before {floor} "
                 f"are gone, and not in the archive. Trim at most {self.offset - floor}, or read the text anew."
             )
-        self.gaps = self.gaps.before(self.offset - n, prefix)
+        self.gaps = self.gaps.before(self.offset - n, sinks)
         start, packed, length = self._kept, self._packed(self.offset), self.offset
         self.offset -= n
         self._last = None
-        self._kept = max(prefix, min(start, self.offset))
-        if self.spec.condition:
-            blocks = self.gaps.blocks(prefix, self._packed(self.offset))
+        self._kept = max(sinks, min(start, self.offset))
+        if self.spec.normalize:
+            blocks = self.gaps.blocks(sinks, self._packed(self.offset))
             self._known = self._known.trimmed(self.offset, len(blocks))
         if self._full is not None and self._packed(self.offset) < packed:
             self._lay_out(self._full, self._originals(self._full, start, packed, length), start)
@@ -171,11 +171,11 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         self.sequence = None if part is None else SavedPart(tuple(part))
         gone = None if kept is None else Gaps(about["evicted"], about["floor"], np.array(kept, np.int64).reshape(-1))
         self.gaps = gone or NO_GAPS
-        self._known = Conditioner(*(known[0] if known else ()))
+        self._known = KeyNormalizer(*(known[0] if known else ()))
         self._full = self._slack = self._fitted = self._last = None
         if keys is not None:
-            full, prefix = (keys, values), self.spec.prefix
-            self._lay_out(full, (keys[:, :, prefix:], values[:, :, prefix:]), self._kept)
+            full, sinks = (keys, values), self.spec.sinks
+            self._lay_out(full, (keys[:, :, sinks:], values[:, :, sinks:]), self._kept)
             if any(part is not None for part in learned):
                 self._fitted = self._layout(full).restore(*learned)
         self._mean_of_row = self._row_index()
@@ -189,8 +189,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         full: tuple[mx.array | None, ...] = (None, None)
         if self._full is not None:
             originals = self._originals(self._full, self._kept, self._packed(self.offset), self.offset)
-            prefix = (x[:, :, : min(self.offset, self.spec.prefix)] for x in self._full)
-            full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(prefix, originals, strict=True))
+            sinks = (x[:, :, : min(self.offset, self.spec.sinks)] for x in self._full)
+            full = tuple(mx.concatenate([x, y], axis=2) for x, y in zip(sinks, originals, strict=True))
         learned = (None, None) if self._fitted is None else self._fitted.learned
         about = {
             "spec": self.spec.to_dict(),
@@ -213,10 +213,10 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     @property
     def body_positions(self) -> np.ndarray:
         """Logical positions of the packed tokens, ascending, int64 [body_tokens]."""
-        start = min(self.spec.prefix, self.offset)
+        start = min(self.spec.sinks, self.offset)
         return self.positions[start : start + self.body_tokens]
 
-    def body(self) -> tuple[mx.array, RowLayout, Conditioning | None]:
+    def body(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         """The packed rows uint32 [B, H, capacity, W], of which the first `body_tokens` count, and how they are made.
 
         Raises:
@@ -225,7 +225,7 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
         rows = self._body.whole(self._row(self._packed(self.offset)))
         if rows is None or self._full is None:
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        return rows, self._layout(self._full), self._conditioning(self._packed(self.offset))
+        return rows, self._layout(self._full), self._normalization(self._packed(self.offset))
 
     def compact(self, kept: np.ndarray, positions: np.ndarray) -> mx.array:
         """Keep these rows of the body, ascending indices [N], and their positions [N]; returns the new rows.
@@ -243,13 +243,13 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
         Args:
             rows: uint32 [B, H, capacity, W], the first of them those of `positions`.
-            positions: ascending, int64 [N]: some of those in [prefix, end of the body).
+            positions: ascending, int64 [N]: some of those in [sinks, end of the body).
             means: of blocks of MEAN_TOKENS positions that come back, fp16 [H, D] by their numbers.
         """
-        packed, prefix = self._packed(self.offset), self.spec.prefix
-        before, evicted = self.gaps.blocks(prefix, packed), packed - prefix - len(positions)
+        packed, sinks = self._packed(self.offset), self.spec.sinks
+        before, evicted = self.gaps.blocks(sinks, packed), packed - sinks - len(positions)
         self.gaps = Gaps(evicted, packed, positions) if evicted else NO_GAPS
-        self._known = self._known.rearranged(before, self.gaps.blocks(prefix, packed), means or {})
+        self._known = self._known.rearranged(before, self.gaps.blocks(sinks, packed), means or {})
         self._mean_of_row = self._row_index()
         self._body = Body(rows)
         # Originals of packed tokens would let a trim lead back to rows that are gone.
@@ -265,9 +265,9 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def body_nbytes(self) -> int:
-        """Bytes of the packed tokens and of what their keys were conditioned by, without spare capacity."""
+        """Bytes of the packed tokens and of what their keys were normalized by, without spare capacity."""
         packed = self._packed(self.offset)
-        rows, known = self._body.between(0, self._row(packed)), self._conditioning(packed)
+        rows, known = self._body.between(0, self._row(packed)), self._normalization(packed)
         arrays = (rows,) if known is None else (rows, known.scale, known.means, known.index)
         return sum(array.nbytes for array in arrays if array is not None)
 
@@ -347,8 +347,8 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     @property
     def _learns(self) -> bool:
-        """Keys are to be conditioned, and it is not yet known by what: until then nothing is packed."""
-        return self.spec.condition and self._known.scale is None
+        """Keys are to be normalized, and it is not yet known by what: until then nothing is packed."""
+        return self.spec.normalize and self._known.scale is None
 
     def _observe(self, start: int, stop: int, queries: mx.array) -> list[mx.array]:
         """Take in queries [B, Hq, L, Dk] of the last pass, positions [start, stop); returns what follows from them.
@@ -370,22 +370,22 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
     def _catch_up(self, full: Pair) -> None:
         """Pack what waited for weights."""
         target = self._packed(self.offset)
-        if target > self.spec.prefix:
-            self._pack(full, self.spec.prefix, target)
-        self._retain(full, self.spec.prefix, target)
+        if target > self.spec.sinks:
+            self._pack(full, self.spec.sinks, target)
+        self._retain(full, self.spec.sinks, target)
 
-    def _conditioning(self, packed: int) -> Conditioning | None:
+    def _normalization(self, packed: int) -> KeyNormalization | None:
         """That of the body's rows when tokens before `packed` are packed."""
-        if self._known.means is None or packed == self.spec.prefix:
+        if self._known.means is None or packed == self.spec.sinks:
             return None
-        return self._known.conditioning(-self._row(self.spec.prefix), self._mean_of_row)
+        return self._known.normalization(-self._row(self.spec.sinks), self._mean_of_row)
 
     def _row_index(self) -> mx.array | None:
         """Which mean each row of the body has, int32 [body_tokens], where that does not follow from its number."""
-        if not self.spec.condition or not self.gaps.evicted:
+        if not self.spec.normalize or not self.gaps.evicted:
             return None
-        blocks = self.gaps.blocks(self.spec.prefix, self._packed(self.offset))
-        return mx.array(np.searchsorted(blocks, (self.body_positions - self.spec.prefix) // MEAN_TOKENS), mx.int32)
+        blocks = self.gaps.blocks(self.spec.sinks, self._packed(self.offset))
+        return mx.array(np.searchsorted(blocks, (self.body_positions - self.spec.sinks) // MEAN_TOKENS), mx.int32)
 
     # Regions and buffers.
 
@@ -401,12 +401,12 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _row(self, position: int) -> int:
         """The row of a packed position, or that of the first position behind the body."""
-        return position - self.spec.prefix - self.gaps.evicted
+        return position - self.spec.sinks - self.gaps.evicted
 
     def _index(self, position: int, tail: int) -> int:
-        """Where a position lies in the full buffers when position `tail` follows the prefix."""
-        prefix = self.spec.prefix
-        return position if position < prefix else prefix + position - tail
+        """Where a position lies in the full buffers when position `tail` follows the sinks."""
+        sinks = self.spec.sinks
+        return position if position < sinks else sinks + position - tail
 
     def _layout(self, full: Pair) -> RowLayout:
         return self._fitted or self.spec.layout(full[0].shape[-1], full[1].shape[-1], full[0].dtype)
@@ -419,44 +419,44 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _view(self, full: Pair, tail: int, length: int, packed: int) -> StepView:
         """What a token attends to when `length` have been seen and those before `packed` are in the body."""
-        prefix = self.spec.prefix
+        sinks = self.spec.sinks
         start, stop = self._index(packed, tail), self._index(length, tail)
-        if start == prefix or length <= prefix:
+        if start == sinks or length <= sinks:
             keys, values, beside = full[0][:], full[1][:], stop
         else:
-            keys, values = (mx.concatenate([x[:, :, :prefix], x[:, :, start:stop]], axis=2) for x in full)
-            beside = prefix + stop - start
-        body, layout, known = self._row(packed), self._layout(full), self._conditioning(packed)
+            keys, values = (mx.concatenate([x[:, :, :sinks], x[:, :, start:stop]], axis=2) for x in full)
+            beside = sinks + stop - start
+        body, layout, known = self._row(packed), self._layout(full), self._normalization(packed)
         shared, own = self._body.shared(body), self._body.own
-        return StepView(Regions(own, body, layout, keys, values, prefix, beside, known, shared))
+        return StepView(Regions(own, body, layout, keys, values, sinks, beside, known, shared))
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:
         """Encode positions [packed, target) into the body."""
-        if packed > self.spec.prefix:
+        if packed > self.spec.sinks:
             with suppress(ValueError):  # from mlx inside of `mx.compile`, where nothing has been computed
                 self.check_health()  # of earlier blocks, long computed: nothing waits
         else:
             self._fit(full)
-        prefix, conditioning = self.spec.prefix, None
-        keys, values = (x[:, :, prefix : prefix + target - packed] for x in full)
-        if self.spec.condition:
+        sinks, normalization = self.spec.sinks, None
+        keys, values = (x[:, :, sinks : sinks + target - packed] for x in full)
+        if self.spec.normalize:
             rotation = self._layout(full).key.rotation
-            self._known, conditioning, clamped = self._known.extended(
-                full[0][:, :, prefix:], packed, target, self.spec, self.gaps, rotation
+            self._known, normalization, clamped = self._known.extended(
+                full[0][:, :, sinks:], packed, target, self.spec, self.gaps, rotation
             )
             self._health = self._health + mx.stack([clamped, mx.array(0, mx.int32)])
-        encoded = encode(keys, values, self._layout(full), conditioning)
+        encoded = encode(keys, values, self._layout(full), normalization)
         self._health = self._health + encoded.health
         self._body.write(mx.depends(encoded.rows, self._health), self._row(packed))
         self._mean_of_row = self._row_index()
 
     def _fit(self, full: Pair) -> None:
-        """Let formats learn from prefix and first block: the same tokens, however many arrive at a time."""
+        """Let formats learn from sinks and first block: the same tokens, however many arrive at a time."""
         self._fitted = None
-        layout, prefix = self._layout(full), self.spec.prefix
-        keys, values = (x[:, :, : prefix + BLOCK] for x in full)
-        if self.spec.condition and layout.learned_bytes:
-            keys = self._known.centred(keys, full[0][:, :, prefix : prefix + self.spec.mean_tokens])
+        layout, sinks = self._layout(full), self.spec.sinks
+        keys, values = (x[:, :, : sinks + BLOCK] for x in full)
+        if self.spec.normalize and layout.learned_bytes:
+            keys = self._known.centered(keys, full[0][:, :, sinks : sinks + self.spec.mean_tokens])
         fitted = layout.fit(keys, values)
         self._fitted = None if fitted is layout else fitted
 
@@ -472,21 +472,21 @@ class CompressedKVCache(_BaseCache):  # type: ignore[misc]
 
     def _originals(self, full: Pair, start: int, tail: int, length: int) -> Pair:
         """Tokens [start, length) in the model's type, where those before position `tail` are in the slack."""
-        prefix = self.spec.prefix
-        keys, values = (x[:, :, prefix : max(prefix, self._index(length, tail))] for x in full)
+        sinks = self.spec.sinks
+        keys, values = (x[:, :, sinks : max(sinks, self._index(length, tail))] for x in full)
         if self._slack is None or start == tail:
             return keys, values
         slack_keys, slack_values = (x[:, :, : tail - start] for x in self._slack)
         return mx.concatenate([slack_keys, keys], axis=2), mx.concatenate([slack_values, values], axis=2)
 
     def _lay_out(self, full: Pair, originals: Pair, start: int) -> Pair:
-        """Make the buffers anew: the prefix of `full`; from the originals of [start, offset) the slack and the tail."""
+        """Make the buffers anew: the sinks of `full`; from the originals of [start, offset) the slack and the tail."""
         length = max(self.offset - start, 0)
         packed = min(max(self._packed(self.offset) - start, 0), length)
         kept = min(max(self._kept - start, 0), packed)
-        prefix, capacity = self.spec.prefix, self.spec.full_capacity(self._packed(self.offset), self.offset)
+        sinks, capacity = self.spec.sinks, self.spec.full_capacity(self._packed(self.offset), self.offset)
         keys, values = (
-            buffer([x[:, :, : min(prefix, self.offset)], y[:, :, packed:length]], capacity)
+            buffer([x[:, :, : min(sinks, self.offset)], y[:, :, packed:length]], capacity)
             for x, y in zip(full, originals, strict=True)
         )
         slack_keys, slack_values = (buffer([x[:, :, kept:packed]], 0) for x in originals)

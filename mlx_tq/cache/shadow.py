@@ -16,7 +16,7 @@ from mlx_tq.cache.handles import Handle, StepView, check_seam, handles
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import SequencePart
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.kernels.masks import Mask
+from mlx_tq.kernels.regions import Mask
 
 
 class ShadowKVCache(CompressedKVCache):

@@ -6,16 +6,16 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import MEAN_TOKENS
-from mlx_tq.codec.dtypes import dtype_name, dtype_of
 from mlx_tq.codec.formats import Codec, CodecOptions, get_format
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
+from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.config import BLOCK, COLD, KVConfig
 from mlx_tq.errors import ConfigError
 
 # Up to so many tokens of a pass see each what it would have seen alone, which speculative decoding counts on.
 SHORT_PASS = 8
-# Conditioned keys are packed by the statistics of so many first tokens, ...
+# Normalized keys are packed by the statistics of so many first tokens, ...
 LEARNED = 128
 # ... and not before this length: queries come after their keys, and those of a short pass are not needed in it.
 READY = LEARNED + SHORT_PASS
@@ -29,24 +29,24 @@ class CacheSpec:
 
     Attributes:
         key, value: formats of the body.
-        prefix, window: tokens in the model's type at the start and at the end.
+        sinks, window: tokens in the model's type at the start and at the end.
         key_options, value_options: of the codecs.
         shared: later layers read this cache with `keys_and_values`, so it holds on to what each step attended to.
         cold: format of the keys of older tokens, or "" where they have no other.
         recent: packed tokens that are not older.
-        condition: keys are conditioned (see `codec.conditioning`); by means alone where `key_options` has no pairs.
+        normalize: keys are normalized (see `codec.normalization`); by means alone where `key_options` has no pairs.
     """
 
     key: str
     value: str
-    prefix: int
+    sinks: int
     window: int
     key_options: CodecOptions
     value_options: CodecOptions
     shared: bool = False
     cold: str = ""
     recent: int = 0
-    condition: bool = False
+    normalize: bool = False
 
     @classmethod
     def for_layer(
@@ -75,14 +75,14 @@ class CacheSpec:
         return cls(
             key=key,
             value=value,
-            prefix=config.prefix,
+            sinks=config.sinks,
             window=max(config.window, 1),  # the newest token stays unpacked: attention needs one such
             key_options=CodecOptions(seed=seed, scale=config.key_scale, pairs=pairs, **common),  # type: ignore[arg-type]
             value_options=CodecOptions(seed=seed + 1, scale=config.value_scale, **common),  # type: ignore[arg-type]
             shared=shared,
             cold=cold,
             recent=config.recent if cold else 0,
-            condition=config.condition and get_format(key).bits < 16,
+            normalize=config.normalize and get_format(key).bits < 16,
         )
 
     @classmethod
@@ -114,22 +114,22 @@ class CacheSpec:
 
     def cold_until(self, packed: int) -> int:
         """The position before which keys are cold when tokens before `packed` are packed."""
-        return max(self.prefix, packed - self.recent) if self.cold else self.prefix
+        return max(self.sinks, packed - self.recent) if self.cold else self.sinks
 
     def body_nbytes(self, packed: int, layout: RowLayout, dtype: mx.Dtype, capacity: Callable[[int], int] = int) -> int:
         """Bytes of a KV head's rows when tokens before `packed` are packed, in buffers with so much room for them.
 
         What went cold last is there in both formats, as long as its originals are kept.
         """
-        cold = self.cold_until(packed) - self.prefix
+        cold = self.cold_until(packed) - self.sinks
         recent = packed - self.cold_until(self.originals_from(packed))
         nbytes = capacity(recent) * layout.nbytes
         return nbytes + capacity(cold) * self.cold_layout(layout, dtype).nbytes if cold else nbytes
 
     def packed_until(self, length: int) -> int:
         """The logical position before which tokens are packed once `length` have been seen: a multiple of BLOCK."""
-        packed = max(self.prefix, (length - self.window) // BLOCK * BLOCK)
-        return self.prefix if self.condition and packed + self.window < READY else packed
+        packed = max(self.sinks, (length - self.window) // BLOCK * BLOCK)
+        return self.sinks if self.normalize and packed + self.window < READY else packed
 
     def originals_from(self, packed: int) -> int:
         """The position from which originals are kept for trims when tokens before `packed` are packed."""
@@ -137,25 +137,25 @@ class CacheSpec:
 
     def needed_from(self, length: int) -> int:
         """The position from which no token may miss that left, at a new end `length`: blocks come back whole."""
-        return self.prefix + max(0, length - self.window - self.prefix) // BLOCK * BLOCK
+        return self.sinks + max(0, length - self.window - self.sinks) // BLOCK * BLOCK
 
     def full_capacity(self, packed: int, length: int) -> int:
-        """Tokens that prefix and tail have room for when `length` have been seen, and those before `packed` packed.
+        """Tokens that sinks and tail have room for when `length` have been seen, and those before `packed` packed.
 
         Once there are such: the window, the rest of a block, and a block of new tokens. Before that it grows with use.
         """
-        if packed > self.prefix:
-            return self.prefix + self.window + 2 * BLOCK
+        if packed > self.sinks:
+            return self.sinks + self.window + 2 * BLOCK
         return -(-length // FULL_STEP) * FULL_STEP
 
     def blocks(self, packed: int) -> int:
         """Blocks of keys that have a mean when tokens before `packed` are packed and none has left."""
-        return -(-(packed - self.prefix) // MEAN_TOKENS) if self.condition else 0
+        return -(-(packed - self.sinks) // MEAN_TOKENS) if self.normalize else 0
 
     @property
     def mean_tokens(self) -> int:
         """First tokens of a block of keys that its mean is taken of: those that are there when its first are packed."""
-        return min(MEAN_TOKENS, BLOCK - self.prefix % BLOCK + self.window)
+        return min(MEAN_TOKENS, BLOCK - self.sinks % BLOCK + self.window)
 
 
 @lru_cache(maxsize=4096)

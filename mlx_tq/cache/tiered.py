@@ -1,9 +1,9 @@
 """`TieredKVCache`: recent tokens packed with one format of keys, older ones with a smaller one.
 
-    prefix | cold | recent | tail
+    sinks | cold | recent | tail
 
 Once a token is older than `recent` packed ones, its key is decoded and stored again in the cold format; its value stays
-as it is, to the bit. A conditioned key is decoded to what was encoded of it, so it stays conditioned by its weights and
+as it is, to the bit. A normalized key is decoded to what was encoded of it, so it stays normalized by its weights and
 its mean. The block that went cold last keeps its recent form for one block more, so that a trim of up to 32 tokens
 leads back to exactly the cache that never saw them. Attention decodes the cold tokens for each step.
 
@@ -24,8 +24,8 @@ from mlx_tq.cache.handles import StepView
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.links import SequencePart
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.codec.conditioning import Conditioning, decode, unconditioned
 from mlx_tq.codec.formats import get_format
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys, denormalize
 from mlx_tq.codec.rotation import Rotation
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
@@ -40,12 +40,12 @@ class TieredView(StepView):
     Attributes:
         cold: rows of the cold tokens, uint32 [B, H, n, W].
         cold_layout: of these rows.
-        cold_conditioning: of their keys: what was subtracted from these before they were first encoded.
+        cold_normalization: of their keys: what was subtracted from these before they were first encoded.
     """
 
     cold: mx.array
     cold_layout: RowLayout
-    cold_conditioning: Conditioning | None
+    cold_normalization: KeyNormalization | None
 
     @property
     def tokens(self) -> int:
@@ -53,20 +53,20 @@ class TieredView(StepView):
         return self.regions.tokens + self.cold.shape[2]
 
     def cold_keys(self) -> mx.array:
-        """The keys of the cold tokens as they were before they were conditioned, fp32 [B, H, n, D]."""
+        """The keys of the cold tokens as they were before they were normalized, fp32 [B, H, n, D]."""
         keys = self.cold_layout.key.decode(self.cold_layout.keys(self.cold))
-        known = self.cold_conditioning
-        return keys if known is None else unconditioned(keys, known, self.regions.layout.key.rotation)
+        known = self.cold_normalization
+        return keys if known is None else denormalize(keys, known, self.regions.layout.key.rotation)
 
     def undivided(self) -> Regions:
-        """The same tokens, the cold ones decoded and put behind the prefix."""
+        """The same tokens, the cold ones decoded and put behind the sinks."""
         layout, rows, recent = self.cold_layout, self.cold, self.regions
         return replace(
             recent,
-            full_keys=splice(recent.keys, recent.prefix, self.cold_keys()),
-            full_values=splice(recent.values, recent.prefix, layout.value.decode(layout.values(rows))),
-            prefix=recent.prefix + rows.shape[2],
-            beside=recent.beside + rows.shape[2],
+            full_keys=splice(recent.keys, recent.sink_tokens, self.cold_keys()),
+            full_values=splice(recent.values, recent.sink_tokens, layout.value.decode(layout.values(rows))),
+            sink_tokens=recent.sink_tokens + rows.shape[2],
+            full_tokens=recent.full_tokens + rows.shape[2],
         )
 
 
@@ -75,14 +75,14 @@ class TieredKVCache(CompressedKVCache):
 
     def __init__(self, spec: CacheSpec, number: int = 0, sequence: SequencePart | None = None) -> None:
         super().__init__(spec, number, sequence)
-        # What is stored of [prefix, cold end) lies in a buffer of its own; the body's rows are of [cooled, packed).
+        # What is stored of [sinks, cold end) lies in a buffer of its own; the body's rows are of [cooled, packed).
         self._cold = Body()
-        self._cooled = spec.prefix
+        self._cooled = spec.sinks
 
     def trim(self, n: int) -> int:
         """Drop the last n tokens; returns how many were dropped. Deeper than 32, cold tokens stay cold."""
         trimmed = super().trim(n)
-        self._cooled = max(self.spec.prefix, min(self._cooled, self.offset))
+        self._cooled = max(self.spec.sinks, min(self._cooled, self.offset))
         return trimmed
 
     @property
@@ -107,7 +107,7 @@ class TieredKVCache(CompressedKVCache):
         """Tokens that attention reads packed, cold ones too."""
         return self._stored(self._packed(self.offset))
 
-    def body(self) -> tuple[mx.array, RowLayout, Conditioning | None]:
+    def body(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         """All packed tokens with keys in the model's type, for scores: rows of two formats have no layout in common.
 
         Raises:
@@ -120,9 +120,9 @@ class TieredKVCache(CompressedKVCache):
         exact = get_format("fp16").codec(recent.layout.key.head_dim, self.spec.key_options, recent.full_keys.dtype)
         layout, parts = RowLayout(exact, recent.layout.value), []
         parts.append(layout.join(exact.encode(view.cold_keys()), cold.values(view.cold)))
-        if recent.body:
-            rows, own = recent.packed(), recent.layout
-            keys = decode(own.key, own.keys(rows), recent.conditioning)
+        if recent.packed_tokens:
+            rows, own = recent.rows(), recent.layout
+            keys = decode_keys(own.key, own.keys(rows), recent.normalization)
             parts.append(layout.join(exact.encode(keys), own.values(rows)))
         return mx.concatenate(parts, axis=2), layout, None
 
@@ -136,7 +136,7 @@ class TieredKVCache(CompressedKVCache):
         """That in whose domain the means of keys are, cold ones too."""
         return None if self._full is None else self._layout(self._full).key.rotation
 
-    def cold_body(self) -> tuple[mx.array, RowLayout, Conditioning | None]:
+    def cold_body(self) -> tuple[mx.array, RowLayout, KeyNormalization | None]:
         """The rows of cold tokens, uint32 [B, H, cold_tokens, W], and how they are made; see `TieredView`.
 
         Raises:
@@ -144,7 +144,7 @@ class TieredKVCache(CompressedKVCache):
         """
         if self._full is None or not self._body:
             raise CacheFormatError("nothing of the cache is packed yet. Read more tokens first.")
-        layout, known = self._cold_layout(self._full), super()._conditioning(self._packed(self.offset))
+        layout, known = self._cold_layout(self._full), super()._normalization(self._packed(self.offset))
         rows = self._cold.between(0, self.cold_tokens)
         if rows is None:
             rows = mx.zeros((*self._full[0].shape[:2], 0, layout.words), mx.uint32)
@@ -166,7 +166,7 @@ class TieredKVCache(CompressedKVCache):
         view = self._whole_view()
         if not isinstance(view, TieredView):
             return super().compact(kept, positions)
-        cold, rows = view.cold.shape[2], view.regions.packed()
+        cold, rows = view.cold.shape[2], view.regions.rows()
         stay, later = kept[kept < cold], kept[kept >= cold] - cold
         self._cooled = self._cold_end(self._packed(self.offset))  # no trim leads back to what went cold last
         colder = compact(view.cold, mx.array(stay, mx.int32), body_capacity(max(1, len(stay))))
@@ -204,17 +204,17 @@ class TieredKVCache(CompressedKVCache):
         return super().arrays() + self._cold.arrays
 
     def _stored(self, position: int) -> int:
-        """How many tokens are stored between the prefix and a position."""
+        """How many tokens are stored between the sinks and a position."""
         gaps = self.gaps
         if position < gaps.floor:
             return int(np.searchsorted(gaps.kept, position))
-        return position - self.spec.prefix - gaps.evicted
+        return position - self.spec.sinks - gaps.evicted
 
     def _row(self, position: int) -> int:
         return self._stored(position) - self._stored(self._cooled)
 
-    def _conditioning(self, packed: int) -> Conditioning | None:
-        known = super()._conditioning(packed)
+    def _normalization(self, packed: int) -> KeyNormalization | None:
+        known = super()._normalization(packed)
         # Where tokens have left, the numbers of means begin with those of the cold rows.
         return known if known is None or known.index is None else known.after(self._stored(self._cooled))
 
@@ -233,18 +233,20 @@ class TieredKVCache(CompressedKVCache):
         if cold is None or not self._body or count == 0:
             return view
         twice = self._row(end)  # rows of cold tokens that have not left the body
-        conditioning = regions.conditioning
+        normalization = regions.normalization
         return TieredView(
             replace(
                 regions,
-                rows=regions.between(twice, regions.body),
+                packed_rows=regions.rows(twice),
                 shared=(),
-                body=regions.body - twice,
-                conditioning=None if conditioning is None else conditioning.after(twice),
+                packed_tokens=regions.packed_tokens - twice,
+                normalization=None if normalization is None else normalization.after(twice),
             ),
             cold=cold,
             cold_layout=self._cold_layout(full),
-            cold_conditioning=None if conditioning is None else replace(conditioning, index=self._mean_of_row, first=0),
+            cold_normalization=None
+            if normalization is None
+            else replace(normalization, index=self._mean_of_row, first=0),
         )
 
     def _pack(self, full: Pair, packed: int, target: int) -> None:

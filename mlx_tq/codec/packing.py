@@ -1,4 +1,4 @@
-"""Codes of 1 to 4 bits in 16-bit words, plane by plane.
+"""Pack codes of 1 to 4 bits into 16-bit words, plane by plane.
 
 A vector's D codes are cut into planes, contiguous runs of dims; word i holds element i of each plane. So a decoder
 takes one plane at a time with a shift and a mask, in dim order, and never interleaves.
@@ -13,27 +13,20 @@ import mlx.core as mx
 _THREE = 5  # 3-bit codes in one word, below its bit 15
 
 
-def words_per_vector(dim: int, bits: int) -> int:
-    """16-bit words for `dim` codes of `bits` bits; `dim` is a multiple of 16."""
-    return dim * bits // 16
-
-
-def planes_of(bits: int) -> int:
-    """Into how many planes codes are cut: as many as one word has, or three words for 3 bits."""
+def plane_count(bits: int) -> int:
     return 16 if bits == 3 else 16 // bits
 
 
 def pack(codes: mx.array, bits: int) -> mx.array:
     """Pack codes: uint16 [..., D] -> uint16 [..., D bits / 16]."""
-    planes = list(mx.split(codes.astype(mx.uint16), planes_of(bits), axis=-1))
+    planes = list(mx.split(codes.astype(mx.uint16), plane_count(bits), axis=-1))
     if bits != 3:
-        return _shifted_sum(planes, bits)
-    words = [_shifted_sum(planes[_THREE * w : _THREE * (w + 1)], bits) for w in range(3)]
-    last = planes[15]
-    return mx.concatenate([word | (((last >> w) & 1) << 15) for w, word in enumerate(words)], axis=-1)
+        return _pack_planes(planes, bits)
+    words = [_pack_planes(planes[_THREE * w : _THREE * (w + 1)], bits) for w in range(3)]
+    return mx.concatenate([word | (((planes[15] >> w) & 1) << 15) for w, word in enumerate(words)], axis=-1)
 
 
-def _shifted_sum(planes: list[mx.array], bits: int) -> mx.array:
+def _pack_planes(planes: list[mx.array], bits: int) -> mx.array:
     word = planes[0]
     for j, plane in enumerate(planes[1:], start=1):
         word = word | (plane << (bits * j))
@@ -41,15 +34,15 @@ def _shifted_sum(planes: list[mx.array], bits: int) -> mx.array:
 
 
 def split_words(codes: mx.array, bits: int, axis: int = -1) -> list[mx.array]:
-    """The runs of words that `unpack` takes: one, or three for 3 bits. uint16, words along `axis` -> list of uint16."""
+    """Split words uint16 along `axis` into the runs that `unpack` takes: three for 3 bits, else one."""
     return list(mx.split(codes, 3, axis=axis)) if bits == 3 else [codes]
 
 
 def unpack(words: list[mx.array], bits: int) -> list[mx.array]:
-    """The planes of packed words, in dim order: list of uint16 [..., D / planes]. Element-wise on the runs of words."""
+    """Return the planes of packed words in dim order: uint16 [..., D / planes] each. Works element by element."""
     mask = 2**bits - 1
     if bits != 3:
-        return [(words[0] >> (bits * j)) & mask for j in range(planes_of(bits))]
+        return [(words[0] >> (bits * j)) & mask for j in range(plane_count(bits))]
     planes = [(word >> (bits * j)) & mask for word in words for j in range(_THREE)]
     top = [word >> 15 for word in words]
     return [*planes, top[0] | (top[1] << 1) | (top[2] << 2)]

@@ -1,4 +1,4 @@
-"""`TurboQuant`: the quantizer on its own, for vectors of any leading dims, and the check of its theory."""
+"""Offer the quantizer on its own, for vectors of any leading dims, with a check against its theory."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from mlx_tq.errors import ConfigError
 
 @dataclass(frozen=True)
 class Validation:
-    """Measured distortion of unit vectors against theory.
+    """Compare the measured distortion of unit vectors with theory.
 
     Attributes:
         mse: measured E ||u - u_hat||^2.
@@ -27,23 +27,25 @@ class Validation:
 
     @property
     def deviation(self) -> float:
-        """How far the distortion is from theory: mse / theory - 1."""
+        """Relative difference between distortion and theory: mse / theory - 1."""
         return self.mse / self.theory - 1
 
 
 class TurboQuant:
-    """Quantise vectors to 1 to 4 bits a coordinate and one fp16 scale.
+    """Quantize vectors to 1 to 4 bits per coordinate and one fp16 scale.
+
+    Source: TurboQuant (Zandieh et al., arXiv 2504.19874) section 3.
 
     Args:
-        head_dim: size of the vectors, a multiple of 16 that the rotation takes.
+        head_dim: size of the vectors, a multiple of 16 that the rotation supports.
         bits: 1 to 4.
-        seed: of the rotation.
-        scale: write-time scale rule, "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
+        seed: seed of the rotation.
+        scale: scale rule: "raw", "matched", "ls" or "unbiased" (see `CodecOptions`).
         rotation: "wht" or "haar".
-        fp32_scales: fp32 scales instead of fp16.
+        fp32_scales: store fp32 scales instead of fp16.
 
     Raises:
-        ConfigError: a size, width or rule that does not exist.
+        ConfigError: head_dim, bits, scale or rotation is not supported.
     """
 
     def __init__(
@@ -65,7 +67,11 @@ class TurboQuant:
         self.codec = TurboCodec(head_dim, bits, CodecOptions(seed, rotation, scale, fp32_scales))
 
     def encode(self, x: mx.array) -> Encoded:
-        """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...]."""
+        """Encode vectors [..., D] into packed codes uint16 [..., D bits / 16] and scales fp16 [...].
+
+        Raises:
+            ConfigError: the last axis is not head_dim.
+        """
         if x.ndim == 0 or x.shape[-1] != self.head_dim:
             raise ConfigError(f"vectors have shape {x.shape}; the last axis must be head_dim {self.head_dim}.")
         return self.codec.encode(x)

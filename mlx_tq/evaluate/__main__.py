@@ -1,8 +1,8 @@
-"""`python -m mlx_tq.evaluate`."""
+"""Run `python -m mlx_tq.evaluate`."""
 
 import sys
 
-from mlx_tq.evaluate import main
+from mlx_tq.evaluate.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The configurations that a measurement compares: profiles by name, and pairs of formats."""
+"""The configurations ("arms") that a measurement compares: profiles by name, and pairs of formats."""
 
 import argparse
 import re
@@ -6,37 +6,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_tq.commands.args import FORMAT_OPTIONS, MEAN_BITS, OPTIONS, config_from_args, evict_from_args, option_value
-from mlx_tq.config import PAIRS, PROFILES, KVConfig, profile
+from mlx_tq.cli.args import FORMAT_OPTIONS, MEAN_BITS, OPTIONS, config_from_args, evict_from_args, option_value
+from mlx_tq.config import PAIRS, PROFILES, EvictConfig, KVConfig, profile
 from mlx_tq.errors import ConfigError
-from mlx_tq.policies import EvictConfig
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import planner
-from mlx_tq.sequence.plan import Plan
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import planner
+from mlx_tq.prompt_cache.plan import Plan
 
-# Of keys: not conditioned.
-_PLAIN = "plain"
-# What chooses formats, which an arm's name does.
-_CHOOSING = (*FORMAT_OPTIONS, MEAN_BITS)
-# Before the budget of an arm that evicts.
-_AT = "@"
+_PLAIN = "plain"  # keys without normalization
+_CHOOSING = (*FORMAT_OPTIONS, MEAN_BITS)  # options that choose formats, which the name of an arm does, too
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One configuration under its name in the results."""
+    """One configuration, with its name in the results."""
 
     name: str
     config: KVConfig
 
     def caches(self, model: Any, plan: Callable[[KVConfig], Plan] | None = None) -> Callable[[], list[Any]]:
-        """A function that makes fresh caches; the model is probed once, here, or by the `dispatch.planner` given.
-
-        Raises:
-            UnsupportedModelError: the model cannot run on compressed caches.
-            ConfigError: a head size that the formats cannot take.
-        """
+        """Return a function that makes fresh caches; the model is probed once, here, or by the given `planner`."""
         if self.config.is_off:
             return lambda: native_caches(model)
         planned = (plan or planner(model))(self.config)
@@ -47,20 +37,13 @@ OFF = Arm("off", PROFILES["off"])
 
 
 def parse_arm(text: str, **changes: Any) -> Arm:
-    """An arm from a profile's name or from KEY/VALUE, where a format may carry its scale rule, and keys be plain.
+    """Return the arm of a profile's name or of KEY/VALUE; `changes` are further fields of its configuration.
 
-    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw`, `tq4:plain/tq4` without conditioning, `off@90%` and
-    `balanced@90%` with eviction to this budget, `4.2bits` with formats chosen by layer.
-
-    Args:
-        text: as above.
-        changes: other fields of the configuration.
-
-    Raises:
-        ConfigError: an unknown profile, format or scale rule.
+    Examples: `balanced`, `q8/tq4`, `tq3:matched/tq4:raw` with scale rules, `tq4:plain/tq4` without normalized keys,
+    `off@90%` with eviction to this budget, and `4.2bits` with formats chosen by layer.
     """
-    name, at, budget = text.partition(_AT)
-    if at:
+    name, has_budget, budget = text.partition("@")
+    if has_budget:
         changes["evict"] = replace(changes.get("evict") or EvictConfig(recall="off"), budget=budget)
     elif name == OFF.name:
         return OFF
@@ -68,7 +51,7 @@ def parse_arm(text: str, **changes: Any) -> Arm:
         chosen = profile(name)
         evict = changes.pop("evict", None) or chosen.evict
         if evict is not None:
-            evict = replace(evict, recall="off")  # nothing asks for what left
+            evict = replace(evict, recall="off")  # no measurement here recalls
         return Arm(text, KVConfig(**{"key": chosen.key, "value": chosen.value, **changes, "evict": evict}))
     if match := re.fullmatch(r"([\d.]+)bits", name):
         return Arm(text, KVConfig(**changes, mean_bits=float(match[1])))
@@ -78,25 +61,22 @@ def parse_arm(text: str, **changes: Any) -> Arm:
             f"profile {name!r} is unknown; valid are {', '.join(PROFILES)}, or a pair of formats such as q8/tq4."
         )
     for field, part in (("key", key), ("value", value)):
-        changes[field], *words = part.split(":")
-        for word in words:
-            changes |= {"condition": False} if (field, word) == ("key", _PLAIN) else {f"{field}_scale": word}
+        changes[field], *options = part.split(":")
+        for option in options:
+            is_plain = (field, option) == ("key", _PLAIN)
+            changes |= {"normalize": False} if is_plain else {f"{field}_scale": option}
     return Arm(text, KVConfig(**changes))
 
 
 def region_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """What flags and environment say about everything but the formats."""
+    """Return what flags and environment set of the configuration, without the formats."""
     chosen = {option.field: option_value(args, option) for option in OPTIONS if option not in _CHOOSING}
     changes = {field: value for field, value in chosen.items() if value is not None}
     return changes | {"evict": evict_from_args(args)}
 
 
 def arms_from_args(args: argparse.Namespace) -> list[Arm]:
-    """The arms that the flags name; one arm where --kv-profile, --kv-key or --kv-value choose it.
-
-    Raises:
-        ConfigError: an unknown name, or formats chosen twice.
-    """
+    """Return the arms that the flags name; a single one if --kv-profile, --kv-key or --kv-value choose it."""
     flags = [option.flag for option in _CHOOSING if option_value(args, option, {}) is not None]
     if args.profiles is not None and flags:
         raise ConfigError(f"--profiles and {flags[0]} both choose formats. Drop one of them.")
@@ -108,6 +88,6 @@ def arms_from_args(args: argparse.Namespace) -> list[Arm]:
     if not names:
         raise ConfigError("--profiles is empty; give some, such as off,balanced,q8/tq3.")
     changes = region_changes(args)
-    if any(_AT in name for name in names):  # the others keep all
-        return [parse_arm(name, **(changes if _AT in name else changes | {"evict": None})) for name in names]
+    if any("@" in name for name in names):  # the others do not evict
+        return [parse_arm(name, **(changes if "@" in name else changes | {"evict": None})) for name in names]
     return [parse_arm(name, **changes) for name in dict.fromkeys(names)]

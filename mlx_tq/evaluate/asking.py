@@ -1,71 +1,224 @@
-"""Read a text into caches and ask about it, greedily, and say what of a needle the question could still see."""
+"""Ask the same questions on every cache, the fp16 one first, and judge the answers."""
 
-from dataclasses import dataclass
+import copy
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import comb, sqrt
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import stream_generate
+from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.evaluate.passes import steps
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import OFF, Arm
+from mlx_tq.evaluate.inspection import check_evicted, count_needle_tokens, eviction_counts, packed_tokens
+from mlx_tq.evaluate.results import Advance, Record, Results
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.prompt_cache.compressed import compressed
+
+PASS = "PASS"  # noqa: S105  no password
+VOID = "VOID"  # verdict on a needle that the fp16 cache does not find either
+_Z95 = 1.959964  # standard deviations that hold 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the model answered, and what the cache held of the fact.
+class Sample:
+    """A question with its judge; with a needle, what the cache holds of the needle is counted, too."""
 
-    Attributes:
-        text: generated; the question is not part of it.
-        live: needle tokens that the question could attend to, at worst over the layers.
-        packed: how many of them were in the packed body.
-    """
+    key: str  # unique among the samples
+    ids: list[int]  # the whole prompt
+    expected: str
+    judge: Callable[[str], tuple[str, float]]  # what it read out of the answer, and the score, 0 to 1
+    fields: Record = field(default_factory=dict)  # of the records
+    shared: int = 0  # length of the prefix that other samples have, too, so that it is prefilled once
+    question: int = -1  # first token of the question, which is prefilled in a step of its own
+    needle: tuple[int, int] | None = None  # positions [start, stop)
+    stop: str = ""  # text that ends the answer
 
-    text: str
-    live: int
-    packed: int
+
+@dataclass
+class Reply:
+    """A generated answer, and what the cache held."""
+
+    text: str = ""
+    tokens: int = 0
+    packed: int = 0  # tokens in the packed region at the end
+    needle: tuple[int, int] = (0, 0)  # needle tokens that the question could attend to, and packed ones
+    eviction: tuple[int, float] = (0, 1.0)  # rounds, and the share of the tokens that is still in the cache
 
 
-def read_text(model: Any, ids: list[int], caches: list[Any], step: int) -> None:
+# Returns caches that hold the shared prefix of a sample.
+Prefill = Callable[[Sample], list[Any]]
+
+
+def prefill(model: Any, ids: list[int], caches: list[Any], step: int) -> None:
     """Append tokens to the caches, `step` at a time."""
     with compressed(model):
-        for start, stop in steps(len(ids), step):
-            mx.eval(model(mx.array(ids[start:stop])[None], cache=caches))
+        for start in range(0, len(ids), step):
+            mx.eval(model(mx.array(ids[start : start + step])[None], cache=caches))
 
 
-def ask(
-    model: Any, tokenizer: Any, question: list[int], caches: list[Any], needle: tuple[int, int], max_tokens: int
-) -> Answer:
-    """Ask about what the caches hold.
+def share_prefixes(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with `shared` set to the longest prefix that all of one group have."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.fields["group"], []).append(sample)
+    result = []
+    for group in groups.values():
+        first = group[0].ids
+        limit = max(min(len(sample.ids) for sample in group) - 2, 0)  # the end of a prompt is prefilled by itself
+        shared = next((n for n in range(limit) if any(sample.ids[n] != first[n] for sample in group)), limit)
+        result += [replace(sample, shared=shared if len(group) > 1 else 0) for sample in group]
+    return result
 
-    Args:
-        model: to ask.
-        tokenizer: of the model.
-        question: two tokens or more.
-        caches: are appended to.
-        needle: position of the first token of the planted sentence, and the one after its last.
-        max_tokens: of the answer; 0 only reads the question.
+
+def ask_samples(
+    model: Any,
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    arms: Sequence[Arm],
+    results: Results,
+    *,
+    max_tokens: int,
+    temp: float = 0.0,
+    step: int = 512,
+    ask_void: bool = False,
+    prefill_with: Callable[[Arm], Prefill] | None = None,
+    advance: Advance = lambda done: None,
+) -> list[Record]:
+    """Answer every sample on the fp16 cache and on the cache of each arm; results that exist are not asked again.
+
+    Needles that the fp16 cache does not find are void: the other arms are not asked for them. With `ask_void` they
+    prefill the question, so that the live tokens of the needle are counted. Random numbers are the same for every arm.
     """
-    with compressed(model):
-        # Tokens are evicted when a forward begins, so what the question saw is known only after it was read.
-        mx.eval(model(mx.array(question[:-1])[None], cache=caches))
-        live, packed = whereabouts(caches, needle)
-        if not max_tokens:
-            return Answer("", live, packed)
-        replies = stream_generate(model, tokenizer, question[-1:], max_tokens=max_tokens, prompt_cache=caches)
-        return Answer("".join(reply.text for reply in replies), live, packed)
+    _check_positions(model, samples, max_tokens)
+    sampler, records, void = make_sampler(temp), [], set()
+    for arm in (OFF, *(arm for arm in arms if not arm.config.is_off)):
+        prefilled = prefill_with(arm) if prefill_with else _fresh(model, arm, step)
+        prefix: list[int] | None = None
+        of_arm = []
+        for sample in samples:
+            key = f"{arm.name} {sample.key}"
+            if key not in results.rows:
+                reply = Reply()
+                if ask_void or sample.key not in void:
+                    if prefix != sample.ids[: sample.shared]:
+                        prefix, caches_of_prefix = sample.ids[: sample.shared], prefilled(sample)
+                    caches = copy.deepcopy(caches_of_prefix)
+                    limit = 0 if sample.key in void else max_tokens
+                    reply = _ask(model, tokenizer, sample, caches, limit, sampler, step)
+                    if sample.needle:
+                        check_evicted(arm.name, caches)
+                results.add(key, _record(arm, sample, reply, is_void=sample.key in void))
+            record = results.rows[key]
+            if sample.needle and arm is OFF and record["verdict"] != PASS:
+                void.add(sample.key)
+            of_arm.append(record)
+            advance(1)
+        _check_packed(arm, samples, of_arm)
+        records += of_arm
+    return records
 
 
-def whereabouts(caches: list[Any], needle: tuple[int, int]) -> tuple[int, int]:
-    """How many tokens of the needle a cache holds, and how many of them packed, at worst over its layers."""
-    compressed = compressed_caches(caches)
-    span = range(*needle)
-    if not compressed:
-        return len(span), 0
-    live, packed = [], []
-    for cache in compressed:
-        positions = list(cache.positions)
-        prefix = cache.spec.prefix
-        live.append(len(set(span).intersection(positions)))
-        packed.append(len(set(span).intersection(positions[prefix : prefix + cache.body_tokens])))
-    return min(live), min(packed)
+def _fresh(model: Any, arm: Arm, step: int) -> Prefill:
+    make = arm.caches(model)
+
+    def prefilled(sample: Sample) -> list[Any]:
+        caches = make()
+        prefill(model, sample.ids[: sample.shared], caches, step)
+        return caches
+
+    return prefilled
+
+
+def _ask(
+    model: Any, tokenizer: Any, sample: Sample, caches: list[Any], max_tokens: int, sampler: Any, step: int
+) -> Reply:
+    """Prefill the rest of the prompt and generate; without `max_tokens` the prompt is prefilled alone."""
+    reply = Reply()
+    prefill(model, sample.ids[sample.shared : sample.question], caches, step)
+    # A round of eviction comes with the question's pass, so the needle is counted after it.
+    prefill(model, sample.ids[sample.question : -1], caches, len(sample.ids))
+    if sample.needle:
+        reply.needle = count_needle_tokens(caches, sample.needle)
+    if max_tokens:
+        mx.random.seed(zlib.crc32(sample.key.encode()))
+        options = {"max_tokens": max_tokens, "prompt_cache": caches, "sampler": sampler}
+        with compressed(model):
+            for response in stream_generate(model, tokenizer, sample.ids[-1:], **options):
+                reply.text += response.text
+                reply.tokens = response.generation_tokens
+                if sample.stop and sample.stop in reply.text:
+                    reply.text = reply.text.partition(sample.stop)[0]
+                    break
+    reply.packed, reply.eviction = packed_tokens(caches), eviction_counts(caches)
+    return reply
+
+
+def _record(arm: Arm, sample: Sample, reply: Reply, *, is_void: bool) -> Record:
+    value, score = sample.judge(reply.text)
+    record = {"name": arm.name, **sample.fields, "expected": sample.expected}
+    if sample.needle is None:
+        return record | {
+            "read": value,
+            "score": score,
+            "text": reply.text,
+            "tokens": reply.tokens,
+            "packed": reply.packed,
+        }
+    (live, packed), (rounds, live_share) = reply.needle, reply.eviction
+    counts = {"needle": sample.needle, "live": live, "packed": packed, "rounds": rounds, "kept": live_share}
+    return record | counts | {"verdict": VOID if is_void else value, "answer": reply.text}
+
+
+def _check_positions(model: Any, samples: Iterable[Sample], max_tokens: int) -> None:
+    longest, limit = max(len(sample.ids) for sample in samples) + max_tokens, position_limit(model)
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            f"a prompt and an answer of {max_tokens:,} tokens exceed the model's {limit:,} positions: they take "
+            f"{longest:,}. Take smaller --lengths, fewer --shots or a smaller --max-tokens."
+        )
+
+
+def _check_packed(arm: Arm, samples: Sequence[Sample], records: Sequence[Record]) -> None:
+    if arm.config.is_off or samples[0].needle or any(record["packed"] for record in records):
+        return
+    raise ConfigError(
+        f"{arm.name} packed none of the prompts' tokens with sinks {arm.config.sinks} and window "
+        f"{arm.config.window}, so there is nothing to compare. Take a smaller --kv-sinks and --kv-window."
+    )
+
+
+def compare_answers(records: Sequence[Record]) -> list[Record]:
+    """Count the right answers of each arm and group, and those that changed against the fp16 cache."""
+    scores: dict[tuple[str, str], dict[str, float]] = {}
+    for record in records:
+        scores.setdefault((record["group"], record["name"]), {})[record["key"]] = record["score"]
+    rows = []
+    for (group, name), score in scores.items():
+        right = {key for key in score if score[key] == 1}
+        right_before = {key for key in score if scores[group, OFF.name][key] == 1}
+        lost, gained = len(right_before - right), len(right - right_before)
+        low, high = wilson(len(right), len(score))
+        row: Record = {"group": group, "name": name, "samples": len(score), "right": len(right)}
+        row |= {"low": low, "high": high, "score": sum(score.values()) / len(score)}
+        changes = {"lost": lost, "gained": gained, "p": mcnemar(lost, gained)}
+        rows.append(row | dict.fromkeys(changes) if name == OFF.name else row | changes)
+    return sorted(rows, key=lambda row: str(row["group"]))
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson 1927): within 0 to 1, and sound near both."""
+    share, spread = hits / total, _Z95**2 / total
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z95 * sqrt(share * (1 - share) / total + spread / (4 * total)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Return the exact two-sided p-value of as uneven a change of paired samples (McNemar 1947)."""
+    changed = lost + gained
+    tail = sum(comb(changed, fewer) for fewer in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / (1 << changed))

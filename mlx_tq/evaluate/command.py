@@ -1,311 +1,140 @@
-"""`mlx_tq.evaluate`: run one measurement, show it, keep it."""
+"""`mlx_tq.evaluate`: measure what a compressed KV cache costs in quality."""
 
 import argparse
-import hashlib
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Sequence
 
-import mlx.core as mx
+from mlx_tq.cli.args import add_cache_arguments
+from mlx_tq.cli.frame import run_command
+from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
+from mlx_tq.cli.parser import command_parser
 
-from mlx_tq.commands.args import config_from_args
-from mlx_tq.commands.asking import ask_beforehand
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate import divergence, drift, formats, layers, needle, perplexity, spectrum, sweep, tables
-from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, parse_arm, region_changes
-from mlx_tq.evaluate.asked_runs import SETTINGS, check_numbers, run_asked, samples_of
-from mlx_tq.evaluate.harness import command_line, evaluation, run_tasks
-from mlx_tq.evaluate.passes import cut_chunks
-from mlx_tq.evaluate.report import Results, progress
-from mlx_tq.evaluate.scenes import questions
-from mlx_tq.evaluate.settings import grid
-from mlx_tq.evaluate.sweep_table import show_sweep
+# Help of each measurement, and the arms that it compares by default.
+_MEASUREMENTS = {
+    "perplexity": ("perplexity of a text, compared with the fp16 cache", "off,safe,balanced,small"),
+    "divergence": ("KL divergence and top-1 agreement with the fp16 cache", "off,safe,balanced,small"),
+    "formats": ("pairs of formats: bytes, errors, divergence, perplexity", None),
+    "needle": ("find a fact planted in a long text", "balanced,small"),
+    "reasoning": ("word problems in GSM8K's format, compared with the fp16 cache", "balanced,small"),
+    "tools": ("function calls, compared with the fp16 cache", "balanced,small"),
+    "ruler": ("tasks over long texts like RULER's, compared with the fp16 cache", "balanced,small"),
+    "lm-eval": ("tasks of lm-eval through mlx-lm's evaluation, on a compressed cache", None),
+}
+_STEP = (512, "tokens per prefill step")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    return run_command("evaluate", build_parser(), "mlx_tq.evaluate.command", words)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; returns the exit code.
+    from mlx_tq.evaluate.measurements import run_measurement  # loads mlx
 
-    Raises:
-        MlxTqError: whatever stands in the way.
-    """
-    if args.measurement == "lm-eval":
-        return _lm_eval(args)
-    if args.others:
-        raise ConfigError(f"{' '.join(args.others)} stands behind --, which is for lm-eval. Leave it out.")
-    text = _read_text(getattr(args, "text", None))
-    measure = {
-        "perplexity": _perplexity,
-        "divergence": _divergence,
-        "formats": _formats,
-        "needle": _needle,
-        "drift": _drift,
-        "sweep": _sweep,
-        "layers": _layers,
-        "spectrum": _spectrum,
-        **dict.fromkeys(SETTINGS, _asked),
-    }[args.measurement]
-    return measure(args, text)
+    return run_measurement(args)
 
 
-def _read_text(path: str | None) -> str:
-    if path is None:
-        return load_text()
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the text {path} cannot be read: {error}. Give a UTF-8 file.") from error
+def build_parser() -> argparse.ArgumentParser:
+    parser = command_parser("evaluate", "Measure what a compressed KV cache costs in quality.")
+    commands = parser.add_subparsers(dest="measurement", required=True, metavar="MEASUREMENT")
+    parsers = {}
+    for name, (description, arms) in _MEASUREMENTS.items():
+        parsers[name] = commands.add_parser(name, help=description, description=description)
+        add_model_arguments(parsers[name], adapter=False)
+        add = parsers[name].add_argument
+        if name not in ("reasoning", "tools", "lm-eval"):
+            add("--text", metavar="FILE", help="text to evaluate (default: an excerpt of WikiText-2's test split)")
+        add("--json", metavar="FILE", help="write the results as JSON; - is stdout (default: a table only)")
+        if arms is not None:
+            add_arm_arguments(parsers[name], arms)
+        add_cache_arguments(parsers[name])
+    for name in ("perplexity", "divergence", "formats"):
+        _add_numbers(parsers[name], chunks=(3, "pieces of the text"), length=(2048, "tokens per piece"), step=_STEP)
+    _add_formats(parsers["formats"])
+    _add_needle(parsers["needle"])
+    _add_questions(parsers["reasoning"], parsers["tools"], parsers["ruler"])
+    _add_lm_eval(parsers["lm-eval"])
+    return parser
 
 
-def _results(args: argparse.Namespace, arms: list[Arm], names: tuple[str, ...], *, resume: bool = False) -> Results:
-    """The results of a measurement under the settings called `names`."""
-    settings = {"model": args.model or "embedded"}
-    if hasattr(args, "text"):
-        settings |= {"text": args.text or "embedded"}
-        if args.text:  # a file can change, and what was read of another one must not be mixed in
-            settings |= {"text_sha256": hashlib.sha256(Path(args.text).read_bytes()).hexdigest()}
-    settings |= {name: getattr(args, name) for name in names}
-    settings |= {} if args.dtype is None else {"dtype": args.dtype}
-    settings["arms"] = {arm.name: arm.config.to_dict() for arm in arms}
-    return Results(args.json, args.measurement, settings, resume=resume)
-
-
-def _numbers(text: str, flag: str, least: int = 1) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; write whole numbers like 500,1000.") from None
-    if min(numbers) < least:
-        raise ConfigError(f"{flag} is {text!r}; each must be {least} or more.")
-    return numbers
-
-
-def _perplexity(args: argparse.Namespace, text: str) -> int:
-    arms = arms_from_args(args)
-    results = _results(args, arms, ("chunks", "length", "step"))
-    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
-    chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
-    passes = 1 + sum(not arm.config.is_off for arm in arms)
-    with progress("perplexity", passes * args.chunks * (args.length - 1)) as advance:
-        rows = perplexity.measure_perplexity(model, chunks, arms, args.step, advance)
-    for row in rows:
-        results.add(row.name, asdict(row))
-    tables.show_perplexity(results, rows)
-    return 0
-
-
-def _divergence(args: argparse.Namespace, text: str) -> int:
-    arms = arms_from_args(args)
-    results = _results(args, arms, ("chunks", "length", "step"))
-    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
-    chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
-    with progress("divergence", (1 + len(arms)) * args.chunks * (args.length - 1)) as advance:
-        rows = divergence.measure_divergence(model, chunks, arms, args.step, advance)
-    for row in rows:
-        results.add(row.name, asdict(row))
-    tables.show_divergence(results, rows)
-    return 0
-
-
-def _formats(args: argparse.Namespace, text: str) -> int:
-    pairs = formats.pairs(args.keys, args.values, args.pairs, **region_changes(args))
-    results = _results(args, pairs, ("chunks", "length", "step", "needle_length"), resume=True)
-    model, tokenizer = load_chosen(args, *(pair.config for pair in pairs))
-    chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
-    left = [pair for pair in pairs if pair.name not in results.rows]
-    passes = len(left) + -(-len(left) // formats.TOGETHER)
-    with progress("formats", passes * args.chunks * (args.length - 1)) as advance:
-        for row in formats.measure_formats(model, chunks, left, args.step, advance):
-            results.add(row.name, asdict(row))
-    unasked = [pair for pair in pairs if not pair.config.is_off and not results.rows[pair.name].get("asked")]
-    left = unasked if args.needles else []
-    options = {"length": args.needle_length, "seeds": args.needles, "step": args.step}
-    with progress("needles", len(left)) as advance:
-        for name, counts in formats.find_needles(model, tokenizer, text, left, **options):
-            results.add(name, {**results.rows[name], **counts})
-            advance(1)
-    rows = [formats.FormatRow(**results.rows[pair.name]) for pair in pairs]
-    tables.show_formats(results, sorted(rows, key=lambda row: (row.nbytes, row.name)))
-    return 0
-
-
-def _layers(args: argparse.Namespace, text: str) -> int:
-    arms = arms_from_args(args)
-    results = _results(args, arms, ("length", "step", "against", "impl"))
-    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
-    (ids,) = cut_chunks(tokenizer, text, 1, args.length)
-    found = []
-    with progress("layers", 2 * len(arms) * args.length) as advance:
-        for arm in arms:
-            reference = _reference(args, model, arm)
-            found.append(layers.measure_layers(layers.Side(model, arm), reference, ids, args.step, advance))
-    for rows, predictions in found:
-        for row in rows:
-            results.add(f"{row.name} {row.layer}", asdict(row))
-        results.add(predictions.name, asdict(predictions))
-    tables.show_layers(results, args.against, found)
-    return 0
-
-
-def _reference(args: argparse.Namespace, model: Any, arm: Arm) -> layers.Side:
-    """What --against names."""
-    if args.against == "ops":
-        return layers.Side(model, arm, "ops")
-    if args.against == "float32":
-        wide, _ = load_chosen(args)
-        wide.set_dtype(mx.float32)
-        return layers.Side(wide, arm)
-    return layers.Side(model, parse_arm(args.against, **region_changes(args)))
-
-
-def _spectrum(args: argparse.Namespace, text: str) -> int:
-    results = _results(args, [], ("length",))
-    model, tokenizer = load_chosen(args)
-    (ids,) = cut_chunks(tokenizer, text, 1, args.length)
-    rows = spectrum.measure_spectrum(model, ids)
-    for row in rows:
-        results.add(str(row.layer), asdict(row))
-    tables.show_spectrum(results, rows)
-    return 0
-
-
-def _asked(args: argparse.Namespace, text: str) -> int:
-    arms = arms_from_args(args)
-    check_numbers(args)
-    lengths = _numbers(args.lengths, "--lengths") if args.measurement == "ruler" else []
-    results = _results(args, arms, SETTINGS[args.measurement], resume=True)
-    model, tokenizer = load_chosen(args)
-    return run_asked(args, model, tokenizer, samples_of(args, tokenizer, text, lengths), arms, results)
-
-
-def _lm_eval(args: argparse.Namespace) -> int:
-    arguments, module = command_line(args.model, args.others), evaluation()
-    model, tokenizer = load_chosen(args)
-    run_tasks(module, model, tokenizer, config_from_args(args), arguments)
-    return 0
-
-
-def _needle(args: argparse.Namespace, text: str) -> int:
-    arms = arms_from_args(args)
-    lengths = _numbers(args.lengths, "--lengths")
-    depths = [_depth(part) for part in args.depths.split(",")]
-    if args.seeds < 1 or args.max_tokens < 1:
-        raise ConfigError(f"--seeds is {args.seeds} and --max-tokens {args.max_tokens}; both must be 1 or more.")
-    results = _results(args, arms, ("lengths", "depths", "seeds", "step", "max_tokens"), resume=True)
-    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
-    with progress("needle", (1 + len(arms)) * len(lengths) * len(depths) * args.seeds) as advance:
-
-        def report(cell: needle.Cell) -> None:
-            results.add(cell.key, asdict(cell))
-            advance(1)
-
-        cells = needle.measure_needles(
-            model,
-            tokenizer,
-            text,
-            arms,
-            lengths=lengths,
-            depths=depths,
-            seeds=range(args.seeds),
-            step=args.step,
-            max_tokens=args.max_tokens,
-            known=results.rows.get,
-            report=report,
-        )
-    tables.show_needles(results, cells)
-    missed = any(cell.name != OFF.name and cell.verdict not in ("PASS", needle.VOID) for cell in cells)
-    return 1 if args.strict and missed else 0
-
-
-def _depth(text: str) -> float:
-    try:
-        return needle.DEPTHS[text] if text in needle.DEPTHS else float(text)
-    except ValueError:
-        raise ConfigError(f"depth {text!r} is unknown; write start, middle, end or a number from 0 to 1.") from None
-
-
-def _sweep(args: argparse.Namespace, text: str) -> int:
-    settings = grid(
-        args.policies.split(","),
-        [_percent(part) for part in args.retentions.split(",")],
-        _numbers(args.granularities, "--granularities"),
-        _numbers(args.triggers, "--triggers"),
-        _numbers(args.prefixes, "--prefixes", least=0),
-        once=args.once,
+def add_arm_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --profiles; `default` is compared without it and without flags of the cache."""
+    parser.add_argument(
+        "--profiles",
+        metavar="A,B,...",
+        help="what to compare: profiles, or pairs such as q8/tq4; with a scale rule as in tq4:raw/fp16, without "
+        "normalized keys as in tq4:plain/tq4, with eviction to a budget as in off@90%% (the others then keep all "
+        f"tokens) (default: {default}, or the --kv flags)",
     )
-    lengths, depths = _numbers(args.lengths, "--lengths"), [_depth(part) for part in args.depths.split(",")]
-    base = config_from_args(args)
-    reads, asks = args.chunks > 0, args.seeds > 0
-    read = [*([args.length - 1] if reads else []), *(lengths if asks else [])]
-    if not read:
-        raise ConfigError(
-            "--chunks and --seeds are both 0, so there is nothing to measure. Make one of them 1 or more."
-        )
-    sweep.check_settings(settings, base.window, read, args.warmup, args.step)
-    prefix = max(_numbers(args.prefixes, "--prefixes", least=0))
-    # Settings, texts and scenes are in the keys of the records: a file can take up more of them later.
-    names = ("warmup", "step", "max_tokens")
-    results = _results(args, [Arm("base", replace(base, prefix=prefix, evict=None))], names, resume=True)
-    model, tokenizer = load_chosen(args)
-    ask_beforehand(model, tokenizer, *(setting.config(base, args.warmup) for setting in settings))
-    shared = {"warmup": args.warmup, "step": args.step, "known": results.rows.get}
-    if reads:
-        chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
-        in_rounds = [replace(setting, once=False) for setting in settings]
-        passes = sweep.text_passes(in_rounds, results.rows.get, args.chunks, args.length)
-        with progress("text", passes * args.chunks * (args.length - 1)) as advance:
-            sweep.sweep_text(model, chunks, in_rounds, base, report=results.add, advance=advance, **shared)
-    if asks:
-        kinds = args.kinds.split(",")
-        total = args.seeds * len(lengths) * (1 + len(settings)) * questions(kinds, len(depths))
-        with progress("needles", total) as advance:
-
-            def report(key: str, record: dict[str, Any], fresh: bool) -> None:
-                if fresh:
-                    results.add(key, record)
-                advance(1)
-
-            sweep.sweep_needles(
-                model,
-                tokenizer,
-                text,
-                settings,
-                base,
-                prefix=prefix,
-                kinds=kinds,
-                lengths=lengths,
-                depths=depths,
-                seeds=range(args.seeds),
-                max_tokens=args.max_tokens,
-                report=report,
-                **shared,
-            )
-    show_sweep(results)
-    return 0
+    parser.set_defaults(default_profiles=default)
 
 
-def _percent(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        raise ConfigError(f"retention {text!r} is no number; write percents like 90,75,50.") from None
-    if not 0 < share < 100:
-        raise ConfigError(f"retention is {share:g} %; it must be above 0 and below 100.")
-    return share
+def _add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int, str]) -> None:
+    """Add whole numbers by name, each with its default and its help."""
+    for name, (default, text) in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, metavar="N", help=text)
 
 
-def _drift(args: argparse.Namespace, text: str) -> int:
-    arms = arms_from_args(args)
-    for arm in arms:
-        drift.check_arm(arm)
-    sizes = _numbers(args.steps, "--steps")
-    results = _results(args, arms, ("length", "steps"))
-    model, tokenizer = load_chosen(args, *(arm.config for arm in arms))
-    (ids,) = cut_chunks(tokenizer, text, 1, args.length)
-    with progress("drift", (1 + len(arms)) * (1 + len(sizes)) * args.length) as advance:
-        rows = [row for arm in (OFF, *arms) for row in drift.measure_drift(model, ids, arm, sizes, advance)]
-    for row in rows:
-        results.add(f"{row.name} {row.step}", asdict(row))
-    tables.show_drift(results, rows)
-    return 0
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    keys = "key formats, such as tq4 or tq4:raw, separated by commas (default: tq4 with --values)"
+    add("--keys", metavar="A,B,...", help=keys)
+    add("--values", metavar="A,B,...", help="value formats; all pairs are measured (default: tq4 with --keys)")
+    add("--pairs", metavar="A/B,...", help="pairs such as q8/tq4,tq35/tq3 (default: the sensible ones)")
+    _add_numbers(parser, needles=(0, "needles at each of three depths"), needle_length=(1000, "tokens around a needle"))
+
+
+def _add_needle(parser: argparse.ArgumentParser) -> None:
+    _add_lengths(parser)
+    depths = "positions of the needles: start, middle, end or 0 to 1"
+    parser.add_argument("--depths", default="start,middle,end", metavar="A,...", help=depths)
+    _add_numbers(
+        parser, seeds=(3, "cases for each length and depth"), step=_STEP, max_tokens=(64, "maximum tokens per answer")
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a compressed cache misses a needle")
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lengths", default="1000,2000", metavar="N,...", help="tokens of the prompts")
+
+
+def _add_questions(
+    reasoning: argparse.ArgumentParser, tools: argparse.ArgumentParser, ruler: argparse.ArgumentParser
+) -> None:
+    data = "JSON lines with question and answer, in GSM8K's format"
+    reasoning.add_argument("--data", required=True, metavar="FILE", help=data)
+    reasoning.add_argument("--ignore-chat-template", action="store_true", help="prompt without the chat template")
+    tools.add_argument("--data", metavar="FILE", help="functions and cases (default: those inside the package)")
+    tools.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        help="a tool parser of mlx-lm, such as json_tools, for a model whose template does not support functions "
+        "(default: the model's own)",
+    )
+    ruler.add_argument("--tasks", default="needles,variables,common,frequent", metavar="A,...", help="tasks to run")
+    _add_lengths(ruler)
+    _add_numbers(reasoning, shots=(5, "worked problems in the prompt"), seeds=(1, "orders of the worked problems"))
+    _add_numbers(tools, shots=(0, "example cases in the prompt"))
+    for parser, samples, tokens in ((reasoning, 100, 512), (tools, 100, 200), (ruler, 5, 80)):
+        text = "samples of each task and length" if parser is ruler else "maximum number of samples"
+        numbers = {"samples": (samples, text), "max_tokens": (tokens, "maximum tokens per answer"), "step": _STEP}
+        _add_numbers(parser, **numbers)
+        parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy")
+
+
+def _add_lm_eval(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `mlx_lm.evaluate`, with its names and defaults."""
+    add = parser.add_argument
+    add("--tasks", nargs="+", required=True, metavar="TASK", help="tasks of lm-eval, such as arc_easy")
+    _add_numbers(parser, batch_size=(8, "sequences per batch"), seed=(123, "random seed"))
+    for flag, text in (("--num-shots", "number of shots"), ("--limit", "maximum number of samples per task")):
+        add(flag, type=int, metavar="N", help=f"{text} (default: the task's)")
+    add("--max-tokens", type=int, metavar="N", help="maximum tokens to generate (default: the task's)")
+    add("--fewshot-as-multiturn", action="store_true", help="give few-shot examples as turns of a conversation")
+    add(
+        "--apply-chat-template",
+        action=argparse.BooleanOptionalAction,
+        help="use the chat template; by default, if the model has one",
+    )
+    add("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of the chat template")
+    add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that execute untrusted code")
+    add_sampling_arguments(parser)

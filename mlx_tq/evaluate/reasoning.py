@@ -1,7 +1,7 @@
-"""Problems with a number for an answer, in the format of GSM8K (Cobbe et al. 2021).
+"""Ask word problems with a number for an answer, in the format of GSM8K (Cobbe et al. 2021).
 
-That is JSON lines with `question` and `answer`, which ends in `#### 42`. A few worked ones stand before each, as turns
-of a chat where the model has a template. Of a model that thinks, what it thought is no answer.
+The format is JSON lines with `question` and `answer`, which ends in `#### 42`. A few worked problems precede each
+question, as turns of a chat if the model has a template.
 """
 
 import json
@@ -14,114 +14,109 @@ from pathlib import Path
 from typing import Any
 
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.paired import Judged, Sample, with_shared
-from mlx_tq.evaluate.thoughts import without_thoughts
+from mlx_tq.evaluate.asking import Sample, share_prefixes
 
-MARK = "####"
 _NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?"
-_MARKED = re.compile(rf"{MARK}\s*({_NUMBER})")
+_MARKED = re.compile(rf"####\s*({_NUMBER})")
 _BOXED = re.compile(rf"\\boxed\{{\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
-_NEXT = "\nQuestion:"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its worked answer, and the number in it."""
-
     question: str
-    worked: str
+    worked_answer: str
     number: Decimal
 
 
 def read_problems(path: str) -> list[Problem]:
-    """The problems of a file.
-
-    Raises:
-        ConfigError: it cannot be read, or a line is not of this format.
-    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the problems {path} cannot be read: {error}. Give a file in GSM8K's format.") from error
     problems = []
-    for place, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            question, worked = str(record["question"]), str(record["answer"])
-            marked = _MARKED.findall(worked)
-            problems.append(Problem(question, worked, _value(marked[-1])))
+            question, worked_answer = str(record["question"]), str(record["answer"])
+            problems.append(Problem(question, worked_answer, _to_decimal(_MARKED.findall(worked_answer)[-1])))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ConfigError(
-                f"line {place} of {path} is no problem in GSM8K's format ({error!r}); a line is "
+                f"line {number} of {path} is not a problem in GSM8K's format ({error!r}); a line is "
                 '{"question": "...", "answer": "... #### 42"}.'
             ) from error
     return problems
 
 
 def final_number(answer: str) -> Decimal | None:
-    """The number that an answer ends with: behind `####`, else boxed, else the last; None where there is none."""
+    """Return the number after `####`, else the boxed one, else the last number of an answer."""
     for pattern in (_MARKED, _BOXED, _ANY):
-        if found := pattern.findall(answer):
-            return _value(found[-1])
+        if numbers := pattern.findall(answer):
+            return _to_decimal(numbers[-1])
     return None
 
 
-def _value(written: str) -> Decimal:
-    return Decimal(written.replace(",", "").replace("$", ""))
+def _to_decimal(text: str) -> Decimal:
+    return Decimal(text.replace(",", "").replace("$", ""))
+
+
+def without_thoughts(tokenizer: Any, prompt: str, text: str) -> str | None:
+    """Return a generated text without the model's thinking, or None if the thinking did not end."""
+    if not tokenizer.has_thinking:
+        return text
+    if tokenizer.think_end in text:
+        return text.rpartition(tokenizer.think_end)[2]
+    has_begun = prompt.rstrip().endswith(tokenizer.think_start) or tokenizer.think_start in text
+    return None if has_begun else text
 
 
 def problem_samples(
     tokenizer: Any, problems: Sequence[Problem], *, shots: int, count: int, seeds: int, chat: bool
 ) -> list[Sample]:
-    """The first `count` problems behind the first `shots`, once a seed, which shuffles the shots.
-
-    Raises:
-        ConfigError: too few problems.
-    """
-    shown, asked = problems[:shots], problems[shots : shots + count]
-    if not asked:
+    """Return the `count` problems after the first `shots`, once for each seed, which shuffles the shots."""
+    worked, questions = problems[:shots], problems[shots : shots + count]
+    if not questions:
         raise ConfigError(
             f"the file has {len(problems)} problems; {shots} are shown worked, and none is left. Take fewer --shots."
         )
     samples = []
     for seed in range(seeds):
-        order = random.Random(seed).sample(range(len(shown)), len(shown))
-        for place, problem in enumerate(asked):
-            text = _prompt(tokenizer, [shown[number] for number in order], problem, chat)
-            samples.append(
+        shuffled = random.Random(seed).sample(worked, len(worked))
+        of_seed = []
+        for number, problem in enumerate(questions):
+            text = _prompt(tokenizer, shuffled, problem, chat)
+            of_seed.append(
                 Sample(
-                    key=f"{seed} {place}",
-                    group=f"{shots}-shot, seed {seed}",
+                    key=f"{seed} {number}",
                     ids=list(tokenizer.encode(text, add_special_tokens=not chat)),
-                    shared=0,
                     expected=str(problem.number),
                     judge=_judge(tokenizer, problem, text),
-                    stop="" if chat else _NEXT,
+                    fields={"key": f"{seed} {number}", "group": f"{shots}-shot"},
+                    stop="" if chat else "\nQuestion:",
                 )
             )
-    return [Sample(**{**vars(sample), "group": f"{shots}-shot"}) for sample in with_shared(samples)]
+        samples += share_prefixes(of_seed)
+    return samples
 
 
-def _prompt(tokenizer: Any, shown: Sequence[Problem], problem: Problem, chat: bool) -> str:
+def _prompt(tokenizer: Any, worked: Sequence[Problem], problem: Problem, chat: bool) -> str:
     if chat:
-        turns = [
-            {"role": role, "content": words}
-            for each in shown
-            for role, words in (("user", each.question), ("assistant", each.worked))
-        ]
+        turns = []
+        for example in worked:
+            turns.append({"role": "user", "content": example.question})
+            turns.append({"role": "assistant", "content": example.worked_answer})
         turns.append({"role": "user", "content": problem.question})
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    worked = "".join(f"Question: {each.question}\nAnswer: {each.worked}\n\n" for each in shown)
-    return f"{worked}Question: {problem.question}\nAnswer:"
+    examples = "".join(f"Question: {example.question}\nAnswer: {example.worked_answer}\n\n" for example in worked)
+    return f"{examples}Question: {problem.question}\nAnswer:"
 
 
-def _judge(tokenizer: Any, problem: Problem, prompt: str) -> Callable[[str], Judged]:
-    def judge(text: str) -> Judged:
+def _judge(tokenizer: Any, problem: Problem, prompt: str) -> Callable[[str], tuple[str, float]]:
+    def judge(text: str) -> tuple[str, float]:
         answer = without_thoughts(tokenizer, prompt, text)
         number = None if answer is None else final_number(answer)
-        return Judged("" if number is None else str(number), float(number == problem.number))
+        return "" if number is None else str(number), float(number == problem.number)
 
     return judge

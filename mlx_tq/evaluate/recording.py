@@ -1,4 +1,4 @@
-"""Record what a model's layers attend with: queries, keys and values, as the cache would store them."""
+"""Record the queries, keys and values with which the layers of a model attend."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,37 +7,30 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from mlx_tq.cache.handles import Handle, handles
-from mlx_tq.kernels.masks import Mask
-from mlx_tq.seam.probe import native_caches
-from mlx_tq.sequence.compressed import compressed
+from mlx_tq.integration.probe import native_caches
+from mlx_tq.kernels.regions import Mask
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import cache_parts
 
 
 @dataclass(frozen=True)
 class Attended:
-    """The last step of one layer.
+    """The last step of one layer: L queries over S tokens."""
 
-    Attributes:
-        keys, values: of all tokens, [B, H, S, D].
-        queries: of the last L of them, [B, Hq, L, Dk].
-        scale: of the scores.
-        mask: as in `kernels.masks`.
-        sinks: attention-sink logits or None.
-        output: of attention in the model's type, [B, Hq, L, Dv].
-        earlier: queries of the tokens before them, [B, Hq, S - L, Dk].
-    """
-
-    keys: mx.array
-    values: mx.array
-    queries: mx.array
+    keys: mx.array  # [B, H, S, Dk]
+    values: mx.array  # [B, H, S, Dv]
+    queries: mx.array  # [B, Hq, L, Dk]
     scale: float
     mask: Mask
-    sinks: mx.array | None
-    output: mx.array
-    earlier: mx.array
+    sinks: mx.array | None  # attention-sink logits
+    output: mx.array  # [B, Hq, L, Dv], in the model's type
+    earlier_queries: mx.array  # [B, Hq, S - L, Dk], of the tokens before the step
 
 
 class _Recording:
-    """A view that attends as mlx-lm does, and keeps what it was asked last."""
+    """A view that attends as mlx-lm does, and records its last call."""
+
+    wants_queries = False
 
     def __init__(self, keys: mx.array, values: mx.array) -> None:
         self._keys, self._values = keys, values
@@ -48,8 +41,6 @@ class _Recording:
 
     def value_shape(self) -> tuple[int, ...]:
         return self._values.shape
-
-    wants_queries = False
 
     def observed(self, queries: mx.array, rope: Any) -> "_Recording":
         return self
@@ -65,31 +56,25 @@ class _Recording:
 
 
 class _Recorder(KVCache):  # type: ignore[misc]
-    """A KVCache that records its last step."""
-
     def keys_and_values(self) -> tuple[Handle, Handle]:
         keys, values = super().keys_and_values()
         self.view = _Recording(keys, values)
         return handles(self.view, keys.dtype)
 
 
-def _recording(cache: Any) -> Any:
+def _with_recorders(cache: Any) -> Any:
     if type(cache) is CacheList:
-        return CacheList(*map(_recording, cache.caches))
+        return CacheList(*map(_with_recorders, cache.caches))
     return _Recorder() if type(cache) is KVCache else cache
 
 
-def record(model: Any, ids: list[int], last: int) -> list[Attended]:
-    """Read `ids` and return, for each plain KV cache of the model, how its last `last` tokens attended.
-
-    The order is that of the layers of a `Plan`.
-    """
-    caches = [_recording(cache) for cache in native_caches(model)]
-    parts = [part for cache in caches for part in (cache.caches if isinstance(cache, CacheList) else [cache])]
-    recorders = [part for part in parts if isinstance(part, _Recorder)]
+def record_attention(model: Any, ids: list[int], last: int) -> list[Attended]:
+    """Prefill `ids` and return how the last `last` tokens attended in each plain KV cache, in the order of a `Plan`."""
+    caches = [_with_recorders(cache) for cache in native_caches(model)]
+    recorders = [part for part in cache_parts(caches) if isinstance(part, _Recorder)]
     steps = []
     with compressed(model):
         for part in (ids[:-last], ids[-last:]):
             mx.eval(model(mx.array(part)[None], cache=caches))
-            steps.append([each.view.attended for each in recorders if each.view.attended is not None])
-    return [replace(asked, earlier=before.queries) for before, asked in zip(*steps, strict=True)]
+            steps.append([recorder.view.attended for recorder in recorders if recorder.view.attended is not None])
+    return [replace(step, earlier_queries=before.queries) for before, step in zip(*steps, strict=True)]

@@ -1,63 +1,56 @@
-"""Tasks over long texts like those of RULER (Hsieh et al. 2024), made here from the text that is read anyway.
+"""Set tasks over long texts like those of RULER (Hsieh et al. 2024), made from a text of your own.
 
-Several facts to name at once; a chain of variables to follow; the words that a long list has most often; and the most
-frequent of words that mean nothing. Each is as long as asked, and scored by the share of the expected words named.
+The tasks: name several facts at once; follow a chain of variables; name the most common words of a long list, and the
+most frequent of made-up words. Each has the length that you choose. The score is the share of the expected words.
 """
 
 import random
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
-from mlx_tq.commands.needles.haystack import Fact, build_scene
+from mlx_tq.cli.haystack import Fact, build_scene
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.paired import Judged, Sample
+from mlx_tq.evaluate.asking import Sample
 
 _NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
 _FACTS, _HOPS = 4, 4
-_COMMON, _OFTEN, _SELDOM = 5, 10, 2  # words to find, and how often they and the others stand in the list
-_FREQUENT, _DECAY = 3, 2.0  # words to find; the n-th word is as frequent as n to the minus second
+_COMMON, _OFTEN, _SELDOM = 5, 10, 2  # words to name, and the counts of these and of the other words in the list
+_FREQUENT, _DECAY = 3, 2.0  # words to name; the frequency of the n-th word is n to the power of minus two
 _SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 
 
 def ruler_samples(tokenizer: Any, text: str, tasks: Sequence[str], lengths: Sequence[int], count: int) -> list[Sample]:
-    """`count` samples of every task at every length, in tokens.
-
-    Raises:
-        ConfigError: an unknown task, or a length that has no room for it.
-    """
+    """Return `count` samples of every task at every length, in tokens."""
     unknown = [task for task in tasks if task not in TASKS]
     if unknown:
         raise ConfigError(f"task {unknown[0]!r} is unknown; valid are {', '.join(TASKS)}.")
     samples = []
-    for length in lengths:
-        for task in tasks:
-            for seed in range(count):
-                ids, expected = TASKS[task](tokenizer, text, length, random.Random(f"{task} {length} {seed}"))
-                key, group = f"{task} {length} {seed}", f"{task} {length:,}"
-                samples.append(Sample(key, group, ids, 0, " ".join(expected), _judge(expected)))
+    for length, task, seed in product(lengths, tasks, range(count)):
+        key = f"{task} {length} {seed}"
+        ids, expected = TASKS[task](tokenizer, text, length, random.Random(key))
+        fields = {"key": key, "group": f"{task} {length:,}"}
+        samples.append(Sample(key, ids, " ".join(expected), named_words_judge(expected), fields))
     return samples
 
 
-def share_named(answer: str, expected: Sequence[str]) -> float:
-    """Of the expected words, the share that an answer names, whatever their case."""
-    said = set(re.findall(r"\w+", answer.lower()))
-    return sum(word.lower() in said for word in expected) / len(expected)
+def named_words_judge(expected: Sequence[str]) -> Callable[[str], tuple[str, float]]:
+    """Return a judge that finds the expected words in an answer, whatever their case."""
 
-
-def _judge(expected: Sequence[str]) -> Callable[[str], Judged]:
-    def judge(answer: str) -> Judged:
-        named = [word for word in expected if share_named(answer, [word])]
-        return Judged(" ".join(named), len(named) / len(expected))
+    def judge(answer: str) -> tuple[str, float]:
+        words = set(re.findall(r"\w+", answer.lower()))
+        named = [word for word in expected if word.lower() in words]
+        return " ".join(named), len(named) / len(expected)
 
     return judge
 
 
-Made = tuple[list[int], list[str]]
+Task = tuple[list[int], list[str]]  # the prompt, and the expected words
 
 
-def _needles(tokenizer: Any, text: str, length: int, rng: random.Random) -> Made:
-    """Facts all over the text, all of them asked for at once."""
+def _needles(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
+    """Plant several facts and ask for all of them at once."""
     names = rng.sample(_NAMES, _FACTS)
     codes = [str(rng.randrange(10_000, 100_000)) for _ in names]
     question = f"What are the access codes of {', '.join(names[:-1])} and {names[-1]}? Name all of them."
@@ -67,8 +60,8 @@ def _needles(tokenizer: Any, text: str, length: int, rng: random.Random) -> Made
     return _planted(tokenizer, text, length, rng, facts), codes
 
 
-def _variables(tokenizer: Any, text: str, length: int, rng: random.Random) -> Made:
-    """One variable gets a number, each of the next gets the one before it: which of them have that number."""
+def _variables(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
+    """Set a variable to a number, and each further one to the previous; ask which of them have that number."""
     names = rng.sample([a + b + c for a in "ABCDE" for b in "KLMNP" for c in "RSTVX"], 1 + _HOPS)
     number = str(rng.randrange(10_000, 100_000))
     question = f"Which variables have the value {number}, at first or second hand? Name all of them."
@@ -79,15 +72,15 @@ def _variables(tokenizer: Any, text: str, length: int, rng: random.Random) -> Ma
 
 def _planted(tokenizer: Any, text: str, length: int, rng: random.Random, facts: list[Fact]) -> list[int]:
     depths = [(place + 0.5) / len(facts) for place in range(len(facts))]
-    scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, prefix=0, window=0)
+    scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, sinks=0, window=0)
     return [*scene.ids, *scene.questions[0]]
 
 
-def _common(tokenizer: Any, text: str, length: int, rng: random.Random) -> Made:
-    """A list of words of which a few stand in it five times as often as the others."""
-    known = sorted(set(re.findall(r"\b[a-z]{4,8}\b", text)))
-    rng.shuffle(known)
-    common, others = known[:_COMMON], known[_COMMON:]
+def _common(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
+    """List words, a few of them five times as often as the others."""
+    vocabulary = sorted(set(re.findall(r"\b[a-z]{4,8}\b", text)))
+    rng.shuffle(vocabulary)
+    common, others = vocabulary[:_COMMON], vocabulary[_COMMON:]
 
     def words(count: int) -> list[str]:
         return common * _OFTEN + others[:count] * _SELDOM
@@ -96,31 +89,31 @@ def _common(tokenizer: Any, text: str, length: int, rng: random.Random) -> Made:
     return _listed(tokenizer, words, len(others), length, question, rng), common
 
 
-def _frequent(tokenizer: Any, text: str, length: int, rng: random.Random) -> Made:
-    """Words that mean nothing, each less frequent than the one before it."""
-    made = ["".join(rng.sample(_SYLLABLES, 3)) for _ in range(200)]
-    weights = [(place + 1) ** -_DECAY for place in range(len(made))]
+def _frequent(tokenizer: Any, text: str, length: int, rng: random.Random) -> Task:
+    """List made-up words, each less frequent than the previous one."""
+    vocabulary = ["".join(rng.sample(_SYLLABLES, 3)) for _ in range(200)]
+    weights = [(place + 1) ** -_DECAY for place in range(len(vocabulary))]
 
     def words(count: int) -> list[str]:
-        return [word for word, weight in zip(made, weights, strict=True) for _ in range(round(weight * count))]
+        return [word for word, weight in zip(vocabulary, weights, strict=True) for _ in range(round(weight * count))]
 
     question = f"Which {_FREQUENT} words are most frequent in the text above? Name all of them."
-    return _listed(tokenizer, words, length, length, question, rng), made[:_FREQUENT]
+    return _listed(tokenizer, words, length, length, question, rng), vocabulary[:_FREQUENT]
 
 
 def _listed(
-    tokenizer: Any, words: Callable[[int], list[str]], most: int, length: int, question: str, rng: random.Random
+    tokenizer: Any, words: Callable[[int], list[str]], limit: int, length: int, question: str, rng: random.Random
 ) -> list[int]:
-    """As many shuffled words as `length` tokens hold, and a question behind them."""
+    """Return a prompt of as many shuffled words as `length` tokens hold, with the question after them."""
 
     def prompt(count: int) -> list[int]:
-        listed = words(count)
-        random.Random(order).shuffle(listed)
-        return _asked(tokenizer, " ".join(listed), question)
+        shuffled = words(count)
+        random.Random(order).shuffle(shuffled)
+        return _frame(tokenizer, f"{' '.join(shuffled)}\n\n{question}")
 
     order = rng.random()
-    low, high = 0, most
-    while low < high:  # the largest count whose prompt is no longer than asked
+    low, high = 0, limit
+    while low < high:  # find the largest count whose prompt fits into the length
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(prompt(middle)) <= length else (low, middle - 1)
     if len(prompt(low)) > length:
@@ -130,15 +123,15 @@ def _listed(
     return prompt(low)
 
 
-def _asked(tokenizer: Any, text: str, question: str) -> list[int]:
+def _frame(tokenizer: Any, content: str) -> list[int]:
     if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(f"{text}\n\n{question}"))
-    turn = [{"role": "user", "content": f"{text}\n\n{question}"}]
+        return list(tokenizer.encode(content))
+    turn = [{"role": "user", "content": content}]
     rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
 
-TASKS: dict[str, Callable[[Any, str, int, random.Random], Made]] = {
+TASKS: dict[str, Callable[[Any, str, int, random.Random], Task]] = {
     "needles": _needles,
     "variables": _variables,
     "common": _common,

@@ -1,1 +1,1 @@
-"""What the cache computes with: attention over packed rows, and their decoding for prefill. Pure mx operations."""
+"""Operations on packed KV rows: GPU kernels, and a reference implementation of each in mlx operations."""

@@ -1,176 +1,140 @@
-"""Attention of a few queries over a compressed cache, with nothing dequantised per query.
+"""Attention of a few queries over a compressed cache, without dequantizing its rows.
 
-<R k, R q> = <k, q>: the queries are rotated once, scored against packed rows, values are accumulated in rotated space
-and the output is rotated back once. Tokens in the model's own type attend unrotated; the parts merge exactly. Packed
-rows are taken in blocks, so that memory stays bounded.
+<R k, R q> = <k, q>: queries are rotated once and scored against packed rows, values are accumulated in rotated space,
+and the output is rotated back once. Sinks and window attend unrotated. Partial results merge exactly (log-sum-exp).
 """
 
 from collections.abc import Sequence
-from functools import partial as bound
 from functools import reduce
 from itertools import pairwise
-from typing import Any
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, asking, mean_scores
-from mlx_tq.codec.rotation import rotated, rotated_back
-from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl
-from mlx_tq.kernels.attend_together import attend_gpu
-from mlx_tq.kernels.constants import check_can_run
-from mlx_tq.kernels.cpu_streams import Stream, runs
-from mlx_tq.kernels.masks import Mask, apply_mask, causal_columns, take_columns
+from mlx_tq.codec.normalization import normalize_queries, score_means
+from mlx_tq.codec.rotation import rotate, rotate_back
+from mlx_tq.kernels import backend
+from mlx_tq.kernels.attend_gpu import launch_attend, launch_attend_batch
+from mlx_tq.kernels.cpu_streams import Stream, split_tokens
 from mlx_tq.kernels.prefill import prefill
-from mlx_tq.kernels.regions import Regions
-from mlx_tq.kernels.softmax import Partial, merge, partial
+from mlx_tq.kernels.regions import Mask, Regions, apply_mask, take_columns
 
-# Packed tokens decoded at a time: at 8 heads of 128 this is 32 MiB of fp32 scratch.
+# Packed tokens decoded at a time: with 8 heads of 128 they take 32 MiB in fp32.
 BLOCK_TOKENS = 4096
 
 
+@backend.dispatch(launch_attend)
 def attend(
-    queries: mx.array,
-    regions: Regions,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
+    queries: mx.array, regions: Regions, *, scale: float, mask: Mask = None, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend to packed rows and to what lies beside them.
+    """Attend to sinks, packed region and window of a cache.
 
     Args:
-        queries: [B, Hq, L, Dk], L small; the last L tokens of the tail are theirs.
-        regions: what they attend to, with rows.
-        scale: of the scores.
-        mask: see `masks`.
+        queries: [B, Hq, L, Dk], L small; the last L tokens of the window are theirs.
+        regions: the tokens of the cache.
+        scale: factor of scores, usually Dk ** -0.5.
+        mask: None, "causal", or an array that broadcasts to [B, Hq, L, S]; see `regions.Mask`.
         sinks: attention-sink logits, [Hq].
 
     Returns:
-        [B, Hq, L, Dv] in the queries' type.
+        [B, Hq, L, Dv] in the dtype of the queries.
     """
-    check = bound(check_can_run, regions.layout, queries.dtype, regions.full_keys.dtype)
-    return impl.call(_attend_gpu, attend_ref, queries, regions, check=check, scale=scale, mask=mask, sinks=sinks)
-
-
-def attend_batch(
-    queries: mx.array,
-    batch: Sequence[Regions],
-    *,
-    scale: float,
-    mask: str | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """`attend` for a batch whose rows have buffers and lengths of their own: on a GPU in one call for eight rows.
-
-    Args:
-        queries: [B, Hq, L, Dk], as of `attend`.
-        batch: B regions of one layout and batch size 1.
-        scale: of the scores.
-        mask: None or "causal".
-        sinks: attention-sink logits, [Hq].
-
-    Returns:
-        [B, Hq, L, Dv] in the queries' type: of each row what it would have been alone.
-    """
-    check = bound(check_can_run, batch[0].layout, queries.dtype, batch[0].full_keys.dtype)
-    return impl.call(attend_gpu, _attend_batch_ref, queries, batch, check=check, scale=scale, mask=mask, sinks=sinks)
-
-
-def _attend_batch_ref(queries: mx.array, batch: Sequence[Regions], **options: Any) -> mx.array:
-    runs = [attend_ref if regions.body else prefill for regions in batch]
-    return mx.concatenate([run(queries[i : i + 1], batch[i], **options) for i, run in enumerate(runs)])
-
-
-def attend_ref(
-    queries: mx.array,
-    regions: Regions,
-    *,
-    scale: float,
-    mask: Mask = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """`attend` in mlx's own operations."""
     batch, query_heads, length, dim = queries.shape
-    keys, values, prefix, body = regions.keys, regions.values, regions.prefix, regions.body
-    heads, tokens = keys.shape[1:3]
+    heads, full_tokens = regions.full_keys.shape[1], regions.full_tokens
     q = (queries.astype(mx.float32) * scale).reshape(batch, heads, -1, dim)  # [B, H, G L, Dk]
 
-    scores = q @ keys.astype(mx.float32).swapaxes(-1, -2)
+    scores = q @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
     if isinstance(mask, mx.array):
-        columns = take_columns(mask, (0, prefix), (prefix + body, regions.tokens))
-        scores = apply_mask(scores, columns, length)
+        packed_stop = regions.sink_tokens + regions.packed_tokens
+        scores = apply_mask(scores, take_columns(mask, (0, regions.sink_tokens), (packed_stop, regions.tokens)), length)
     elif mask == "causal" and length > 1:
-        scores = apply_mask(scores, causal_columns(length, tokens), length)
-    result = partial(scores, [values.astype(mx.float32)])
-    if sinks is not None:
-        result = merge(result, _sink(sinks, result, heads, length))
+        visible = mx.arange(full_tokens)[None] <= mx.arange(full_tokens - length, full_tokens)[:, None]
+        scores = apply_mask(scores, visible, length)
+    result = attend_scores(scores, [regions.values.astype(mx.float32)])
+    if sinks is not None:  # a sink logit is the score of a key with value zero
+        logits = mx.repeat(sinks.astype(mx.float32).reshape(1, heads, -1), length, axis=-1)[..., None]
+        logits = mx.broadcast_to(logits, result.m.shape)
+        result = merge(result, Partial(logits, mx.ones_like(logits), mx.zeros_like(result.o)))
 
-    if body:
-        turned = rotated(asking(q, regions.conditioning), regions.layout.key.rotation)
-        packed = reduce(merge, [_attend_run(*run, turned, regions, mask, length) for run in runs(body)])
-        result = merge(result, packed._replace(o=rotated_back(packed.o, regions.layout.value.rotation)))
-    out = result.o / result.l
-    return out.reshape(batch, query_heads, length, -1).astype(queries.dtype)
-
-
-def _columns(mask: Mask, prefix: int, start: int, stop: int) -> mx.array | None:
-    """The part of a mask for positions [start, stop) of the body; causal queries see all of it."""
-    return take_columns(mask, (prefix + start, prefix + stop)) if isinstance(mask, mx.array) else None
-
-
-def _attend_run(
-    stream: Stream,
-    start: int,
-    stop: int,
-    q: mx.array,
-    regions: Regions,
-    mask: Mask,
-    length: int,
-) -> Partial:
-    """A run of packed tokens, in blocks, on a stream."""
-    edges = [*range(start, stop, BLOCK_TOKENS), stop]
-    with mx.stream(stream):
-        return reduce(
-            merge,
-            (
-                _attend_block(
-                    q,
-                    regions.between(first, last),
-                    regions.layout,
-                    regions.conditioning and regions.conditioning.after(first),
-                    _columns(mask, regions.prefix, first, last),
-                    length,
-                )
-                for first, last in pairwise(edges)
-            ),
+    if regions.packed_tokens:
+        q = rotate(normalize_queries(q, regions.normalization), regions.layout.key.rotation)
+        packed = reduce(
+            merge, [_attend_packed(*part, q, regions, mask, length) for part in split_tokens(regions.packed_tokens)]
         )
+        result = merge(result, packed._replace(o=rotate_back(packed.o, regions.layout.value.rotation)))
+    return (result.o / result.l).reshape(batch, query_heads, length, -1).astype(queries.dtype)
 
 
-def _attend_block(
-    q: mx.array,
-    block: mx.array,
-    layout: RowLayout,
-    conditioning: Conditioning | None,
-    mask: mx.array | None,
-    length: int,
-) -> Partial:
-    scores = layout.key.scores(q, layout.keys(block))
-    if conditioning is not None:
-        scores = scores + mean_scores(q, conditioning, block.shape[2])
-    if mask is not None:
-        scores = apply_mask(scores, mask, length)
-    codes, scale = layout.values(block)
-    gain = None if scale is None else layout.value.gain(scale)
-    return partial(scores, layout.value.planes(codes), gain)
+def _attend_packed(
+    stream: Stream, start: int, stop: int, q: mx.array, regions: Regions, mask: Mask, length: int
+) -> "Partial":
+    """Attend to packed tokens [start, stop) on a stream, in blocks so that memory stays bounded."""
+    with mx.stream(stream):
+        edges = [*range(start, stop, BLOCK_TOKENS), stop]
+        return reduce(merge, (_attend_block(*block, q, regions, mask, length) for block in pairwise(edges)))
 
 
-def _sink(sinks: mx.array, like: Partial, heads: int, length: int) -> Partial:
-    """A key of given score and zero value."""
-    score = mx.repeat(sinks.astype(mx.float32).reshape(1, heads, -1), length, axis=-1)[..., None]
-    score = mx.broadcast_to(score, like.m.shape)
-    return Partial(score, mx.ones_like(score), mx.zeros_like(like.o))
+def _attend_block(start: int, stop: int, q: mx.array, regions: Regions, mask: Mask, length: int) -> "Partial":
+    rows, layout = regions.rows(start, stop), regions.layout
+    scores = layout.key.scores(q, layout.keys(rows))
+    if regions.normalization is not None:
+        scores = scores + score_means(q, regions.normalization.after(start), stop - start)
+    if isinstance(mask, mx.array):  # causal queries see all packed tokens
+        columns = take_columns(mask, (regions.sink_tokens + start, regions.sink_tokens + stop))
+        scores = apply_mask(scores, columns, length)
+    codes, value_scale = layout.values(rows)
+    gain = None if value_scale is None else layout.value.gain(value_scale)
+    return attend_scores(scores, layout.value.decode_planes(codes), gain)
 
 
-def _attend_gpu(queries: mx.array, regions: Regions, **options: Any) -> mx.array:
-    return attend_gpu(queries, [regions], **options)
+@backend.dispatch(launch_attend_batch)
+def attend_batch(
+    queries: mx.array, batch: Sequence[Regions], *, scale: float, mask: Mask = None, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend to a batch of caches that have separate buffers and lengths; one GPU call serves up to eight.
+
+    Args:
+        queries: [B, Hq, L, Dk], L small.
+        batch: the tokens of B caches of batch size 1 that share a layout.
+        scale: as in `attend`, like `sinks`.
+        mask: None or "causal".
+
+    Returns:
+        [B, Hq, L, Dv] in the dtype of the queries: what `attend` returns for each cache.
+    """
+    outputs = []
+    for i, regions in enumerate(batch):
+        run = attend if regions.packed_tokens else prefill
+        outputs.append(run(queries[i : i + 1], regions, scale=scale, mask=mask, sinks=sinks))
+    return mx.concatenate(outputs)
+
+
+class Partial(NamedTuple):
+    """Unnormalized attention over some keys, named as in the literature, in fp32."""
+
+    m: mx.array  # largest score, [..., 1]
+    l: mx.array  # noqa: E741  sum of exp(score - m), [..., 1]
+    o: mx.array  # sum of exp(score - m) value, [..., Dv]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Merge attention over two sets of keys; both outputs must be in the same space."""
+    m = mx.maximum(a.m, b.m)
+    weight_a, weight_b = mx.exp(a.m - m), mx.exp(b.m - m)
+    return Partial(m, a.l * weight_a + b.l * weight_b, a.o * weight_a + b.o * weight_b)
+
+
+def attend_scores(scores: mx.array, values: list[mx.array], gain: mx.array | None = None) -> Partial:
+    """Attend with given scores.
+
+    Args:
+        scores: fp32 [..., N, S], masked.
+        values: planes of the values along their last axis, fp32 [..., S, Dv / planes] each.
+        gain: factor of each value, fp32 [..., S].
+    """
+    m = scores.max(axis=-1, keepdims=True)
+    p = mx.exp(scores - m)
+    total = p.sum(axis=-1, keepdims=True)
+    if gain is not None:
+        p = p * gain[..., None, :]
+    return Partial(m, total, mx.concatenate([p @ plane for plane in values], axis=-1))

@@ -1,56 +1,46 @@
-"""Gathering the packed rows that stay after an eviction."""
+"""Compaction of packed rows after an eviction."""
 
 import mlx.core as mx
 
-from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import table
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
 
-KERNEL = build.Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes"), outputs=("compacted",))
-ROWS = 8  # of a threadgroup
-
-
-def compact(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
-    """Rows `kept` side by side in a buffer of `capacity` rows; what lies past them is unspecified.
-
-    Args:
-        rows: uint32 [B, H, S, W].
-        kept: ascending indices into S, int32 [N], N at most `capacity`.
-        capacity: rows of the result.
-
-    Returns:
-        uint32 [B, H, capacity, W].
-    """
-    return impl.call(_compact_gpu, compact_ref, rows, kept, capacity)
+COMPACT = Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes"), outputs=("compacted",))
+ROWS = 8  # rows of a threadgroup
 
 
-def compact_ref(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
-    """`compact` in mlx's own operations."""
-    if kept.size == 0:
-        return _nothing(rows, capacity)
-    batch, heads, count, words = rows.shape
-    index = mx.concatenate([kept, mx.zeros(capacity - kept.size, mx.int32)])
-    each = mx.arange(batch * heads, dtype=mx.int32)[:, None] * count + index
-    found = mx.take(rows.reshape(-1, words), each, axis=0)  # axis 2 takes eight times as long
-    return found.reshape(batch, heads, capacity, words)
-
-
-def _compact_gpu(rows: mx.array, kept: mx.array, capacity: int) -> mx.array:
-    if kept.size == 0:
-        return _nothing(rows, capacity)
+def _launch(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
     batch, heads, _, words = rows.shape
-    (compacted,) = build.run(
-        KERNEL,
-        inputs=[rows, kept, table([kept.size, capacity])],
+    shape = (batch, heads, capacity, words)
+    if kept_rows.size == 0:
+        return mx.zeros(shape, mx.uint32)
+    (compacted,) = COMPACT.run(
+        inputs=[rows, kept_rows, arguments.small_input([kept_rows.size, capacity])],
         constants=(),
-        grid=(32, -(-kept.size // ROWS) * ROWS, batch * heads),
+        grid=(32, -(-kept_rows.size // ROWS) * ROWS, batch * heads),
         threadgroup=(32, ROWS, 1),
-        output_shapes=[(batch, heads, capacity, words)],
+        output_shapes=[shape],
         output_dtypes=[mx.uint32],
     )
     return compacted
 
 
-def _nothing(rows: mx.array, capacity: int) -> mx.array:
-    """A buffer of which no row counts, also of no rows."""
-    batch, heads, _, words = rows.shape
-    return mx.zeros((batch, heads, capacity, words), mx.uint32)
+@backend.dispatch(_launch)
+def compact(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
+    """Gather the rows that an eviction keeps into a new buffer.
+
+    Args:
+        rows: packed rows, uint32 [B, H, S, W].
+        kept_rows: ascending indices into S, int32 [N], N at most `capacity`.
+        capacity: rows of the new buffer.
+
+    Returns:
+        uint32 [B, H, capacity, W]: the kept rows first; rows from N on are undefined.
+    """
+    batch, heads, count, words = rows.shape
+    shape = (batch, heads, capacity, words)
+    if kept_rows.size == 0:
+        return mx.zeros(shape, mx.uint32)
+    index = mx.concatenate([kept_rows, mx.zeros(capacity - kept_rows.size, mx.int32)])
+    flat_index = mx.arange(batch * heads, dtype=mx.int32)[:, None] * count + index
+    return mx.take(rows.reshape(-1, words), flat_index, axis=0).reshape(shape)  # along axis 2 it takes 8 times as long

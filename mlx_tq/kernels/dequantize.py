@@ -1,112 +1,50 @@
-"""Decoding rows of the cache in rotated space, for prefill."""
+"""Decoding of packed rows in rotated space, for prefill."""
 
-from functools import partial
+import math
 from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, decode_rotated, narrowed
 from mlx_tq.codec.formats import Codec
-from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
-from mlx_tq.kernels.wht import wht_ref
+from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, decode_rotated_keys
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.regions import Regions
 
-KERNEL = build.Kernel(
+DEQUANTIZE = Kernel(
     "dequantize",
     inputs=("packed_rows", "full_keys", "full_values", "key_flips", "value_flips", "dequantize_sizes"),
     outputs=("keys_out", "values_out"),
+    normalized=("key_scale", "key_means", "mean_index"),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
 THREADS = 256
-# Packed tokens that mlx's own operations decode at a time.
-BLOCK_TOKENS = 256
-
-Pair = tuple[mx.array, mx.array]
+BLOCK_TOKENS = 256  # packed tokens that the reference implementation decodes at a time
 
 
-def dequantize(
-    rows: mx.array,
-    layout: RowLayout,
-    dtype: mx.Dtype,
-    following: Pair | None = None,
-    conditioning: Conditioning | None = None,
-) -> Pair:
-    """Rotated keys and values of packed rows, and behind them those of other tokens: no copy joins the two.
-
-    Keys are those that queries divided by w ask for: of packed rows with their mean, of other tokens times w.
-
-    Args:
-        rows: uint32 [B, H, S, W].
-        layout: of the rows.
-        dtype: of the result.
-        following: keys [B, H, L, Dk] and values [B, H, L, Dv] of type `dtype`, not rotated yet.
-        conditioning: of the packed keys.
-
-    Returns:
-        Keys [B, H, S + L, Dk] and values [B, H, S + L, Dv].
-    """
-    check = partial(check_can_run, layout, dtype)
-    return impl.call(_dequantize_gpu, dequantize_ref, rows, layout, dtype, following, conditioning, check=check)
-
-
-def dequantize_ref(
-    rows: mx.array,
-    layout: RowLayout,
-    dtype: mx.Dtype,
-    following: Pair | None = None,
-    conditioning: Conditioning | None = None,
-) -> Pair:
-    """`dequantize` in mlx's own operations, in blocks: what one of them needs in fp32 is gone before the next."""
-    edges = [*range(0, rows.shape[2], BLOCK_TOKENS), rows.shape[2]]
-    keys, values = [], []
-    for start, stop in pairwise(edges):
-        block, means = rows[:, :, start:stop], conditioning and conditioning.after(start)
-        keys.append(narrowed(decode_rotated(layout.key, layout.keys(block), means), dtype, means))
-        values.append(layout.value.decode_rotated(layout.values(block)).astype(dtype))
-    if following is not None:
-        keys.append(_turned(following[0], layout.key, conditioning))
-        values.append(_turned(following[1], layout.value))
-    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
-
-
-def _turned(x: mx.array, codec: Codec, conditioning: Conditioning | None = None) -> mx.array:
-    wide = x if conditioning is None else x.astype(mx.float32) * conditioning.scale[:, :, None]
-    return narrowed(wide if codec.rotation is None else wht_ref(wide, codec.rotation), x.dtype, conditioning)
-
-
-def _dequantize_gpu(
-    rows: mx.array,
-    layout: RowLayout,
-    dtype: mx.Dtype,
-    following: Pair | None = None,
-    conditioning: Conditioning | None = None,
-) -> Pair:
+def _launch(regions: Regions) -> tuple[mx.array, mx.array]:
+    rows, layout, normalization = regions.rows(), regions.layout, regions.normalization
     batch, heads, tokens, _ = rows.shape
-    units = max(_units(layout.key), _units(layout.value))
-    decoding = _whole(units * batch * heads * tokens)
-    length = following[0].shape[2] if following else 0
-    # Arrays must not be empty, and the kernel reads none of these where nothing follows.
-    full = following or (table([], mx.float32).astype(dtype).reshape(1, 1, 1, -1),) * 2
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
-    keys, values = build.run(
-        kernel,
+    dtype, length = regions.full_keys.dtype, regions.full_tokens
+    arguments.check_can_run(layout, dtype)
+    decoding_threads = _round_up(max(_units(layout.key), _units(layout.value)) * batch * heads * tokens)
+    # Without full-precision tokens the kernel reads neither array, but arrays must not be empty.
+    full = (regions.keys, regions.values) if length else (mx.zeros((1, 1, 1, arguments.MIN_SIZE), dtype),) * 2
+    keys, values = DEQUANTIZE.run(
         inputs=[
             rows.view(mx.uint16),
             *full,
-            flips(layout.key.rotation),
-            flips(layout.value.rotation),
-            table([length, decoding]),
-            *means_inputs(conditioning, tokens),
-            *levels,
+            arguments.sign_flips(layout.key.rotation),
+            arguments.sign_flips(layout.value.rotation),
+            arguments.small_input([length, decoding_threads]),
+            *arguments.normalization_inputs(normalization, tokens),
+            *arguments.trellis_levels(layout.key, layout.value),
         ],
         constants=(
             ("T", dtype),
-            ("CONDITIONED", conditioning is not None),
-            ("CLAMPED", conditioning is not None and dtype == mx.float16),
-            *layout_constants(layout),
+            *arguments.normalization_constants(normalization, dtype),
+            *arguments.layout_constants(layout),
         ),
-        grid=(decoding + _whole(32 * batch * heads * length), 2, 1),
+        grid=(decoding_threads + _round_up(32 * batch * heads * length), 2, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(batch, heads, tokens + length, codec.head_dim) for codec in (layout.key, layout.value)],
         output_dtypes=[dtype, dtype],
@@ -114,12 +52,45 @@ def _dequantize_gpu(
     return keys, values
 
 
-def _whole(threads: int) -> int:
-    """Threads of whole threadgroups."""
+def _round_up(threads: int) -> int:
     return -(-threads // THREADS) * THREADS
 
 
 def _units(codec: Codec) -> int:
-    """The pieces that one thread each decodes: words, or three words of 3-bit codes, or two of an fp32 number."""
+    """Return how many threads decode a vector: one per word, three words of 3-bit codes, or fp32 value."""
     bits = 16 * codec.words // codec.head_dim
     return codec.words // {3: 3, 32: 2}.get(bits, 1)
+
+
+@backend.dispatch(_launch)
+def dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
+    """Decode the packed region into rotated space, and append the rotated keys and values of sinks and window.
+
+    Normalized keys are for queries that were divided by the key scale: packed keys include their mean, full-precision
+    keys are multiplied by the scale.
+
+    Args:
+        regions: tokens of a cache, at least one of them packed.
+
+    Returns:
+        Keys [B, H, S, Dk] and values [B, H, S, Dv], packed tokens first, in the model's dtype.
+    """
+    layout, dtype = regions.layout, regions.full_keys.dtype
+    keys, values = [], []
+    edges = [*range(0, regions.packed_tokens, BLOCK_TOKENS), regions.packed_tokens]
+    for start, stop in pairwise(edges):  # frees the fp32 arrays of a block before the next one
+        rows, normalization = regions.rows(start, stop), regions.normalization and regions.normalization.after(start)
+        keys.append(
+            cast_clamped(decode_rotated_keys(layout.key, layout.keys(rows), normalization), dtype, normalization)
+        )
+        values.append(layout.value.decode_rotated(layout.values(rows)).astype(dtype))
+    keys.append(_rotate(regions.keys, layout.key, regions.normalization))
+    values.append(_rotate(regions.values, layout.value, None))
+    return mx.concatenate(keys, axis=2), mx.concatenate(values, axis=2)
+
+
+def _rotate(x: mx.array, codec: Codec, normalization: KeyNormalization | None) -> mx.array:
+    y = x if normalization is None else x.astype(mx.float32) * normalization.scale[:, :, None]
+    if codec.rotation is not None:
+        y = codec.rotation.forward(y.astype(mx.float32)) / math.sqrt(codec.rotation.dim)
+    return cast_clamped(y, x.dtype, normalization)

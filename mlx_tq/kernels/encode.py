@@ -1,60 +1,41 @@
-"""Encoding keys and values into rows of the cache."""
-
-from functools import partial
+"""Encoding of keys and values into packed rows."""
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning
+from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
-from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, filled, flips, layout_constants, with_levels
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.wht import wht
 
-KERNEL = build.Kernel(
+ENCODE = Kernel(
     "encode",
     inputs=("keys", "values", "key_flips", "value_flips"),
     outputs=("packed_rows", "health_flags"),
+    normalized=("key_scale", "key_centers", "mean_index"),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_centres", "mean_index"))
 SIMDGROUPS = 4
 
 
-def encode(keys: mx.array, values: mx.array, layout: RowLayout, conditioning: Conditioning | None = None) -> Rows:
-    """Encode tokens into rows uint32 [B, H, S, W].
-
-    Args:
-        keys: [B, H, S, Dk].
-        values: [B, H, S, Dv], of the same type.
-        layout: of the rows.
-        conditioning: of these keys: row s of it is token s.
-    """
-    check = partial(check_can_run, layout, keys.dtype)
-    return impl.call(_encode_gpu, encode_ref, keys, values, layout, conditioning, check=check)
-
-
-def encode_ref(keys: mx.array, values: mx.array, layout: RowLayout, conditioning: Conditioning | None = None) -> Rows:
-    """`encode` in mlx's own operations."""
-    return layout.encode(keys, values, conditioning)
-
-
-def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout, conditioning: Conditioning | None = None) -> Rows:
+def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
+    arguments.check_can_run(layout, keys.dtype)
     batch, heads, tokens, _ = keys.shape
     count = batch * heads * tokens
-    inputs = [keys, values, flips(layout.key.rotation), flips(layout.value.rotation)]
-    if conditioning is not None:
-        scale, index = mx.contiguous(conditioning.scale), filled(conditioning.which(tokens))
-        inputs += [scale, _centres(conditioning, layout), index]
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
-    simdgroups = 1 if levels else SIMDGROUPS  # a search needs up to 20 KB of threadgroup memory
-    words, flags = build.run(
-        kernel,
+    inputs = [keys, values, arguments.sign_flips(layout.key.rotation), arguments.sign_flips(layout.value.rotation)]
+    if normalization is not None:
+        means = normalization.means.astype(mx.float32)
+        rotation = layout.key.rotation
+        centers = mx.contiguous(means) if rotation is None else wht(means, rotation, inverse=True)
+        inputs += [mx.contiguous(normalization.scale), centers, arguments.pad_input(normalization.mean_index(tokens))]
+    levels = arguments.trellis_levels(layout.key, layout.value)
+    simdgroups = 1 if levels else SIMDGROUPS  # a trellis search needs up to 20 KB of threadgroup memory
+    words, flags = ENCODE.run(
         inputs=[*inputs, *levels],
         constants=(
             ("T", keys.dtype),
             ("SIMDGROUPS", simdgroups),
-            ("CONDITIONED", conditioning is not None),
-            ("CLAMPED", conditioning is not None and keys.dtype == mx.float16),
-            *layout_constants(layout),
+            *arguments.normalization_constants(normalization, keys.dtype),
+            *arguments.layout_constants(layout),
         ),
         grid=(32 * simdgroups, -(-count // simdgroups), 2),
         threadgroup=(32 * simdgroups, 1, 1),
@@ -65,6 +46,17 @@ def _encode_gpu(keys: mx.array, values: mx.array, layout: RowLayout, conditionin
     return Rows(words.view(mx.uint32), health)
 
 
-def _centres(conditioning: Conditioning, layout: RowLayout) -> mx.array:
-    means = conditioning.means.astype(mx.float32)
-    return mx.contiguous(means) if layout.key.rotation is None else wht(means, layout.key.rotation, inverse=True)
+@backend.dispatch(_launch)
+def encode(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
+    """Encode tokens into packed rows, bit for bit the same on every backend.
+
+    Args:
+        keys: [B, H, S, Dk], float16, bfloat16 or float32.
+        values: [B, H, S, Dv], in the same dtype.
+        layout: layout of the rows.
+        normalization: normalization of these keys, whose row s is token s.
+
+    Returns:
+        The rows, uint32 [B, H, S, W], and their health counts.
+    """
+    return layout.encode(keys, values, normalization)

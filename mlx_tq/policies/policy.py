@@ -1,11 +1,11 @@
-"""What an eviction policy is: a dataclass, found by name, that owns its options and scores the packed tokens.
+"""The base classes of eviction policies, what they score, and how a policy is found by name.
 
-Each policy of this package is a file of this folder. Other packages add theirs, a subclass of `Policy` with a `name`,
+A policy is a frozen dataclass with a `name` and a method `score`; its fields are its options. Other packages add more
 through the entry-point group `mlx_tq.policies`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -14,167 +14,169 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.codec.conditioning import Conditioning, decode
+from mlx_tq.codec.normalization import KeyNormalization, decode_keys
 from mlx_tq.codec.rows import RowLayout
-from mlx_tq.errors import ConfigError
-from mlx_tq.policies.options import check_options, option, read_options, split_spec, unknown, write_spec
-from mlx_tq.policies.queries import QueryStats
+from mlx_tq.errors import ConfigError, unknown_name
+from mlx_tq.policies.calibration import Calibrator, QueryStats
+from mlx_tq.policies.options import check_options, format_spec, option, parse_options, split_spec
 from mlx_tq.policies.rope import Rope
 
 ENTRY_POINTS = "mlx_tq.policies"
-# Whose queries calibrate, where no file is named.
+# Values of the option `calibration` that are not the name of a file.
 AUTO, TEXT = "auto", "text"
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """The body of one layer.
+    """The packed region of one layer; calibrated policies also need its RoPE and the statistics of its queries."""
 
-    Attributes:
-        rows: uint32 [1, H, capacity, W]; those past the body's tokens are unused.
-        layout: of the rows.
-        conditioning: of their keys, or None where these are plain.
-        rope: of the layer, where the policy needs queries.
-        queries: their statistics, where the policy needs them.
-    """
-
-    rows: mx.array
+    rows: mx.array  # keys and values, uint32 [1, H, capacity, W]; rows behind the packed tokens are unused
     layout: RowLayout
-    conditioning: Conditioning | None = None
+    normalization: KeyNormalization | None = None  # None if keys were not normalized
     rope: Rope | None = None
     queries: QueryStats | None = None
 
-    def part(self, start: int, stop: int) -> "PackedLayer":
-        """The rows from `start` to `stop`."""
-        after = None if self.conditioning is None else self.conditioning.after(start)
-        return replace(self, rows=self.rows[:, :, start:stop], conditioning=after)
+    def slice_rows(self, start: int, stop: int) -> "PackedLayer":
+        """Return the layer with only the rows from `start` up to `stop`."""
+        normalization = None if self.normalization is None else self.normalization.after(start)
+        return replace(self, rows=self.rows[:, :, start:stop], normalization=normalization)
+
+    def split(self, tokens: int, size: int = 4096) -> Iterator["PackedLayer"]:
+        """Yield the first `tokens` rows, at most `size` at a time, which limits the memory of decoded vectors."""
+        for start in range(0, tokens, size):
+            yield self.slice_rows(start, min(start + size, tokens))
 
     def keys(self) -> mx.array:
-        """The decoded keys of all rows, fp32 [1, H, S, D]."""
-        return decode(self.layout.key, self.layout.keys(self.rows), self.conditioning)
+        """Decode the keys of all rows: fp32 [1, H, S, D]."""
+        return decode_keys(self.layout.key, self.layout.keys(self.rows), self.normalization)
 
-    def value_norms(self) -> mx.array:
-        """The norms of the values of all rows, as `Codec.norms` has them: fp32 [H, S]."""
-        return self.layout.value.norms(self.layout.values(self.rows))[0]
+    def value_norms(self, tokens: int) -> mx.array:
+        """Return the norms of the values of the first `tokens` rows, fp32 [H, S]."""
+        norms = [self.layout.value.estimate_norms(self.layout.values(part.rows))[0] for part in self.split(tokens)]
+        return mx.concatenate(norms, axis=-1)
 
 
 @dataclass(frozen=True)
-class Body:
-    """The packed tokens of all layers of one sequence; every layer holds the same ones.
-
-    Attributes:
-        layers: of the model that mlx_tq compresses.
-        positions: of the tokens, ascending, int64 [S].
-        length: tokens seen; the position of the next one.
-        round: how many rounds went before.
-    """
+class PackedTokens:
+    """The packed tokens of one sequence, which are the same in all compressed layers."""
 
     layers: Sequence[PackedLayer]
-    positions: np.ndarray
-    length: int
-    round: int
+    positions: np.ndarray  # ascending, int64 [S]
+    offset: int  # tokens seen, which is the position of the next one
+    round_number: int  # eviction rounds before this one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Scores tokens, and says how the lowest are chosen; `str(policy)` is its text, which `parse_policy` reads.
+    """Score the packed tokens; those with the lowest scores are evicted.
 
-    A policy adds options as fields of its own: of type bool, int, float or str, or of one of these and None with the
-    default None.
+    A subclass is a frozen dataclass with a class variable `name` and a method `score`. Its fields are further options,
+    of type bool, int, float or str, or of one of these and None with the default None. `str(policy)` is the text that
+    `parse_policy` reads.
 
     Attributes:
-        name: under which the policy is found.
-        segmented: whether `mode` has a say; else the lowest of all leave.
-        mode: how the lowest are chosen. "v1" among all, "v2" in equal segments of the context, "v3" in equal segments
-            behind the prefix. "v1" and "v2" need a cache with prefix 0.
-        segments: of modes "v2" and "v3".
-        segment_tokens: a constant width of segments instead of their number; 0 is off.
-        granularity: aligned tokens that leave together: 1, 8, 16, 32 (as they are archived and recalled) or 64.
-        pooling: of a block's scores: "mean", "max", or "top", the mean of its highest eighth.
-        trigger: tokens above the budget at which a round begins.
+        segments: number of equal parts of the context behind the sinks that each lose the same share of their tokens.
+        granularity: aligned tokens that are evicted together: 1, 8, 16, 32 (a block of the archive) or 64. A block has
+            the score of its best token.
+        trigger: tokens above the budget at which a round of eviction begins.
 
     Raises:
-        ConfigError: a value that cannot be met, with those that can.
+        ConfigError: an option has a wrong type or value; the message names the valid ones.
     """
 
     name: ClassVar[str]
-    segmented: ClassVar[bool] = True
+    segmented: ClassVar[bool] = True  # if False, `segments` has no effect
 
-    mode: str = option("v3", choices=("v1", "v2", "v3"))
-    segments: int = option(8, least=1)
-    segment_tokens: int = option(0, least=0)
+    segments: int = option(8, minimum=1)
     granularity: int = option(32, choices=(1, 8, 16, 32, 64))
-    pooling: str = option("max", choices=("mean", "max", "top"))
-    trigger: int = option(128, least=1)
+    trigger: int = option(128, minimum=1)
 
     def __post_init__(self) -> None:
         check_options(self)
 
     def __str__(self) -> str:
-        return write_spec(self.name, self)
+        return format_spec(self.name, self)
 
     @abstractmethod
-    def score(self, body: Body) -> np.ndarray:
-        """The score of each token, high for those to keep: float [S]."""
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return the score of each packed token, float [S]."""
 
     @property
-    def least_layers(self) -> int:
-        """Compressed layers that a model must have, so that the policy can score its tokens."""
+    def min_layers(self) -> int:
+        """The number of compressed layers that a model must have."""
         return 1
+
+    @property
+    def can_evict_sinks(self) -> bool:
+        """Whether the first tokens are scored like all others, which requires a cache without sink tokens."""
+        return False
+
+    def segment_numbers(self, positions: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Return the number of the segment of [start, stop) in which each position lies, int64 [N]."""
+        if not self.segmented:
+            return np.zeros(len(positions), np.int64)
+        width = max(stop - start, 1) / self.segments
+        numbers: np.ndarray = np.clip(((positions - start) / width).astype(np.int64), 0, self.segments - 1)
+        return numbers
+
+    def pool_blocks(self, scores: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Return one score for each block of tokens, given the index at which each block starts."""
+        pooled: np.ndarray = np.maximum.reduceat(scores, starts)
+        return pooled
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedPolicy(Policy):
-    """A policy that scores with the statistics of each layer's queries.
+    """Score with statistics of each layer's queries.
 
     Source of the calibration: TriAttention (Mao et al., arXiv 2604.04921).
 
     Attributes:
-        needs_covariance: whether the statistics must have the covariance of the queries.
-        warmup: tokens whose queries calibrate where the text does; nothing is evicted before, unless a question comes.
-        ema: weight of each later `warmup` tokens in an exponential mean of the text's queries, 0 for the first alone.
-        recalibrate: tokens after which the calibration on the text starts anew, 0 for never.
-        stats: whose queries calibrate. "auto": those of questions and a text, known of the model beforehand; where
-            they are not, or with `ema` or `recalibrate`, the text that is read. "text": that text. Else a file of
-            `mlx_tq.calibrate`.
+        warmup: number of tokens of the prompt whose queries calibrate if `calibration` is "text"; nothing is evicted
+            before that, unless a question follows.
+        calibration: "auto", questions and a text, run through the model once and cached (if there are none, as "text");
+            "text", the prompt itself; or a file from mlx_tq.calibrate.
     """
 
     needs_covariance: ClassVar[bool] = False
 
-    warmup: int = option(1024, least=1)
-    ema: float = 0.0
-    recalibrate: int = option(0, least=0)
-    stats: str = AUTO
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.ema < 1:
-            raise ConfigError(f"ema is {self.ema}; it must be from 0 (plain mean) to below 1, such as 0.1.")
-        if self.recalibrate and self.recalibrate < self.warmup:
-            raise ConfigError(f"recalibrate is {self.recalibrate}; it must be 0 or at least warmup ({self.warmup}).")
+    warmup: int = option(1024, minimum=1)
+    calibration: str = AUTO
 
     @property
-    def looks_up(self) -> bool:
-        """Statistics that are known of the model are to be used."""
-        return self.stats == AUTO and not (self.ema or self.recalibrate)
+    def recalibrates(self) -> bool:
+        """Whether the statistics change while a text is read, after the warm-up."""
+        return False
+
+    @property
+    def uses_auto_calibration(self) -> bool:
+        """Whether to use the cached calibration of the model."""
+        return self.calibration == AUTO and not self.recalibrates
 
     @property
     def file(self) -> str | None:
-        """The file of statistics that was named, or None."""
-        return None if self.stats in (AUTO, TEXT) else self.stats
+        """The name of the calibration file, or None."""
+        return None if self.calibration in (AUTO, TEXT) else self.calibration
 
-    def calibration_of(self, layer: PackedLayer) -> tuple[Rope, QueryStats]:
-        """The RoPE of a layer and the statistics of its queries.
+    def make_calibrator(self, rope: Rope | None = None, stats: QueryStats | None = None) -> Calibrator:
+        """Return what gathers the statistics of one layer; with `stats`, those of a file, it gathers none."""
+        return Calibrator(self.warmup, covariance=self.needs_covariance, rope=rope, stats=stats)
 
-        Raises:
-            ConfigError: the layer was not calibrated.
-        """
-        if layer.queries is None or layer.rope is None:
-            raise ConfigError(
-                f"{self.name} has no calibrated queries of a layer. Run the model inside "
-                "`with mlx_tq.compressed(model):`."
-            )
-        return layer.rope, layer.queries
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return the mean over layers of the scores of `score_layer`, float64 [S]."""
+        total = np.zeros(len(tokens.positions), np.float64)
+        for layer in tokens.layers:
+            if layer.queries is None or layer.rope is None:
+                raise ConfigError(
+                    f"{self.name} needs calibrated queries, and a layer has none. Run the model inside "
+                    "`with mlx_tq.compressed(model):`."
+                )
+            total += self.score_layer(layer, layer.rope, layer.queries, len(total), tokens.offset - 1)
+        return total / len(tokens.layers)
+
+    @abstractmethod
+    def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
+        """Return the scores of the first `tokens` rows of one layer, float64 [S]; `last` is the last position seen."""
 
 
 @cache
@@ -185,7 +187,7 @@ def _load_plug_ins() -> None:
 
 def _named_subclasses(base: type[Policy]) -> list[type[Policy]]:
     named = [base] if "name" in vars(base) else []
-    return named + [found for subclass in base.__subclasses__() for found in _named_subclasses(subclass)]
+    return named + [policy for subclass in base.__subclasses__() for policy in _named_subclasses(subclass)]
 
 
 def _registry() -> dict[str, type[Policy]]:
@@ -194,25 +196,24 @@ def _registry() -> dict[str, type[Policy]]:
 
 
 def policy_names() -> list[str]:
-    """The names of all policies, those of other packages too."""
+    """Return the names of all policies, including those of other packages."""
     return list(_registry())
 
 
 def parse_policy(text: str, **defaults: Any) -> Policy:
-    """The policy that a text describes: its name and options, such as `triattention:aggregation=v3:warmup=512`.
+    """Parse a policy with its options, such as `triattention:trigger=64:warmup=512`.
 
     Args:
-        text: switches are `on` and `off`; in a file's name a colon is `%3A`.
-        defaults: of options that the text leaves out; those that the policy does not have are passed over.
+        text: the name and the options. Switches are `on` and `off`; a colon in a file's name is written `%3A`.
+        defaults: values of options that the text omits; options of other policies are ignored.
 
     Raises:
-        ConfigError: an unknown policy, option or value, with the valid ones.
+        ConfigError: an unknown policy, option or value; the message names the valid ones.
     """
     name, texts = split_spec(text)
     policies = _registry()
     if name not in policies:
-        raise unknown("policy", name, policies)
+        raise unknown_name("policy", name, policies)
     policy = policies[name]
-    own = {each.name for each in fields(policy)}
-    known = {key: value for key, value in defaults.items() if key in own}
-    return policy(**{**known, **read_options(policy, name, texts)})
+    values = {field.name: defaults[field.name] for field in fields(policy) if field.name in defaults}
+    return policy(**{**values, **parse_options(policy, name, texts)})

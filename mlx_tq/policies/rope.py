@@ -1,4 +1,4 @@
-"""What a model's RoPE does to which dims, learned by running it: no variant is known by name."""
+"""The dims that a model's RoPE rotates, learned by running it, so that no variant is known by name."""
 
 from dataclasses import dataclass, field
 from functools import reduce
@@ -9,109 +9,99 @@ import numpy as np
 
 from mlx_tq.errors import UnsupportedModelError
 
-_OFFSETS = (65536, 100003)  # far enough that every rotated pair has turned, at one of them at least
+_OFFSETS = (65536, 100003)  # every rotated pair has moved at one of them at least
 _FAR = 1 << 20
 _DISTANCE = 1000
-_SAME = 0.05  # of the norms: above fp32's error of angles at _FAR, far below the effect of other frequencies
-_FINGERPRINT = (1, 64, 4096)
+_TOLERANCE = 0.05  # relative to norms: above fp32's error of angles at _FAR, far below the effect of other frequencies
+_FINGERPRINT_OFFSETS = (1, 64, 4096)
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """A RoPE module of a layer.
-
-    Attributes:
-        module: called as `module(x, offset=...)` with x [B, H, L, D].
-        pairs: the dims that turn together, int32 [2, F].
-        gain: by which a pair's length grows (YaRN's mscale), fp32 [F].
-        free: the dims that it leaves alone, int32 [D - 2 F].
-    """
+    """A layer's RoPE module, called as `module(x, offset=...)` with x [B, H, L, D], and what it does to which dims."""
 
     module: Any
-    pairs: mx.array
-    gain: mx.array
-    free: mx.array
-    _mean_turns: dict[tuple[int, ...], mx.array] = field(default_factory=dict, init=False, repr=False)
+    pairs: mx.array  # dims that rotate together, int32 [2, F]
+    gain: mx.array  # growth of each pair's norm (YaRN's mscale), fp32 [F]
+    unrotated: mx.array  # dims that it leaves alone, int32 [D - 2 F]
+    _mean_rotations: dict[tuple[int, ...], mx.array] = field(default_factory=dict, init=False, repr=False)
 
     def __deepcopy__(self, memo: object) -> "Rope":
         return self
 
-    def turn(self, x: mx.array, offset: int) -> mx.array:
-        """Vectors [..., D], all at position `offset`."""
+    def rotate(self, x: mx.array, offset: int) -> mx.array:
+        """Return vectors [..., D], all of them at position `offset`, after RoPE."""
         flat = x.reshape(1, -1, 1, x.shape[-1])
         return self.module(flat, offset=offset).reshape(x.shape)  # type: ignore[no-any-return]
 
-    def ahead(self, x: mx.array, offsets: tuple[int, ...]) -> mx.array:
-        """The mean of vectors [..., D] turned by each of `offsets`, without the gain.
+    def mean_rotation(self, x: mx.array, offsets: tuple[int, ...]) -> mx.array:
+        """Return the mean of vectors [..., D] rotated to each of `offsets`, without the gain.
 
-        One that turns is a rotation of each pair, so their mean is one matrix, which is asked of the module once.
+        A mean of rotations is one matrix for each pair, which the module computes once.
         """
         if not self.pairs.size:
             return x
         first, second = self.pairs
-        if offsets not in self._mean_turns:
+        if offsets not in self._mean_rotations:
             probe = mx.zeros(x.shape[-1])
             probe[first] = 1 / self.gain
-            mean = reduce(mx.add, (self.turn(probe, offset) for offset in offsets)) / len(offsets)
-            self._mean_turns[offsets] = mx.stack([mean[first], mean[second]])
-        cosine, sine = self._mean_turns[offsets]
-        turned = mx.array(x)
-        turned[..., first] = cosine * x[..., first] - sine * x[..., second]
-        turned[..., second] = sine * x[..., first] + cosine * x[..., second]
-        return turned
+            mean = reduce(mx.add, (self.rotate(probe, offset) for offset in offsets)) / len(offsets)
+            self._mean_rotations[offsets] = mx.stack([mean[first], mean[second]])
+        cosine, sine = self._mean_rotations[offsets]
+        rotated = mx.array(x)
+        rotated[..., first] = cosine * x[..., first] - sine * x[..., second]
+        rotated[..., second] = sine * x[..., first] + cosine * x[..., second]
+        return rotated
 
-    def lengths(self, x: mx.array) -> mx.array:
-        """The length of each pair of vectors [..., D]: [..., F]."""
+    def pair_norms(self, x: mx.array) -> mx.array:
+        """Return the norm of each pair of vectors [..., D]: [..., F]."""
         return mx.sqrt(mx.square(x[..., self.pairs[0]]) + mx.square(x[..., self.pairs[1]]))
 
     def fingerprint(self, dim: int) -> mx.array:
-        """Three turned vectors that differ between RoPEs: fp32 [3, D]."""
+        """Return three rotated vectors that differ between RoPEs: fp32 [3, D]."""
         probe = mx.array(_probe(dim, seed=1))
-        return mx.stack([self.turn(probe, offset) for offset in _FINGERPRINT])
+        return mx.stack([self.rotate(probe, offset) for offset in _FINGERPRINT_OFFSETS])
 
 
 def learn_rope(module: Any, dim: int) -> Rope:
-    """Find the pairs of a RoPE module of head size `dim`, whose scores can be told from distances.
+    """Return the pairs of a RoPE module of head size `dim` whose angles depend only on the distance of two tokens.
 
     Raises:
-        UnsupportedModelError: its angles depend on more than the distance of two tokens (dynamic NTK), or as of
-            `find_pairs`.
+        UnsupportedModelError: the angles depend on more (dynamic NTK), or dims are not rotated in pairs.
     """
     rope = find_pairs(module, dim)
-    _check_steady(rope, dim, type(module).__name__)
+    a, b = (mx.array(_probe(dim, seed)) for seed in (2, 3))
+    near, far = ((rope.rotate(a, start + _DISTANCE) * rope.rotate(b, start)).sum().item() for start in (0, _FAR))
+    if abs(near - far) > _TOLERANCE * float(mx.linalg.norm(a) * mx.linalg.norm(b)):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} changes its frequencies with the position (dynamic NTK): keys of a cache then "
+            "have no common frame in which they could be scored. Use another policy, such as knorm."
+        )
     return rope
 
 
 def find_pairs(module: Any, dim: int) -> Rope:
-    """The pairs of a RoPE module of head size `dim`, whatever its angles depend on.
+    """Return the pairs of a RoPE module of head size `dim`, whatever its angles depend on.
 
     Raises:
-        UnsupportedModelError: it mixes dims otherwise than in pairs.
+        UnsupportedModelError: dims are not rotated in pairs.
     """
-    name = type(module).__name__
     rope = Rope(module, mx.zeros((2, 0), mx.int32), mx.zeros(0), mx.arange(dim))
-    turned = [np.abs(np.array(rope.turn(mx.eye(dim), offset))) for offset in _OFFSETS]
-    off_diagonal = np.maximum(*turned) * (1 - np.eye(dim))
+    rotated = [np.abs(np.array(rope.rotate(mx.eye(dim), offset))) for offset in _OFFSETS]
+    off_diagonal = np.maximum(*rotated) * (1 - np.eye(dim))
     partner = np.where(off_diagonal.max(axis=1) > 1e-6, off_diagonal.argmax(axis=1), -1)
     first = np.flatnonzero(partner > np.arange(dim))
     second = partner[first]
     mixed = off_diagonal.copy()
     mixed[first, second] = mixed[second, first] = 0
     if mixed.max() > 1e-6:
-        raise UnsupportedModelError(f"{name} turns dims otherwise than in pairs, which cannot be scored.")
-    gain = np.sqrt(turned[0][first, first] ** 2 + turned[0][first, second] ** 2)
-    free = np.flatnonzero(partner < 0)
-    return Rope(module, mx.array(np.stack([first, second]), mx.int32), mx.array(gain), mx.array(free, mx.int32))
-
-
-def _check_steady(rope: Rope, dim: int, name: str) -> None:
-    a, b = (mx.array(_probe(dim, seed)) for seed in (2, 3))
-    near, far = ((rope.turn(a, start + _DISTANCE) * rope.turn(b, start)).sum().item() for start in (0, _FAR))
-    if abs(near - far) > _SAME * float(mx.linalg.norm(a) * mx.linalg.norm(b)):
         raise UnsupportedModelError(
-            f"{name} changes its frequencies with the position (dynamic NTK): keys of a cache then have no common "
-            "frame in which they could be scored. Use another policy, such as knorm."
+            f"{type(module).__name__} does not rotate dims in pairs, so its keys cannot be scored. Use another policy, "
+            "such as knorm."
         )
+    gain = np.sqrt(rotated[0][first, first] ** 2 + rotated[0][first, second] ** 2)
+    unrotated = np.flatnonzero(partner < 0)
+    return Rope(module, mx.array(np.stack([first, second]), mx.int32), mx.array(gain), mx.array(unrotated, mx.int32))
 
 
 def _probe(dim: int, seed: int) -> np.ndarray:

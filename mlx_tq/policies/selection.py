@@ -1,7 +1,7 @@
-"""Which tokens leave, given the score of each: modes v1, v2 and v3, in NumPy.
+"""The selection of the tokens to evict, given the score of each.
 
-Source: TriAttention V3 (T. Turney): equal segments behind the prefix each give the same share, so that no part of the
-context is lost whole.
+Source: TriAttention V3 (T. Turney): each of several equal segments loses the same share of its tokens, so that no part
+of the context is lost whole.
 """
 
 from typing import NamedTuple
@@ -12,93 +12,65 @@ from mlx_tq.policies.policy import Policy
 
 
 class PositionRange(NamedTuple):
-    """What may leave: positions from `start` up to, and without, `stop`."""
+    """Positions from `start` up to, but not including, `stop`."""
 
     start: int
     stop: int
 
 
-class _Items(NamedTuple):
-    """Tokens, or blocks of them, that leave together: score, first position and tokens of each, [N]."""
-
-    scores: np.ndarray
-    first: np.ndarray
-    size: np.ndarray
-
-
 def select(
     scores: np.ndarray, positions: np.ndarray, count: int, eligible_range: PositionRange, policy: Policy
 ) -> np.ndarray:
-    """Choose the tokens that leave: those with the lowest scores, the older where equal.
+    """Choose the tokens to evict: those with the lowest scores, the older ones of equals.
 
-    With a granularity above 1, whole aligned blocks leave, up to one more than `count` asks for.
+    With a granularity above 1, whole aligned blocks are evicted, up to one more than `count` requires.
 
     Args:
-        scores: of each live token, [S].
-        positions: of each, ascending, int [S].
-        count: tokens to choose, or all eligible ones where they are fewer.
-        eligible_range: where eligible tokens lie.
-        policy: mode, segments, granularity and pooling.
+        scores: the score of each packed token, [S].
+        positions: the position of each, ascending, int [S].
+        count: how many tokens to choose, or all eligible ones if they are fewer.
+        eligible_range: where tokens may be evicted.
+        policy: with its granularity and segments.
 
     Returns:
         Indices into `positions`, ascending.
     """
-    eligible = (positions >= eligible_range.start) & (positions < eligible_range.stop)
+    is_eligible = (positions >= eligible_range.start) & (positions < eligible_range.stop)
     blocks = positions // policy.granularity
-    if policy.granularity > 1:  # a block leaves whole or not at all
-        last = int(positions[-1]) + 1 if len(positions) else 0
-        broken = np.unique(blocks[~eligible])
-        eligible &= ~np.isin(blocks, broken) & ((blocks + 1) * policy.granularity <= last)
-    index = np.flatnonzero(eligible)
-    count = min(count, len(index))
+    if policy.granularity > 1:  # blocks that are incomplete, or partly protected, stay
+        length = int(positions[-1]) + 1 if len(positions) else 0
+        protected = np.unique(blocks[~is_eligible])
+        is_eligible &= ~np.isin(blocks, protected) & ((blocks + 1) * policy.granularity <= length)
+    eligible = np.flatnonzero(is_eligible)
+    count = min(count, len(eligible))
     if count <= 0:
-        return index[:0]
-    starts = np.flatnonzero(np.diff(blocks[index], prepend=-1))
-    items = _pool(scores[index], positions[index], starts, policy)
-    chosen = _choose(items, _segments(items.first, eligible_range, policy), count)
-    leaves: np.ndarray = index[np.repeat(chosen, items.size)]
-    return leaves
+        return eligible[:0]
+    scores, positions = scores[eligible], positions[eligible]
+    starts = np.flatnonzero(np.diff(blocks[eligible], prepend=-1))
+    sizes = np.diff(starts, append=len(scores))
+    first = positions[starts]
+    segments = policy.segment_numbers(first, *eligible_range)
+    block_scores = scores if policy.granularity == 1 else policy.pool_blocks(scores, starts)
+    evicted = _choose_blocks(np.lexsort((first, block_scores)), sizes, segments, count)
+    indices: np.ndarray = eligible[np.repeat(evicted, sizes)]
+    return indices
 
 
-def _segments(positions: np.ndarray, eligible_range: PositionRange, policy: Policy) -> np.ndarray:
-    """The number of the segment that each position lies in, int64 [N]; a single one where there are no segments."""
-    if policy.mode == "v1" or not policy.segmented:
-        return np.zeros(len(positions), np.int64)
-    start, stop = eligible_range.start, max(eligible_range.stop, eligible_range.start + 1)
-    count = -(-(stop - start) // policy.segment_tokens) if policy.segment_tokens else policy.segments
-    width = float(policy.segment_tokens or (stop - start) / count)
-    numbers: np.ndarray = np.clip(((positions - start) / width).astype(np.int64), 0, count - 1)
-    return numbers
+def _choose_blocks(order: np.ndarray, sizes: np.ndarray, segments: np.ndarray, count: int) -> np.ndarray:
+    """Return whether each block is evicted, bool [N]: the share of every segment, then the lowest of the rest.
 
-
-def _pool(scores: np.ndarray, positions: np.ndarray, starts: np.ndarray, policy: Policy) -> _Items:
-    """Blocks that begin at indices `starts`, and the pooled score of each."""
-    size = np.diff(starts, append=len(scores))
-    if policy.granularity == 1:
-        return _Items(scores, positions, size)
-    if policy.pooling == "mean":
-        pooled = np.add.reduceat(scores, starts) / size
-    elif policy.pooling == "max":
-        pooled = np.maximum.reduceat(scores, starts)
-    else:
-        parts = np.split(scores, starts[1:])
-        pooled = np.array([np.sort(part)[-max(1, len(part) // 8) :].mean() for part in parts])
-    return _Items(pooled, positions[starts], size)
-
-
-def _choose(items: _Items, segments: np.ndarray, count: int) -> np.ndarray:
-    """Whether each item leaves: every segment's share first, then the lowest of what is left. Bool [N]."""
-    order = np.lexsort((items.first, items.scores))
-    total = int(items.size.sum())
-    chosen = np.zeros(len(order), bool)
+    `order` sorts blocks by score, lowest first; `sizes` are their tokens; `segments` the number of each one's segment.
+    """
+    total = int(sizes.sum())
+    evicted = np.zeros(len(order), bool)
     for segment in np.unique(segments):
         inside = order[segments[order] == segment]
-        tokens = np.cumsum(items.size[inside])
-        share = min(int(tokens[-1]) * count // total, count - int(items.size[chosen].sum()))
-        chosen[inside[tokens <= share]] = True
-    left = count - int(items.size[chosen].sum())
-    rest = order[~chosen[order]]
-    if left > 0:
-        enough = int(np.searchsorted(np.cumsum(items.size[rest]), left)) + 1
-        chosen[rest[:enough]] = True
-    return chosen
+        tokens = np.cumsum(sizes[inside])
+        share = min(int(tokens[-1]) * count // total, count - int(sizes[evicted].sum()))
+        evicted[inside[tokens <= share]] = True
+    missing = count - int(sizes[evicted].sum())
+    if missing > 0:
+        rest = order[~evicted[order]]
+        enough = int(np.searchsorted(np.cumsum(sizes[rest]), missing)) + 1
+        evicted[rest[:enough]] = True
+    return evicted

@@ -1,7 +1,17 @@
-"""The rescue service as mlx_tq sees it: text of evicted tokens goes there and is found again, as JSON on the wire."""
+"""Client of the rescue service, which stores the text of evicted tokens and retrieves it over HTTP."""
 
 from mlx_tq.rescue.client import RescueClient, RescueStats
-from mlx_tq.rescue.service import AUTO, OFF, open_service
-from mlx_tq.rescue.wire import MAX_TEXT, Embedded, Found, TextSpan
+from mlx_tq.rescue.locator import AUTO, OFF, open_service
+from mlx_tq.rescue.wire import MAX_TEXT, Embeddings, RetrievedSpan, TextSpan
 
-__all__ = ["AUTO", "MAX_TEXT", "OFF", "Embedded", "Found", "RescueClient", "RescueStats", "TextSpan", "open_service"]
+__all__ = [
+    "AUTO",
+    "MAX_TEXT",
+    "OFF",
+    "Embeddings",
+    "RescueClient",
+    "RescueStats",
+    "RetrievedSpan",
+    "TextSpan",
+    "open_service",
+]

@@ -1,122 +1,134 @@
 """A client of the rescue service that never stops generation.
 
-One thread talks to the service. `write` leaves spans in a queue of bounded size and returns; `retrieve` waits until
-what was written before is acknowledged and the service has answered, but no longer than it is told. Whatever goes
-wrong, the caller goes on without: it finds nothing, the counters say so, and there is one warning to show.
+`write` queues spans, which a worker thread sends. `retrieve` waits for earlier writes and for the response, at most for
+its timeout. On any fault the caller continues without rescue; the client counts it and warns once.
 """
 
-import asyncio
+import json
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import CancelledError
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mlx_tq.errors import RescueError
-from mlx_tq.rescue.service import Service
-from mlx_tq.rescue.transport import RefusedError, Transport
+from mlx_tq.rescue.locator import TOKEN_VARIABLE, Address, ServiceLocator, run_in_thread
 from mlx_tq.rescue.wire import (
     MAX_CHUNKS,
-    Embedded,
-    Found,
+    Embeddings,
     Range,
+    RetrievedSpan,
     TextSpan,
-    read_embedded,
-    read_found,
-    read_written,
+    parse_accepted,
+    parse_embeddings,
+    parse_retrieved,
     retrieve_body,
     write_body,
 )
 
 T = TypeVar("T")
 
-MAX_QUEUED = 16_000_000  # bytes of text
-MAX_CALL = 1_000_000  # bytes of text in one call
-CLOSE_S = 1.0
-EMBED_S = 60.0  # a model may have to be loaded for it
-_OVERHEAD = 200  # bytes of a queued span beside its text
-_NOT_FOUND = 404
+MAX_QUEUED, MAX_BATCH = 16_000_000, 1_000_000  # bytes of text; a batch is one write
+MAX_RESPONSE = 8_000_000  # bytes; 64 spans of 8,192 escaped characters fit many times
+CALL_S, EMBED_S, CLOSE_S = 5.0, 60.0, 1.0  # an embedder may have to load its model
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds
+MAX_FAILURES = 3  # in a row, before the breaker opens
+_SPAN_OVERHEAD = 200  # bytes of a queued span besides its text
+_UNAUTHORIZED, _NOT_FOUND, _INSUFFICIENT_STORAGE = 401, 404, 507
+_RETRYABLE = {408, 425, 429}
 
 
 @dataclass(frozen=True)
 class RescueStats:
-    """What became of spans and questions.
+    """Counters of a client."""
 
-    Attributes:
-        written: spans that the service acknowledged.
-        dropped: spans that found the queue full.
-        refused: spans that the service did not take, such as at its cap.
-        queued: spans not yet acknowledged.
-        failures: calls that did not go through.
-        asked: questions.
-        unanswered: questions that the service did not answer in time, or that nobody waited for.
-        found: spans in the answers.
+    written: int = 0  # spans that the service acknowledged
+    dropped: int = 0  # spans that did not fit into the queue
+    refused: int = 0  # spans that the service rejected, such as at its limit
+    queued: int = 0  # spans not yet acknowledged
+    failures: int = 0  # calls that failed
+    queries: int = 0
+    unanswered: int = 0  # queries without a response in time
+    retrieved: int = 0  # spans in the responses
+
+
+class RefusedError(RescueError):
+    """The service rejects a request, and would reject it again."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class CircuitBreaker:
+    """Spaces retries after failures by 0.1 s, then twice as long each time, up to 30 s.
+
+    After three failures in a row it is open until the pause is over: callers then do not wait for the service.
     """
 
-    written: int = 0
-    dropped: int = 0
-    refused: int = 0
-    queued: int = 0
-    failures: int = 0
-    asked: int = 0
-    unanswered: int = 0
-    found: int = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._next_try = 0.0
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next try."""
+        return max(0.0, self._next_try - self._clock())
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= MAX_FAILURES and self.pause > 0
+
+    def record_success(self) -> None:
+        self._failures, self._next_try = 0, 0.0
+
+    def record_failure(self) -> None:
+        self._failures += 1
+        self._next_try = self._clock() + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, 30))
 
 
 class RescueClient:
-    """Sends spans of any number of sessions to one service, and asks it questions; any thread may call it.
+    """Sends spans of any number of sessions to one service and queries it; safe to call from any thread.
 
-    Args:
-        service: where it is (see `open_service`). The client stops it at the end if it started it.
-        max_queued: bytes of text that may wait to be written; spans beyond are dropped and counted.
+    It stops a private service when it is closed. Spans beyond `max_queued` bytes of text are dropped.
     """
 
-    def __init__(self, service: Service, *, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(self, service: ServiceLocator, *, max_queued: int = MAX_QUEUED) -> None:
         self._service = service
         self._max_queued = max_queued
-        self._lock = threading.Lock()
+        self._locating = threading.Lock()  # guards the service and the HTTP client
+        self._http: Any = None
+        self._changed = threading.Condition()  # its lock guards what follows
         self._queue: deque[tuple[str, TextSpan]] = deque()
         self._queued_bytes = 0
-        self._accepted = 0
+        self._sending: str | None = None  # session whose batch, the first of the queue, is on its way
+        self._accepted = self._settled = 0  # spans queued so far; those acknowledged, refused or forgotten
+        self._breaker = CircuitBreaker()
         self._stats = RescueStats()
         self._warning: str | None = None
-        self._warned = False
-        self._closed = False
-        # Used on the thread's loop only.
-        self._transport = Transport(service, self._trouble)
-        self._settled = 0  # spans acknowledged, refused or purged, of those accepted
-        self._loop = asyncio.new_event_loop()
-        self._wake = asyncio.Event()
-        self._stop = asyncio.Event()
-        self._writing = asyncio.Lock()
-        self._progress = asyncio.Condition()
-        self._thread = threading.Thread(target=self._run, name="mlx_tq rescue", daemon=True)
-        self._thread.start()
-
-    # What callers use.
+        self._has_warned = False
+        self._is_closed = self._is_stopping = False
+        threading.Thread(target=self._run, name="mlx_tq rescue", daemon=True).start()
 
     def write(self, session_id: str, spans: Sequence[TextSpan]) -> None:
-        """Queue spans for the service. Returns at once."""
+        """Queue spans for the service and return at once."""
         dropped = 0
-        with self._lock:
-            if self._closed:
-                return
-            for span in spans:
-                size = _size(span)
+        with self._changed:
+            for span in spans if not self._is_closed else ():
+                size = _queued_size(span)
                 if self._queued_bytes + size > self._max_queued:
                     dropped += 1
                 else:
                     self._queue.append((session_id, span))
                     self._queued_bytes += size
                     self._accepted += 1
+            self._changed.notify_all()
         if dropped:
             self._count(dropped=dropped)
-            self._complain(f"the queue of spans for the rescue service is full; {dropped} were dropped")
-        with suppress(RuntimeError):  # closed meanwhile
-            self._loop.call_soon_threadsafe(self._wake.set)
+            self._warn(f"the queue of spans for the rescue service is full; {dropped} were dropped")
 
     def retrieve(
         self,
@@ -127,76 +139,88 @@ class RescueClient:
         score_floor: float | None = None,
         exclude: Sequence[Range] = (),
         timeout: float = 1.0,
-    ) -> list[Found]:
-        """Spans of a session that a question needs, best first; nothing where the service does not answer in time.
+    ) -> list[RetrievedSpan]:
+        """Return the spans of a session that match a query, best first; none if there is no answer in time.
 
-        Args:
-            session_id: whose spans.
-            query: the question.
-            top_k: how many at most.
-            score_floor: least similarity, or None for what the embedder is known to need.
-            exclude: ranges of positions; spans that lie wholly in one of them are left out.
-            timeout: seconds that the caller waits at most, for earlier writes to arrive too.
+        Spans inside the ranges of positions `exclude` are left out. None for `score_floor` is the embedder's own.
         """
         body = retrieve_body(session_id, query, top_k=top_k, score_floor=score_floor, exclude=exclude)
-        self._count(asked=1)
-        found = self._wait(self._ask(body, timeout), timeout)
-        if found is None:
+
+        def query_service() -> list[RetrievedSpan]:
+            self.flush(timeout / 2)  # the query may need earlier spans only
+            return self._request("POST", "/evict/retrieve", parse_retrieved, body)
+
+        self._count(queries=1)
+        spans = None if self._breaker.is_open else self._try(query_service, timeout)
+        if spans is None:
             self._count(unanswered=1)
             return []
-        self._count(found=len(found))
-        return found[:top_k]
+        self._count(retrieved=len(spans[:top_k]))
+        return spans[:top_k]
 
-    async def embed(self, texts: Sequence[str]) -> Embedded:
-        """Vectors of texts, `MAX_CHUNKS` at most, of which the service keeps nothing. For callers with a loop.
-
-        Raises:
-            RescueError: it cannot be reached, has no embedder, or did not answer in time.
-        """
-        call = self._transport.call("POST", "/embed", read_embedded, {"texts": list(texts)}, EMBED_S)
-        try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-        except RuntimeError as error:
-            call.close()
-            raise RescueError("the client of the rescue service is closed") from error
+    def embed(self, texts: Sequence[str]) -> Embeddings:
+        """Return vectors of up to `MAX_CHUNKS` texts, which the service does not store; raises RescueError."""
+        body = {"texts": list(texts)}
+        return self._attempt(lambda: self._request("POST", "/embed", parse_embeddings, body, EMBED_S), EMBED_S)
 
     def ready(self, timeout: float) -> bool:
-        """Wait until the service is there; False if it is not by then.
-
-        Raises:
-            RescueError: it was to be started for us, and cannot be.
-        """
-        return self._wait(self._start(), timeout, raises=True) is not None
+        """Return whether the service runs in time; raises RescueError if a private one cannot be started."""
+        try:
+            run_in_thread(self._locate).result(timeout)
+        except TimeoutError:
+            self._fail(f"the rescue service did not answer within {timeout:g} s")
+            return False
+        return True
 
     def flush(self, timeout: float = CLOSE_S) -> bool:
-        """Wait until all that was written is acknowledged; False if it is not by then."""
-        return self._wait(self._written(), timeout) is not None
+        """Wait until all spans queued so far are acknowledged; return False if they are not in time."""
+        with self._changed:
+            goal = self._accepted
+            self._changed.wait_for(lambda: self._settled >= goal or self._is_stopping, timeout)
+            return self._settled >= goal and not self._is_stopping
 
     def forget(self, session_id: str, timeout: float = CLOSE_S) -> bool:
-        """Have the service delete all of a session; False if it did not say that it has."""
-        return self._wait(self._forget(session_id), timeout) is not None
+        """Delete a session from the service; return False if it did not confirm that in time."""
+
+        def delete() -> bool:
+            with self._changed:
+                # A batch on its way would arrive after the deletion.
+                self._changed.wait_for(lambda: self._sending != session_id or self._is_stopping)
+                remaining = [entry for entry in self._queue if entry[0] != session_id]
+                self._settled += len(self._queue) - len(remaining)
+                self._queue = deque(remaining)
+                self._queued_bytes = sum(_queued_size(span) for _, span in remaining)
+                self._changed.notify_all()
+            try:
+                return self._request("DELETE", f"/sessions/{session_id}", lambda _: True)
+            except RefusedError as error:
+                if error.status != _NOT_FOUND:
+                    raise
+                return True
+
+        return self._try(delete, timeout) or False
 
     @property
     def stats(self) -> RescueStats:
-        """Counters so far."""
-        with self._lock:
+        with self._changed:
             return replace(self._stats, queued=len(self._queue))
 
     def take_warning(self) -> str | None:
-        """What went wrong first, once: for the caller to show where it suits."""
-        with self._lock:
+        """Return the first fault, once, for the caller to show."""
+        with self._changed:
             warning, self._warning = self._warning, None
             return warning
 
     def close(self, timeout: float = CLOSE_S) -> None:
-        """Give what is queued a last chance, then end the thread, and the service if it was started for us."""
-        with self._lock:
-            if self._closed:
+        """Try to write what is queued, then end the worker, and the service if it is private."""
+        with self._changed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
         self.flush(timeout)
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
         self._service.stop()
 
     def __enter__(self) -> "RescueClient":
@@ -205,148 +229,166 @@ class RescueClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Between the threads.
+    def _run(self) -> None:
+        try:
+            self._locate()  # a private service starts before it is needed
+        except RescueError as error:
+            self._report(str(error))
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_stopping)
+                if self._is_stopping:
+                    break
+                session_id, batch = self._next_batch()
+                self._sending = session_id
+            is_settled = self._send(session_id, batch)
+            with self._changed:
+                self._sending = None
+                for span in batch if is_settled else ():
+                    self._queue.popleft()
+                    self._queued_bytes -= _queued_size(span)
+                    self._settled += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_stopping, self._breaker.pause)
+        if self._http is not None:
+            self._http.close()
 
-    def _wait(self, call: Coroutine[Any, Any, T], timeout: float, *, raises: bool = False) -> T | None:
-        """What a coroutine of the loop returns within the time, else None."""
+    def _next_batch(self) -> tuple[str, list[TextSpan]]:
+        """Return the oldest spans of one session, as many as one call takes."""
+        batch: list[TextSpan] = []
+        first, size = self._queue[0][0], 0
+        for session_id, span in self._queue:
+            size += _queued_size(span)
+            if session_id != first or len(batch) == MAX_CHUNKS or (batch and size > MAX_BATCH):
+                break
+            batch.append(span)
+        return first, batch
+
+    def _send(self, session_id: str, batch: list[TextSpan]) -> bool:
+        """Write spans; return whether they are settled, so that they leave the queue."""
+        body = write_body(session_id, batch)
         try:
-            waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
-        except RuntimeError:  # closed
-            call.close()
-            return None
+            self._locate()  # unlike the call, a start of the service may take a minute
+        except RescueError as error:
+            self._fail(str(error))
+            return False
         try:
-            return waiting.result(timeout)
+            self._attempt(lambda: self._request("POST", "/evict/write", parse_accepted, body), CALL_S)
         except RefusedError as error:
-            self._trouble(str(error))
+            self._count(refused=len(batch))
+            self._report(str(error))
         except RescueError:
-            if raises:
-                raise
-        except CancelledError:
-            pass  # the client is being closed
+            return False
+        else:
+            self._count(written=len(batch))
+        return True
+
+    def _locate(self) -> Address:
+        """Return the address of the service, which is started if it is private; one thread at a time does that."""
+        with self._locating:
+            if self._is_stopping:
+                raise RescueError("the client of the rescue service is closed")
+            if self._http is None:
+                import httpx2  # a quarter of a second, which no caller waits for
+
+                # No proxies or passwords from the environment: the text is for this service alone.
+                self._http = httpx2.Client(trust_env=False)
+            return self._service.address(self._http)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        parse: Callable[[bytes], T],
+        body: dict[str, Any] | None = None,
+        seconds: float = CALL_S,
+    ) -> T:
+        """Return what `parse` makes of the response. `seconds` is the time for each read and the whole body."""
+        import httpx2  # loaded by `_locate`
+
+        address, deadline = self._locate(), time.monotonic() + seconds
+        headers = {**address.headers, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        content = None if body is None else json.dumps(body).encode()
+        received = bytearray()
+        try:
+            request = self._http.stream(method, address.url + path, content=content, headers=headers, timeout=seconds)
+            with request as response:
+                for part in response.iter_raw():
+                    received += part
+                    if len(received) > MAX_RESPONSE or time.monotonic() > deadline:
+                        break
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, RuntimeError) as error:  # RuntimeError: client is closed
+            raise RescueError(f"the rescue service cannot be reached ({_one_line(error)})") from error
+        if len(received) > MAX_RESPONSE:
+            raise RescueError(f"the rescue service answered more than {MAX_RESPONSE:,} bytes")
+        _check_status(response.status_code, received, address)
+        return parse(bytes(received))
+
+    def _attempt(self, call: Callable[[], T], timeout: float) -> T:
+        """Make a call in another thread, so that the wait for it is bounded whatever the server does."""
+        try:
+            result = run_in_thread(call).result(timeout)
+        except RefusedError:
+            self._breaker.record_success()
+            raise
         except TimeoutError:
-            waiting.cancel()
-            with suppress(RuntimeError):
-                late = f"the rescue service did not answer within {timeout:g} s"
-                self._loop.call_soon_threadsafe(self._transport.failed, late)
+            raise self._fail(f"the rescue service did not answer within {timeout:g} s") from None
+        except RescueError as error:
+            raise self._fail(str(error)) from error
+        self._breaker.record_success()
+        return result
+
+    def _try(self, call: Callable[[], T], timeout: float) -> T | None:
+        try:
+            return self._attempt(call, timeout)
+        except RefusedError as error:
+            self._report(str(error))
+        except RescueError:
+            pass  # is reported
         return None
 
+    def _fail(self, message: str) -> RescueError:
+        """Record a failure and return the error to raise."""
+        with self._changed:
+            self._breaker.record_failure()
+        self._report(message)
+        return RescueError(message)
+
+    def _report(self, message: str) -> None:
+        self._count(failures=1)
+        self._warn(message)
+
+    def _warn(self, message: str) -> None:
+        with self._changed:
+            if not self._has_warned:
+                self._has_warned = True
+                self._warning = f"{message.rstrip('.')}. Generation continues without rescue, which is retried later."
+
     def _count(self, **more: int) -> None:
-        with self._lock:
+        with self._changed:
             sums = {name: getattr(self._stats, name) + count for name, count in more.items()}
             self._stats = replace(self._stats, **sums)
 
-    def _complain(self, message: str) -> None:
-        with self._lock:
-            if not self._warned:
-                self._warned = True
-                self._warning = f"{message.rstrip('.')}. Generation goes on without; rescue is tried again later."
 
-    # On the thread's loop.
-
-    def _run(self) -> None:
-        with suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._main())
-        self._loop.close()
-
-    async def _main(self) -> None:
-        async with self._transport.open():
-            tasks = {asyncio.create_task(self._send()), asyncio.create_task(self._start())}
-            await self._stop.wait()
-            tasks |= asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _start(self) -> bool:
-        """A service that is ours to start is started before it is needed."""
-        try:
-            await self._transport.locate()
-        except RescueError as error:
-            self._trouble(str(error))
-            raise
-        return True
-
-    async def _send(self) -> None:
-        """Write what is queued, the oldest first; what does not go through stays."""
-        while True:
-            await self._wake.wait()
-            async with self._writing:
-                session_id, batch = self._batch()
-                if not batch:
-                    self._wake.clear()
-                    continue
-                settled = await self._write(session_id, batch)
-                with self._lock:
-                    for _ in range(settled):
-                        self._queued_bytes -= _size(self._queue.popleft()[1])
-                await self._settle(settled)
-            await asyncio.sleep(self._transport.breaker.pause)
-
-    async def _write(self, session_id: str, batch: list[TextSpan]) -> int:
-        """Write spans; returns how many need not be written again."""
-        try:
-            await self._transport.call("POST", "/evict/write", read_written, write_body(session_id, batch))
-        except RefusedError as error:
-            self._count(refused=len(batch))
-            self._trouble(str(error))
-        except RescueError:
-            return 0
-        else:
-            self._count(written=len(batch))
-        return len(batch)
-
-    def _batch(self) -> tuple[str, list[TextSpan]]:
-        """The oldest spans of the oldest session, as many as one call takes."""
-        batch: list[TextSpan] = []
-        with self._lock:
-            session_id = self._queue[0][0] if self._queue else ""
-            size = 0
-            for owner, span in self._queue:
-                size += _size(span)
-                if owner != session_id or len(batch) == MAX_CHUNKS or (batch and size > MAX_CALL):
-                    break
-                batch.append(span)
-        return session_id, batch
-
-    async def _settle(self, count: int) -> None:
-        async with self._progress:
-            self._settled += count
-            self._progress.notify_all()
-
-    async def _written(self) -> bool:
-        """Wait until all spans that are queued now are settled."""
-        goal = self._accepted
-        async with self._progress:
-            await self._progress.wait_for(lambda: self._settled >= goal)
-        return True
-
-    async def _ask(self, body: dict[str, Any], timeout: float) -> list[Found]:
-        if not self._transport.breaker.allows:
-            raise RescueError("the rescue service failed several times; it is tried again later.")
-        with suppress(TimeoutError):  # what is there already may be what is needed
-            async with asyncio.timeout(timeout / 2):
-                await self._written()
-        return await self._transport.call("POST", "/evict/retrieve", read_found, body)
-
-    async def _forget(self, session_id: str) -> bool:
-        async with self._writing:
-            with self._lock:
-                kept = [entry for entry in self._queue if entry[0] != session_id]
-                purged = len(self._queue) - len(kept)
-                self._queue = deque(kept)
-                self._queued_bytes = sum(_size(span) for _, span in kept)
-            await self._settle(purged)
-            try:
-                return await self._transport.call("DELETE", f"/sessions/{session_id}", lambda _: True)
-            except RefusedError as error:
-                if error.status != _NOT_FOUND:
-                    raise
-                return True
-
-    def _trouble(self, message: str) -> None:
-        self._count(failures=1)
-        self._complain(message)
+def _check_status(status: int, body: bytes | bytearray, address: Address) -> None:
+    """Raise RefusedError for a rejected request, or RescueError if a retry may succeed."""
+    if 200 <= status < 300:
+        return
+    try:
+        detail = json.loads(body)["detail"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        detail = "it does not say why"
+    message = f"the rescue service answered {status} ({_one_line(detail)})"
+    if status == _UNAUTHORIZED:
+        message = f"the rescue service at {address.url} does not accept the token; set {TOKEN_VARIABLE} to its own"
+    if status in _RETRYABLE or (status >= 500 and status != _INSUFFICIENT_STORAGE):
+        raise RescueError(message)
+    raise RefusedError(message, status)
 
 
-def _size(span: TextSpan) -> int:
-    return sys.getsizeof(span.text) + _OVERHEAD
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())[:240] or type(message).__name__
+
+
+def _queued_size(span: TextSpan) -> int:
+    return sys.getsizeof(span.text) + _SPAN_OVERHEAD

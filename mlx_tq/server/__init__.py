@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from mlx_tq.commands.frame import run_command
-from mlx_tq.server.flags import build_parser
+from mlx_tq.cli.frame import run_command
+from mlx_tq.server.serve import build_parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
-    return run_command("server", build_parser(), "mlx_tq.server.command", words)
+    """Run the command; return its exit code."""
+    return run_command("server", build_parser(), "mlx_tq.server.serve", words)

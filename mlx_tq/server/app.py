@@ -1,4 +1,4 @@
-"""The routes: from a request to a job for the engine, and from its events to an answer."""
+"""The routes: from an HTTP request to jobs for the engine, and from their events to a response."""
 
 import asyncio
 import json
@@ -19,40 +19,47 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from mlx_tq.server.answers import Answer
-from mlx_tq.server.embeddings import EmbeddingRequest, embed
-from mlx_tq.server.errors import ApiError, InvalidRequestError, MethodNotAllowedError, NotFoundError, UnavailableError
+from mlx_tq.server.answers import Answer, ChunkWriter, Object, ResponseWriter, Writer
+from mlx_tq.server.api_errors import (
+    ApiError,
+    ClientDisconnectedError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    NotFoundError,
+    UnavailableError,
+)
+from mlx_tq.server.embeddings import embed
 from mlx_tq.server.guard import Guard
-from mlx_tq.server.jobs import Event, Failed, Job, Piece, Progress, Started
-from mlx_tq.server.report import server_report, session_report
-from mlx_tq.server.response_schemas import ResponseRequest, in_own_names
-from mlx_tq.server.responses import ResponseAnswer
-from mlx_tq.server.schemas import ChatRequest, CompletionRequest, Kind, parse
-from mlx_tq.server.service import DEFAULT_MODEL, Service
-from mlx_tq.server.sessions import HEADER, Turn
+from mlx_tq.server.job import Event, Failed, Job, Piece, Progress, Started
+from mlx_tq.server.model_service import DEFAULT_MODEL, ModelService
+from mlx_tq.server.schemas import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponseRequest,
+    parse,
+    with_response_names,
+)
+from mlx_tq.server.sessions import HEADER, SessionTurn
 from mlx_tq.server.web import HEADERS, PAGE
 
 log = logging.getLogger(__name__)
 
-LIMITED = "X-Max-Tokens"  # of the answer, where that is less than what was asked for
-
-
-class ClientGoneError(ApiError):
-    """Nobody reads this answer any more."""
-
-    status, code = 499, "client_gone"
+# Says how many tokens the answer may have, where that is less than the request asks for.
+MAX_TOKENS_HEADER = "X-Max-Tokens"
 
 
 @dataclass(frozen=True)
 class Web:
-    """What the routes need, and what goes on behind them."""
+    """The state that the routes share."""
 
-    service: Service
+    service: ModelService
     guard: Guard
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do it beside; a task that nobody holds may vanish."""
+        """Run `work` in the background; asyncio may drop a task that nothing refers to."""
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -64,7 +71,7 @@ Handler = Callable[[Web, Request], Awaitable[Response]]
 
 
 def create_app(web: Web, origins: list[str]) -> Starlette:
-    """The application; it starts the engine, and who calls this ends it."""
+    """Return the application. It starts the engine; the caller ends it."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -73,7 +80,7 @@ def create_app(web: Web, origins: list[str]) -> Starlette:
 
     def route(path: str, method: str, handler: Handler, *, guarded: bool = True) -> Route:
         async def endpoint(request: Request) -> Response:
-            return await _guarded(web, request, path, handler, guarded=guarded)
+            return await _handle(web, request, path, handler, guarded=guarded)
 
         return Route(path, endpoint, methods=[method])
 
@@ -96,39 +103,41 @@ def create_app(web: Web, origins: list[str]) -> Starlette:
         routes=routes,
         lifespan=lifespan,
         middleware=[cors] if origins else [],
-        exception_handlers={HTTPException: _no_route},
+        exception_handlers={HTTPException: _refused_by_starlette},
     )
 
 
-async def _guarded(web: Web, request: Request, path: str, handler: Handler, *, guarded: bool) -> Response:
-    """Run a handler; whatever it raises becomes an answer in OpenAI's shape."""
-    began = time.perf_counter()
+async def _handle(web: Web, request: Request, path: str, handler: Handler, *, guarded: bool) -> Response:
+    """Run a handler; whatever it raises becomes a response in OpenAI's shape."""
+    started = time.perf_counter()
     try:
         if guarded:
-            web.guard.check(request)
+            web.guard.check_caller(request)
         response = await handler(web, request)
     except ApiError as error:
-        response = _error(error)
+        response = _error_response(error)
     except ClientDisconnect:
-        response = _error(ClientGoneError("the client left before its request had arrived"))
+        response = _error_response(ClientDisconnectedError("the client disconnected while it sent its request"))
     except Exception:
-        log.exception("a fault of the server")
-        response = _error(ApiError("a fault of the server; its log says where"))
+        log.exception("internal error")
+        response = _error_response(ApiError("internal error; see the server's log"))
     web.service.metrics.requests.labels(path, response.status_code).inc()
-    log.info("%s %s %d %.0f ms", request.method, path, response.status_code, 1e3 * (time.perf_counter() - began))
+    log.info("%s %s %d %.0f ms", request.method, path, response.status_code, 1e3 * (time.perf_counter() - started))
     return response
 
 
-def _error(error: ApiError) -> JSONResponse:
+def _error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers)
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses."""
+async def _refused_by_starlette(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 405:
-        return _error(MethodNotAllowedError(f"{request.method} is not what this route takes"))
-    return _error(NotFoundError("there is no such route") if status == 404 else InvalidRequestError(str(error)))
+        return _error_response(MethodNotAllowedError(f"this route does not support {request.method}"))
+    return _error_response(NotFoundError("unknown route") if status == 404 else InvalidRequestError(str(error)))
+
+
+# Routes without generation.
 
 
 async def _health(web: Web, request: Request) -> Response:
@@ -146,7 +155,7 @@ async def _metrics(web: Web, request: Request) -> Response:
     return Response(generate_latest(web.service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _model_object(service: Service) -> dict[str, Any]:
+def _model_object(service: ModelService) -> Object:
     return {"id": service.name, "object": "model", "created": service.created, "owned_by": "mlx_tq"}
 
 
@@ -160,13 +169,12 @@ async def _model(web: Web, request: Request) -> Response:
 
 
 async def _plan(web: Web, request: Request) -> Response:
-    return JSONResponse(server_report(web.service))
+    return JSONResponse(web.service.report())
 
 
 async def _drop_session(web: Web, request: Request) -> Response:
-    sessions = web.service.sessions
-    await sessions.drop(request.path_params["name"])
-    await run_in_threadpool(sessions.forget)
+    await web.service.sessions.drop(request.path_params["name"])
+    await run_in_threadpool(web.service.sessions.forget_dropped)
     return Response(status_code=204)
 
 
@@ -174,56 +182,52 @@ async def _page(web: Web, request: Request) -> Response:
     return HTMLResponse(PAGE, headers=HEADERS)
 
 
-async def _parse_body(web: Web, request: Request, kind: type[Kind]) -> Kind:
-    body = await web.guard.body(request)
-    request.state.nbytes = len(body)
-    # One at a time: a large body holds the GIL, and several in turn would leave the event loop no time.
-    return await web.service.large_requests.run(len(body), parse, kind, body)
+async def _embed(web: Web, request: Request) -> Response:
+    body = await _parse_body(web, request, EmbeddingRequest)
+    return JSONResponse(await embed(body, web.service.rescue, DEFAULT_MODEL))
+
+
+# Routes with generation.
+
+
+async def _parse_body(web: Web, request: Request, kind: type[Body]) -> Body:
+    content = await web.guard.read_body(request)
+    request.state.nbytes = len(content)
+    # Parsing a large body holds the GIL; several in turn would block the event loop.
+    return await web.service.large_requests.run(len(content), parse, kind, content)
 
 
 async def _chat(web: Web, request: Request) -> Response:
-    return await _answer(web, request, await _parse_body(web, request, ChatRequest))
+    return await _generate(web, request, await _parse_body(web, request, ChatRequest), ChunkWriter)
 
 
 async def _complete(web: Web, request: Request) -> Response:
-    return await _answer(web, request, await _parse_body(web, request, CompletionRequest))
-
-
-async def _embed(web: Web, request: Request) -> Response:
-    asked = await _parse_body(web, request, EmbeddingRequest)
-    return JSONResponse(await embed(asked, web.service.rescue, DEFAULT_MODEL))
+    return await _generate(web, request, await _parse_body(web, request, CompletionRequest), ChunkWriter)
 
 
 async def _respond(web: Web, request: Request) -> Response:
-    asked = await _parse_body(web, request, ResponseRequest)
+    body = await _parse_body(web, request, ResponseRequest)
     try:
-        chat = await run_in_threadpool(asked.chat)
-        return await _answer(web, request, chat, lambda answer: ResponseAnswer(answer, asked))
+        chat = await run_in_threadpool(body.to_chat)
+        return await _generate(web, request, chat, lambda answer: ResponseWriter(answer, body))
     except InvalidRequestError as error:
-        raise in_own_names(error) from error
+        raise with_response_names(error) from error
 
 
-async def _answer(
-    web: Web,
-    request: Request,
-    asked: ChatRequest | CompletionRequest,
-    form: Callable[[Answer], Answer | ResponseAnswer] = lambda answer: answer,
+async def _generate(
+    web: Web, request: Request, body: ChatRequest | CompletionRequest, make_writer: Callable[[Answer], Writer]
 ) -> Response:
-    """Generate. A stream begins when the job has left the queue, so that all that can be refused has a status.
-
-    Args:
-        web: with the service.
-        request: as it came.
-        asked: what it says.
-        form: gives an answer the form of another route.
-    """
+    """Generate the answer. A stream starts when the job has left the queue, so that refusals have an HTTP status."""
     service = web.service
-    name, grammar = request.headers.get(HEADER), None
-    session = None if name is None else await _run_until_disconnect(request, service.sessions.enter(name))
+    session_name, grammar, session = request.headers.get(HEADER), None, None
+    if session_name is not None:
+        session = await _run_until_disconnect(request, service.sessions.enter(session_name))
     try:
-        if isinstance(asked, ChatRequest):
-            grammar = await _run_until_disconnect(request, service.response_formats.compile(asked, _address(request)))
-        jobs, answer, turn = await service.prepare_in_thread(asked, request.state.nbytes, session, grammar)
+        if isinstance(body, ChatRequest):
+            client = request.client.host if request.client else ""
+            grammar = await _run_until_disconnect(request, service.response_formats.compile(body, client))
+        preparation = (service.prepare, body, session, grammar)
+        jobs, answer, turn = await service.large_requests.run(request.state.nbytes, *preparation)
         events = _events(service, jobs)
         service.engine.submit(*jobs)
     except BaseException:
@@ -231,59 +235,53 @@ async def _answer(
             service.sessions.leave(session)
         raise
     settled = None if turn is None else web.spawn(_settle(web, turn, jobs[0], answer))
-    least = min(job.max_tokens for job in jobs)
-    limited = {LIMITED: str(least)} if least < (asked.answer_tokens or 0) else {}
-    watch = asyncio.create_task(_watch(request, jobs[0]))
+    max_tokens = min(job.max_tokens for job in jobs)
+    headers = {MAX_TOKENS_HEADER: str(max_tokens)} if max_tokens < (body.answer_tokens or 0) else {}
+    watch = asyncio.create_task(_fail_on_disconnect(request, jobs[0]))
     try:
         first = await anext(events)
         assert isinstance(first, Started)  # noqa: S101 - tells the type checker
-        answer.told(first)
-        shown = form(answer)
-        if not asked.stream:
+        answer.add(first, service.tokenizer.decode)
+        writer = make_writer(answer)
+        if not body.stream:
             async for event in events:
-                answer.told(event)
-                if isinstance(event, Piece):
-                    shown.add(event, service.tokenizer.decode)
+                if (update := answer.add(event, service.tokenizer.decode)) is not None:
+                    writer.events(update)
             if settled is not None:
                 await asyncio.shield(settled)
-            return JSONResponse(shown.whole(), headers=limited)
+            return JSONResponse(writer.body(), headers=headers)
     except BaseException:
         await events.aclose()
         raise
     finally:
         watch.cancel()
-    lines = _lines(shown, answer, events, service, settled, usage=asked.wants_usage)
-    return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **limited})
+    lines = _stream(writer, answer, events, service, settled, usage=body.wants_usage)
+    return StreamingResponse(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
 
 
-async def _settle(web: Web, turn: Turn, job: Job, answer: Answer) -> None:
-    """When a session's job has left the engine and its answer was read, the session's next request has its turn."""
-    sessions = web.service.sessions
+async def _settle(web: Web, turn: SessionTurn, job: Job, answer: Answer) -> None:
+    """End a session's turn when its job has left the engine and its events were read."""
+    service = web.service
     try:
-        left = await job.left.get()
-        await job.heard.wait()
-        if left.caches is not None and answer.is_complete:
-            await run_in_threadpool(sessions.settle, turn, left, answer.message())
-            if left.held is not None:
-                answer.session = session_report(left, left.held, web.service.positions)
+        result = await job.session_result.get()
+        await job.events_closed.wait()
+        if result.caches is not None and answer.is_complete:
+            await run_in_threadpool(service.sessions.settle, turn, result, answer.message())
+            answer.session = service.session_report(result)
     except Exception:
-        log.exception("a session could not go on")  # its next request begins behind the answer before
+        log.exception("cannot continue a session")  # its next request continues from the answer before
     finally:
-        sessions.leave(turn.kept)
-    web.spawn(run_in_threadpool(sessions.forget))
+        service.sessions.leave(turn.session)
+    web.spawn(run_in_threadpool(service.sessions.forget_dropped))
 
 
 async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work`; cancel it if the client disconnects.
-
-    Raises:
-        ClientGoneError: it has disconnected.
-    """
+    """Run `work`; cancel it if the client disconnects, and raise `ClientDisconnectedError`."""
     task, disconnected = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError("the client disconnected while its request was being prepared")
+            raise ClientDisconnectedError("the client disconnected while its request was being prepared")
         return task.result()
     finally:
         task.cancel()
@@ -295,74 +293,65 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _address(request: Request) -> str:
-    return request.client.host if request.client else ""
-
-
-async def _watch(request: Request, job: Job) -> None:
-    """Fail the job's events when the client disconnects."""
+async def _fail_on_disconnect(request: Request, job: Job) -> None:
     await _wait_for_disconnect(request)
-    job.events.put_nowait(Failed(ClientGoneError("the client left before its answer was complete")))
+    job.events.put_nowait(Failed(ClientDisconnectedError("the client disconnected before its answer was complete")))
 
 
-async def _events(service: Service, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
-    """What becomes of jobs that share their events; whoever stops listening before the end cancels them.
-
-    Raises:
-        ApiError: a job failed.
-    """
-    began, finished, seen, running = time.perf_counter(), False, False, sum(1 + len(job.others) for job in jobs)
+async def _events(service: ModelService, jobs: Sequence[Job]) -> AsyncGenerator[Event]:
+    """Yield the events of jobs, which share a queue, and raise their errors. Closing it early cancels the jobs."""
+    started, first_token, ended = time.perf_counter(), True, False
+    unfinished = sum(len(job.answers) for job in jobs)
     try:
-        while not finished:
+        while not ended:
             event = await jobs[0].events.get()
             if isinstance(event, Failed):
-                finished = not isinstance(event.error, ClientGoneError)
+                ended = not isinstance(event.error, ClientDisconnectedError)
                 raise event.error
             if isinstance(event, Piece):
-                if not seen:
-                    service.metrics.first_token_seconds.observe(time.perf_counter() - began)
-                seen, running = True, running - (event.finish is not None)
-                finished = not running
+                if first_token:
+                    service.metrics.first_token_seconds.observe(time.perf_counter() - started)
+                first_token, unfinished = False, unfinished - (event.finish_reason is not None)
+                ended = not unfinished
             yield event
     finally:
         for job in jobs:
-            job.heard.set()
+            job.events_closed.set()
             service.engine.cancel(job)
-        if not finished:
+        if not ended:
             service.metrics.disconnects.inc()
 
 
-async def _lines(
-    shown: Answer | ResponseAnswer,
+async def _stream(
+    writer: Writer,
     answer: Answer,
     events: AsyncGenerator[Event],
-    service: Service,
+    service: ModelService,
     settled: asyncio.Task[None] | None,
     *,
     usage: bool,
 ) -> AsyncIterator[str]:
-    """Server-sent events: comments while the prompt is read, chunks, and OpenAI's last line."""
+    """Yield server-sent events; during the prefill, comments with its progress."""
     try:
-        for each in shown.opening():
-            yield _line(each)
+        for value in writer.start_events():
+            yield _sse(value)
         async for event in events:
-            answer.told(event)
             if isinstance(event, Progress):
-                yield f": {event.done} of {event.total} tokens read\n\n"
-            elif isinstance(event, Piece):
-                for each in shown.add(event, service.tokenizer.decode):
-                    yield _line(each)
+                yield f": prefill {event.done} of {event.total} tokens\n\n"
+            if (update := answer.add(event, service.tokenizer.decode)) is not None:
+                for value in writer.events(update):
+                    yield _sse(value)
         if settled is not None:
             await asyncio.shield(settled)
-        for each in shown.closing(usage=usage):
-            yield _line(each)
-        yield shown.done
+        for value in writer.end_events(usage=usage):
+            yield _sse(value)
+        yield writer.end
     except ApiError as error:
-        yield _line(shown.failed(error))
+        yield _sse(writer.error_event(error))
     finally:
         await events.aclose()
 
 
-def _line(value: dict[str, Any]) -> str:
+def _sse(value: Object) -> str:
     name = f"event: {value['type']}\n" if "type" in value else ""
     return f"{name}data: {json.dumps(value)}\n\n"

@@ -1,12 +1,11 @@
-"""The thread that generates: mlx-lm's batch generator over compressed caches, fed from a bounded queue."""
+"""`Engine`: one thread that generates the answers of all jobs with mlx-lm's batch generator over compressed caches."""
 
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
-from threading import Condition, Thread
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from threading import Thread
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,45 +13,58 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
-from mlx_tq.commands.frame import end_rank
+from mlx_tq.cli.frame import end_rank
 from mlx_tq.config import KVConfig
-from mlx_tq.conversation.bring_back import hold
-from mlx_tq.conversation.recall import ready_to_recall, release
 from mlx_tq.models import ranks_of
-from mlx_tq.prefixes.store import PrefixStore, StoredPrompt
-from mlx_tq.sequence.compressed import compressed
-from mlx_tq.sequence.plan import Plan
-from mlx_tq.server.asking import Asking
-from mlx_tq.server.beginnings import Beginnings, answers, jobs_of
-from mlx_tq.server.errors import ApiError, ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.guarded_sampling import GuardedSampler
-from mlx_tq.server.held import what_is_held
-from mlx_tq.server.jobs import Failed, Job, Left, Piece, Progress, Quoted, Started
-from mlx_tq.server.kept_prompts import KeptPrompts
-from mlx_tq.server.limits import EngineLimits, Kept
+from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import batch_row
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.statistics import cache_stats
+from mlx_tq.server.admission import Admission, EngineLimits, JobQueue
+from mlx_tq.server.api_errors import ApiError, ModelFailedError, UnavailableError
+from mlx_tq.server.broadcast import OrderBroadcast, Orders
+from mlx_tq.server.job import (
+    Event,
+    Failed,
+    Job,
+    Piece,
+    Progress,
+    Quoted,
+    RunningJob,
+    SessionResult,
+    Started,
+    remaining_segments,
+)
+from mlx_tq.server.job_recall import JobRecall, end_answer
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.orders import Following, Orders
-from mlx_tq.server.outbox import Outbox
-from mlx_tq.server.prefixes import Source, going_on, is_worth_storing, stored_prompt
-from mlx_tq.server.running import Running, rest_of
+from mlx_tq.server.sampling import GuardedSampler
+from mlx_tq.server.sessions import Sessions
+from mlx_tq.server.stored_prompts import PromptSource, StoredPrompts, is_worth_storing
 
 log = logging.getLogger(__name__)
 
-_MEASURE_S = 0.1  # between two measurements of a batch that stays the same; each reads the size of every array
+
+class RecordedModel:
+    """The model, as mlx-lm's batch calls it, with the caches of the passes since `passes` was cleared.
+
+    mlx-lm's batch gives out copies of its caches only, and recall needs the caches themselves.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.passes: list[Any] = []
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        self.passes.append(cache)
+        return self._model(tokens, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 class Engine:
-    """Generates answers for jobs.
-
-    Args:
-        model, tokenizer: of mlx-lm.
-        config: how caches are stored.
-        plan: the same for this model; None where nothing is compressed.
-        limits: see `EngineLimits`.
-        metrics: counts what happens.
-        kept: what else takes memory.
-        store: of prefixes, of the same plan.
-    """
+    """Generates answers for jobs. `prefix_cache` must have been made for the same plan."""
 
     def __init__(
         self,
@@ -62,101 +74,75 @@ class Engine:
         plan: Plan | None,
         limits: EngineLimits,
         metrics: Metrics,
-        kept: Kept | None = None,
-        store: PrefixStore | None = None,
+        sessions: Sessions | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._model, self._tokenizer, self._config, self._plan = model, tokenizer, config, plan
         self._ranks = ranks_of(model)
-        self._following = Following(self._ranks)
-        self._limits, self._metrics, self._kept, self._store = limits, metrics, kept, store
-        self._waiting: deque[Job] = deque()
-        self._changed = Condition()  # guards what is waiting and whether to stop
-        self._stopping = False
+        self._broadcast = OrderBroadcast(self._ranks)
+        self.limits, self.metrics = limits, metrics
+        self._queue = JobQueue(limits.queue, metrics)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
-        # The engine's thread alone uses what follows.
-        self._running: dict[int, Running] = {}
-        self._outbox = Outbox()
-        self._ended: list[int] = []  # of the running ones, those that leave before the next step
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._step_started: float | None = None  # None while idle
+        # Only the engine's thread uses what follows.
+        self._running: dict[int, RunningJob] = {}  # by mlx-lm's uid
+        self._events: list[tuple[Job, Event | SessionResult]] = []  # of this step
+        self._finished: list[int] = []  # uids of jobs that leave before the next step
         self._stop_sequences = make_stop_sequences(tokenizer)
-        self._kept_prompts = KeptPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes)
-        self._beginnings = Beginnings(plan, limits.prefill_step_size)
-        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # keyed by id(job.sampler)
-        self._asking = Asking(model, tokenizer, plan, limits.prefill_step_size)
-        self._measured = 0.0
-        self._step_began: float | None = None  # None while idle
+        step = limits.prefill_step_size
+        self._stored_prompts = StoredPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes, prefix_cache, step)
+        self._admission = Admission(plan, limits, self._stored_prompts, sessions)
+        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # by id of the job's sampler
+        self._recall = JobRecall(model, tokenizer, plan, step)
+        self._measured_at = 0.0
 
     # For the web side.
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin; events of jobs are delivered on `loop`."""
-        self._outbox.loop = loop
+        """Start the thread; events of jobs are delivered on `loop`."""
+        self._loop = loop
         self._thread.start()
 
-    def follow(self) -> None:
-        """Do what the engine of the first rank does, until that ends.
-
-        Raises:
-            MlxTqError: what ended it here, or on all ranks.
-        """
-        self._serve()
-
     def stop(self) -> None:
-        """End the answers in progress with an error, and take no more jobs. Returns at once."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        """End running answers with an error and refuse further jobs. Returns at once."""
+        self._queue.stop()
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread to end."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     @property
-    def concurrency(self) -> int:
-        """Answers that are generated at once."""
-        return self._limits.concurrency
-
-    @property
     def is_healthy(self) -> bool:
-        """Whether jobs are taken."""
-        return self._thread.is_alive() and not self._stopping
+        return self._thread.is_alive() and not self._queue.stopping
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the current step exceeds `stalled_s`."""
-        began = self._step_began
-        return began is not None and time.monotonic() - began > self._limits.stalled_s
+        """Whether the current step has taken longer than `EngineLimits.stalled_s`."""
+        started = self._step_started
+        return started is not None and time.monotonic() - started > self.limits.stalled_s
 
     def submit(self, *jobs: Job) -> None:
         """Put jobs into the queue, all or none.
 
         Raises:
-            QueueFullError: as many wait as may.
-            UnavailableError: the engine is stopping.
+            QueueFullError, UnavailableError
         """
-        with self._changed:
-            if not self.is_healthy:
-                raise UnavailableError("the server is stopping; try again when it is back")
-            for waiting in [waiting for waiting in self._waiting if waiting.cancelled]:
-                self._waiting.remove(waiting)
-                waiting.left.put_nowait(Left())
-            if len(self._waiting) + len(jobs) > self._limits.queue:
-                raise QueueFullError(f"{self._limits.queue} requests are waiting, the limit; try again later")
-            self._waiting.extend(jobs)
-            self._metrics.waiting.set(len(self._waiting))
-            self._changed.notify()
+        if not self.is_healthy:
+            raise UnavailableError("the server is stopping; try again when it is back")
+        self._queue.put(jobs)
 
     def cancel(self, job: Job) -> None:
-        """Stop generating for a job, if it still runs: with its others it leaves the batch before the next token."""
-        for each in (job, *job.others):
-            each.cancelled = True
+        """Cancel a job and the other answers to its prompt; running ones leave the batch before the next token."""
+        for answer in job.answers:
+            answer.cancelled.set()
 
     # The thread.
 
     def _run(self) -> None:
         try:
-            self._serve()
+            self.serve()
         except Exception as error:
             if not self._ranks.is_alone:  # the others wait for this one
                 end_rank("server", error)
@@ -167,418 +153,390 @@ class Engine:
             # meanwhile is aborted.
             mx.clear_streams()
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
+        """Run in this thread until `stop`; ranks other than the first follow the first one's orders."""
         with compressed(self._model, self._config):
-            self._batch = self._new_batch()
+            self._open_batch()
             try:
-                while self._take():
+                while self._update_batch():
                     self._step()
             finally:
-                with self._changed:
-                    self._stopping = True
-                    jobs = [*jobs_of(self._running.values()), *self._waiting]
-                    self._waiting.clear()
-                for job in jobs:
+                running = [job for other in self._running.values() for job in (other.job, *_jobs(other.followers))]
+                for job in (*running, *self._queue.drain()):
                     self._fail(job, UnavailableError("the server is stopping"))
-                self._outbox.send()
+                self._send_events()
                 self._batch.close()
-                self._kept_prompts.clear()
+                self._stored_prompts.clear()
 
-    def _new_batch(self) -> BatchGenerator:
-        return BatchGenerator(
-            self._model,
-            completion_batch_size=self._limits.concurrency,
-            prefill_batch_size=min(self._limits.prompt_concurrency, self._limits.concurrency),
-            prefill_step_size=self._limits.prefill_step_size,
+    def _open_batch(self) -> None:
+        self._recorded_model = RecordedModel(self._model)
+        self._batch = BatchGenerator(
+            self._recorded_model,
+            completion_batch_size=self.limits.concurrency,
+            prefill_batch_size=min(self.limits.prompt_concurrency, self.limits.concurrency),
+            prefill_step_size=self.limits.prefill_step_size,
             stream=mx.default_stream(mx.default_device()) if self._ranks.is_alone else None,
         )
 
-    def _take(self) -> bool:
-        """Let answers leave the batch and jobs join it, as the first rank decides; False ends the thread."""
-        orders = self._following.told(self._decide, idle=not (self._waiting or self._running))
-        with self._fail_batch_on_error():
+    def _emit(self, job: Job, *events: Event | SessionResult) -> None:
+        self._events += [(job, event) for event in events]
+
+    def _send_events(self) -> None:
+        """Deliver the events of a step to the event loop, all at once."""
+        events, self._events = self._events, []
+        if events and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver, events)
+
+    # Before a step: jobs leave and join the batch, as the first rank decides.
+
+    def _update_batch(self) -> bool:
+        """Remove and admit jobs; return False to end the thread."""
+        orders = self._broadcast.share(self._decide, idle=not (self._queue.jobs or self._running))
+        with self._on_error("the batch failed", self._fail_batch):
             self._remove(orders)
         for job in orders.admitted:
             self._admit(job)
-        if orders.room is not None:
-            self._kept_prompts.trim_to(orders.room)
-        return orders.goes_on
+        if orders.stored_prompt_bytes is not None:
+            self._stored_prompts.trim_to(orders.stored_prompt_bytes)
+        return orders.keep_running
 
     def _decide(self) -> Orders:
-        """What is to be done, once there is something."""
-        with self._changed:
-            while not (self._stopping or self._waiting or self._running):
-                self._step_began = None
-                self._changed.wait()
-            self._step_began = time.monotonic()
-            if self._stopping:
-                return Orders(goes_on=False)
-            ended, self._ended = self._ended, []
-            failed = [uid for uid, running in self._running.items() if running.failed]
-            leaving = {*ended, *failed}
-            abandoned = [uid for uid, running in self._running.items() if running.job.cancelled and uid not in leaving]
-            leaving.update(abandoned)
-            remaining = [running for uid, running in self._running.items() if uid not in leaving]
-            orphans = [job for uid in leaving for job, _ in self._running[uid].followers]
+        """Wait until there is work; return which jobs leave and which join."""
+        queue = self._queue
+        with queue.changed:
+            while not (queue.stopping or queue.jobs or self._running):
+                self._step_started = None
+                queue.changed.wait()
+            self._step_started = time.monotonic()
+            if queue.stopping:
+                return Orders(keep_running=False)
+            finished, self._finished = self._finished, []
+            failed = [uid for uid, job in self._running.items() if job.failed]
+            leaving = {*finished, *failed}
+            cancelled = [u for u, job in self._running.items() if job.job.cancelled.is_set() and u not in leaving]
+            leaving.update(cancelled)
+            remaining = [job for uid, job in self._running.items() if uid not in leaving]
+            orphans = [job for uid in leaving for job in _jobs(self._running[uid].followers)]
             admitted: list[Job] = []
-            while self._waiting:
-                job = self._waiting[0]
-                with self._admitting(job):
-                    if not self._fits(remaining, [*orphans, *admitted]):
+            while queue.jobs:
+                job = queue.jobs[0]
+                with self._fail_on_admission_error(job):
+                    if not self._admission.fits(job, remaining, [*orphans, *admitted]):
                         break
-                    if job.cancelled:
-                        self._outbox.put((job, Left()))
+                    if job.cancelled.is_set():
+                        self._emit(job, SessionResult())
                     else:
                         admitted.append(job)
-                self._waiting.popleft()
-            self._metrics.waiting.set(len(self._waiting))
-        return Orders(admitted, ended, abandoned, failed, self._room(remaining, [*orphans, *admitted]))
+                queue.jobs.popleft()
+            queue.measure()
+        room = self._admission.room_for_stored_prompts(remaining, [*orphans, *admitted])
+        return Orders(admitted, finished, cancelled, failed, room)
 
-    def _fail(self, job: Job, error: ApiError) -> None:
-        self._outbox.put((job, Failed(error)), (job, Left()))
+    def _remove(self, orders: Orders) -> None:
+        """Remove jobs from the batch and store their caches, unless they failed."""
+        leaving = [*orders.finished, *orders.cancelled, *orders.failed]
+        if not leaving:
+            return
+        extracted = {}
+        for uid in (*orders.finished, *orders.cancelled):
+            with self._fail_job_on_error(uid):
+                extracted.update(self._batch.extract_cache([uid]))
+        self._batch.remove(leaving)
+        removed = [self._running[uid] for uid in leaving]
+        for uid, running in zip(leaving, removed, strict=True):
+            with self._fail_job_on_error(uid):
+                running.close_stored()
+                caches, tokens = extracted.get(uid, (None, []))
+                if running.job.session is not None and uid in orders.cancelled:
+                    self._emit(running.job, SessionResult())  # half an answer: the session stays as it was
+                elif caches is not None and tokens:
+                    self._store_answer(running, tokens, caches)
+            self._forget(uid)
+        self._admit_followers(removed)
 
-    def _fits(self, running: list[Running], admitted: list[Job]) -> bool:
-        """The first waiting job can join those that run; alone it always can, which was checked when it came."""
-        job = self._waiting[0]
-        if not running and not admitted:
-            return True
-        if sum(1 + len(each.others) for each in (*admitted, job)) + answers(running) > self._limits.concurrency:
-            return False
-        if self._limits.memory is None:
-            return True
-        room = self._limits.memory - self._beginnings.reserved(running, (*admitted, job))
-        return room >= 0 or (not admitted and self._in_common(job, -room, running) >= -room)
-
-    def _room(self, running: list[Running], admitted: list[Job]) -> int | None:
-        """Bytes that are left beside all answers, for caches kept for later requests; sessions make room first."""
-        if self._limits.memory is None or not admitted:
-            return None
-        room = self._limits.memory - self._beginnings.reserved(running, admitted)
-        if self._kept is not None:
-            self._kept.trim_to(room)
-            room -= self._kept.nbytes
-        return max(0, room)
-
-    def _in_common(self, job: Job, least: int, running: list[Running]) -> int:
-        """Bytes of a waiting job that running ones hold already, or will; 0 where they cannot be `least`."""
-        if job.goes_on or self._beginnings.saved(job, len(job.prompt.ids)) < least:
-            return 0
-        caches, cached, stored = self._source(job, 1, alone=True)
-        leader = self._beginnings.leader(job, cached, running)
-        if leader is not None:
-            return self._beginnings.saved(job, leader[1])
-        return self._beginnings.held(job, caches if stored is None else stored.live, running)
+    def _admit_followers(self, removed: Iterable[RunningJob]) -> None:
+        """Admit jobs that waited for the prefill of removed jobs."""
+        for running in removed:
+            for job in _jobs(running.followers):
+                self._admit(job)
 
     def _admit(self, job: Job) -> None:
-        """Let a job join the batch, or wait for one there that reads what both begin with."""
-        with self._admitting(job):
-            question = self._asking.question(job)
-            self._begin(job, question, *self._source(job, max(1, len(question))))
+        with self._fail_on_admission_error(job):
+            question = self._recall.question(job)
+            self._begin(job, question, self._stored_prompts.find(job, max(1, len(question))))
 
-    def _report_failure(self, running: Running, error: ApiError) -> None:
-        """Send the error to the client. The job leaves the batch before the next step."""
-        if not running.failed:
-            running.failed = True
-            self._outbox.put((running.job, Failed(error)))
-
-    def _drop_running(self, uid: int) -> None:
-        """Drop a job that is out of the batch. If it failed, also release its session unchanged."""
-        running = self._running.pop(uid)
-        if running.failed:
-            self._outbox.put((running.job, Left()))
-
-    @contextmanager
-    def _fail_job_on_error(self, uid: int) -> Iterator[None]:
-        """Fail only this job if the body raises. With several ranks, re-raise: the others may not have failed."""
-        running = self._running[uid]
-        try:
-            yield
-        except Exception as error:
-            if not self._ranks.is_alone:
-                raise
-            log.exception("a job failed")
-            self._report_failure(running, ModelFailedError(f"the model failed: {error}"))
-
-    @contextmanager
-    def _fail_batch_on_error(self) -> Iterator[None]:
-        """Fail all running jobs if the body raises, because the state of the batch is then unknown."""
-        try:
-            yield
-        except Exception as error:
-            if not self._ranks.is_alone:
-                raise
-            log.exception("a step of the batch failed")
-            failed, self._running = self._running, {}
-            for running in failed.values():
-                self._fail(running.job, ModelFailedError(f"the model failed: {error}"))
-            self._ended.clear()
-            self._batch.close()
-            self._batch = self._new_batch()
-            self._admit_followers(failed.values())
-
-    @contextmanager
-    def _admitting(self, job: Job) -> Iterator[None]:
-        """If a job cannot join the batch, it fails alone."""
-        try:
-            yield
-        except Exception as error:
-            if not self._ranks.is_alone:
-                raise
-            log.exception("a request could not join the batch")
-            self._fail(job, ModelFailedError(f"the request could not be begun: {error}"))
-
-    def _begin(
-        self, job: Job, question: list[int], caches: list[Any] | None, cached: int, stored: StoredPrompt | None
-    ) -> None:
-        """Let a job go on from caches of its first `cached` tokens, or from the store, which has these."""
-        leader = self._beginnings.leader(job, cached, self._running.values())
+    def _begin(self, job: Job, question: list[int], source: PromptSource) -> None:
+        """Insert a job into the batch, or let it follow one that prefills the prefix that both share."""
+        leader = self._admission.find_leader(job, source.cached_tokens, self._running.values())
         if leader is not None:
             leader[0].followers.append((job, leader[1]))
             return
+        caches, cached_tokens, stored = source.caches, source.cached_tokens, source.stored
         if caches is None and stored is not None:
-            caches, cached = stored.restore(), stored.restored
-        self._ranks.check("what they have read", np.array([cached, self._kept_prompts.nbytes]))
-        segments, kinds = rest_of(job.prompt.segments, job.prompt.kinds, cached)
-        if job.start is not None:
-            kinds = []  # its session keeps what was read
-        running = self._new_running(job, cached, kinds, stored)
-        if not job.goes_on:
-            running.ends = self._beginnings.ends(segments, cached)
-            running.shared = self._beginnings.shared(job, caches)
+            caches, cached_tokens = stored.restore(), stored.restored
+        self._ranks.check_equal("what they have read", np.array([cached_tokens, self._stored_prompts.nbytes]))
+        segments, kinds = remaining_segments(job.prompt, cached_tokens)
+        # A session stores its own caches.
+        running = self._new_running(job, cached_tokens, kinds if job.session is None else [], stored)
+        if not job.continues_session:
+            running.step_ends = self._admission.step_ends(segments, cached_tokens)
+            running.shared = self._admission.shared_rows(job, caches)
         if question:
-            segments, caches = self._asking.divide(running, question, segments, caches)
-        self._insert(running, segments, caches, job.prompt.ids[:cached])
-        self._outbox.put((job, Started(cached)))
-        self._say_quoted(running)
-        self._metrics.prompt_tokens.inc(len(job.prompt.ids))
-        self._metrics.cached_tokens.inc(cached)
-        self._metrics.restored_tokens.inc(0 if stored is None else stored.restored)
+            segments, caches = self._recall.split_question(running, question, segments, caches)
+        self._insert(running, segments, caches, job.prompt.ids[:cached_tokens])
+        self._emit(job, Started(cached_tokens))
+        self._emit_quoted(running)
+        self.metrics.prompt_tokens.inc(len(running.prompt_ids))
+        self.metrics.cached_tokens.inc(cached_tokens)
+        self.metrics.restored_tokens.inc(0 if stored is None else stored.restored)
 
-    def _new_running(self, job: Job, cached: int, kinds: list[str], stored: StoredPrompt | None = None) -> Running:
+    def _new_running(
+        self, job: Job, cached_tokens: int, kinds: list[str], stored: CachedPrompt | None = None
+    ) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
             sampler = self._samplers[id(job.sampler)] = GuardedSampler(job.sampler)
-        return Running(job, cached, kinds, self._tokenizer.detokenizer, sampler, stored)
+        return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
 
-    def _lead(self, uid: int, caches: list[Any]) -> None:
-        """Let those go on that waited for what a job has read, with copies of its caches."""
-        running = self._running[uid]
-        running.shared = self._beginnings.shared(running.job, caches)
-        for job, stop in running.release():
-            if stop != running.prefilled:
-                self._admit(job)
-                continue
-            with self._admitting(job):
-                stored = going_on(self._store, job.prompt, running.stored, stop, self._limits.prefill_step_size)
-                self._begin(job, [], caches, stop, stored)
-
-    def _insert(self, running: Running, segments: list[list[int]], caches: list[Any] | None, read: list[int]) -> None:
-        """Put a job into the batch, with the others of its prompt where only the last token of that is left to read."""
+    def _insert(
+        self, running: RunningJob, segments: list[list[int]], caches: list[Any] | None, tokens: list[int]
+    ) -> None:
+        """Insert a job whose `caches` hold `tokens`; with the other answers, if only the last token remains."""
         together = [running]
         if sum(map(len, segments)) == 1:
-            together += self._others(running)
+            together += self._take_others(running)
         uids = self._batch.insert_segments(
             segments=[list(segments) for _ in together],
-            max_tokens=[each.job.max_tokens for each in together],
+            max_tokens=[answer.job.max_tokens for answer in together],
             caches=[caches] * len(together),
-            all_tokens=[list(read) for _ in together],
-            samplers=[self._ranks.choosing(each.sampler) for each in together],
-            logits_processors=[each.processors for each in together],
+            all_tokens=[list(tokens) for _ in together],
+            samplers=[self._ranks.share_sampler(answer.sampler) for answer in together],
+            logits_processors=[answer.processors for answer in together],
             stop_sequences=[self._stop_sequences] * len(together),
         )
         self._running.update(zip(uids, together, strict=True))
 
-    def _others(self, running: Running) -> list[Running]:
-        """The other answers to a prompt, which is read but for its last token."""
-        length = len(running.job.prompt.ids) - 1
-        others = [self._new_running(job, length, []) for job in running.pending]
-        for each in others:
-            each.recalled = running.recalled
+    def _take_others(self, running: RunningJob) -> list[RunningJob]:
+        """Return the other answers to a prompt that is prefilled except for its last token."""
+        others = [self._new_running(job, len(running.prompt_ids) - 1, []) for job in running.pending]
+        for other in others:
+            other.recalled = running.recalled
         running.pending = []
         return others
 
-    def _ask(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
-        """The question alone is left of a prompt: if something has left its caches, read it over what it needs."""
-        running = self._running[uid]
-        if not (running.job.goes_on or ready_to_recall(caches, len(running.question))):
-            running.question = []
-            return
-        question = self._asking.bring_back(running, caches)
-        self._insert(running, [question], caches, tokens)
-        self._batch.remove([uid])
-        del self._running[uid]
-        self._metrics.prompt_tokens.inc(len(running.quoted.ids))
-        self._say_quoted(running)
+    def _emit_quoted(self, running: RunningJob) -> None:
+        if running.quotation.ids:
+            self._emit(running.job, Quoted(len(running.quotation.ids)))
 
-    def _say_quoted(self, running: Running) -> None:
-        if running.quoted.ids:
-            self._outbox.put((running.job, Quoted(len(running.quoted.ids))))
-
-    def _source(self, job: Job, unread: int, *, alone: bool = False) -> Source:
-        """Caches that hold the beginning of a job's prompt, and how much of it. The batch takes copies of them.
-
-        Or the prompt in the store; in both but for its last `unread` tokens. Unless `alone`, all ranks ask at once.
-        """
-        if job.start is not None and job.start.caches is not None:
-            return job.start.caches, job.start.cached, None
-        caches, cached = self._kept_prompts.find(job.prompt.ids, unread)
-        if self._store is None:
-            return caches, cached, None
-        step = self._limits.prefill_step_size
-        stored = stored_prompt(self._store, job.prompt, unread, step, cached, alone=alone)
-        return (caches, cached, None) if stored is None else (None, stored.found, stored)
-
-    def _keep_answered(self, running: Running, tokens: list[int], caches: list[Any]) -> None:
-        """Keep what an answer leaves: a session's for the session, others for whoever begins the same way."""
-        job = running.job
-        if job.start is None:
-            self._kept_prompts.keep(tokens, caches, "assistant")
-        else:
-            release(caches)
-            hold(caches, None)
-            held = what_is_held(caches, self._plan, running.brought())
-            kept = self._following.keep(caches)
-            self._outbox.put((job, Left(kept, list(tokens), held, running.quoted, running.at)))
+    # A step: one token for each job that decodes, one prefill step for the others.
 
     def _step(self) -> None:
-        """One token for each job in the batch, or a part of its prompt."""
-        with self._fail_batch_on_error():
-            read, generated = self._batch.next()
-            self._after_reading(read)
-            self._after_generating(generated)
+        with self._on_error("a step of the batch failed", self._fail_batch):
+            decoding = any(job.is_decoding for job in self._running.values())
+            prefilled, generated = self._batch.next()
+            passes = self._recorded_model.passes
+            # mlx-lm runs a pass of the jobs that decode, then the first decode pass of those that begin their answers.
+            self._after_prefill(prefilled, passes[1:] if decoding else passes)
+            self._after_decode(generated)
             self._fail_jobs_with_sampling_errors()
+        self._recorded_model.passes.clear()
         self._measure()
-        self._outbox.send()
+        self._send_events()
 
-    def _after_reading(self, responses: list[Any]) -> None:
-        ended, asking = [], []
+    def _after_prefill(self, responses: list[Any], passes: list[list[Any]]) -> None:
+        """Process prefill responses. The first of the passes is of the jobs that begin their answers, if any do."""
+        at_segment_end, at_question, begun = [], [], 0
         for response in responses:
             running = self._running[response.uid]
             done, total = response.progress
-            before, running.prefilled = running.prefilled, len(running.job.prompt.ids) - total + done
-            self._metrics.read_tokens.inc(running.prefilled - before)
-            self._outbox.put((running.job, Progress(done, total)))
-            asks = running.question and total - done == len(running.question)
-            if asks:
-                asking.append(response.uid)
-            keeps = running.kinds and not (asks and running.divided)
-            if keeps and response.end_of_segment and not response.end_of_prompt:
-                ended.append(response.uid)
+            before, running.prefilled = running.prefilled, len(running.prompt_ids) - total + done
+            self.metrics.prefill_tokens.inc(running.prefilled - before)
+            self._emit(running.job, Progress(done, total))
+            is_at_question = running.question and total - done == len(running.question)
+            if is_at_question:
+                at_question.append(response.uid)
+            stores = running.cached_kinds and not (is_at_question and running.splits_segment)
+            if stores and response.end_of_segment and not response.end_of_prompt:
+                at_segment_end.append(response.uid)
             if response.end_of_prompt:
                 with self._fail_job_on_error(response.uid):
-                    self._asking.listen(running, self._batch, response.uid)
-        self._store_points([response.uid for response in responses])
-        leading = [each.uid for each in responses if self._running[each.uid].is_awaited]
-        for uid in leading:
-            with self._fail_job_on_error(uid):
-                caches, _ = self._extract(uid)
-                self._lead(uid, caches)
-        for uid in ended:
-            with self._fail_job_on_error(uid):
-                running = self._running[uid]
-                caches, tokens = self._extract(uid)
-                running.shared = self._beginnings.shared(running.job, caches)
-                self._kept_prompts.keep(tokens, caches, running.kinds.pop())
-        for uid in asking:
-            with self._fail_job_on_error(uid):
-                caches, tokens = self._extract(uid)
-                self._ask(uid, caches, tokens)
-        read = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
-        for uid in [uid for uid in read if uid in self._running and self._running[uid].pending]:
+                    self._recall.begin_answer(running, batch_row(passes[0], begun))
+                begun += 1
+        for response in responses:
+            running = self._running[response.uid]
+            with self._fail_job_on_error(response.uid):
+                if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
+                    running.stored.store(running.prefilled, self._extract(response.uid)[0])
+        for response in responses:
+            running = self._running[response.uid]
+            if any(stop <= running.prefilled for _, stop in running.followers):
+                with self._fail_job_on_error(response.uid):
+                    self._release_followers(running, self._extract(response.uid)[0])
+        for uid in at_segment_end:
             with self._fail_job_on_error(uid):
                 running = self._running[uid]
                 caches, tokens = self._extract(uid)
-                for each in self._others(running):
-                    self._insert(each, [running.job.prompt.ids[-1:]], caches, tokens)
+                running.shared = self._admission.shared_rows(running.job, caches)
+                self._stored_prompts.insert(tokens, caches, running.cached_kinds.pop())
+        for uid in at_question:
+            with self._fail_job_on_error(uid):
+                self._recall_for_question(uid, *self._extract(uid))
+        one_left = [response.uid for response in responses if response.progress[1] - response.progress[0] == 1]
+        for uid in [uid for uid in one_left if uid in self._running and self._running[uid].pending]:
+            with self._fail_job_on_error(uid):
+                running = self._running[uid]
+                caches, tokens = self._extract(uid)
+                for other in self._take_others(running):
+                    self._insert(other, [running.prompt_ids[-1:]], caches, tokens)
 
     def _extract(self, uid: int) -> tuple[list[Any], list[int]]:
-        """Return a job's caches and the tokens that they hold."""
+        """Return copies of a job's caches, and the tokens that they hold."""
         caches, tokens = self._batch.extract_cache([uid])[uid]
         return caches, tokens
 
-    def _store_points(self, uids: list[int]) -> None:
-        """Store what jobs have read, where a step ended that is worth it."""
-        for uid in uids:
-            running = self._running[uid]
-            with self._fail_job_on_error(uid):
-                if running.stored is not None and is_worth_storing(running.stored, running.prefilled):
-                    caches, _ = self._extract(uid)
-                    running.stored.store(running.prefilled, caches)
+    def _release_followers(self, running: RunningJob, caches: list[Any]) -> None:
+        """Let followers continue from copies of the leader's caches."""
+        running.shared = self._admission.shared_rows(running.job, caches)
+        for job, stop in running.release_followers():
+            if stop != running.prefilled:
+                self._admit(job)
+                continue
+            with self._fail_on_admission_error(job):
+                stored = self._stored_prompts.follow(job.prompt, running.stored, stop)
+                self._begin(job, [], PromptSource(caches, stop, stored))
 
-    def _after_generating(self, responses: list[Any]) -> None:
+    def _recall_for_question(self, uid: int, caches: list[Any], tokens: list[int]) -> None:
+        """Recall evicted tokens before the question, which alone remains of the prompt, and insert the job again."""
+        running = self._running[uid]
+        if not self._recall.is_needed(running, caches):
+            running.question = []
+            return
+        question = self._recall.before_question(running, caches)
+        self._insert(running, [question], caches, tokens)
+        self._batch.remove([uid])
+        del self._running[uid]
+        self.metrics.prompt_tokens.inc(len(running.quotation.ids))
+        self._emit_quoted(running)
+
+    def _after_decode(self, responses: list[Any]) -> None:
         for response in responses:
             with self._fail_job_on_error(response.uid):
                 self._process_token(self._running[response.uid], response)
             if response.finish_reason is not None:
-                self._drop_running(response.uid)
-        self._metrics.generated_tokens.inc(len(responses))
+                self._forget(response.uid)
+        self.metrics.generated_tokens.inc(len(responses))
 
-    def _process_token(self, running: Running, response: Any) -> None:
+    def _process_token(self, running: RunningJob, response: Any) -> None:
         running.close_stored()
-        finish = response.finish_reason
-        if finish is None and running.looks is not None:  # also where this rank knows that nobody needs more
-            running.looks.token()
-        event = running.said(response)
+        finish_reason = response.finish_reason
+        if finish_reason is None and running.looks is not None:  # all ranks search, also for a job that will end
+            running.looks.count_token()
+        event = running.next_event(response)
         if isinstance(event, Piece) and event.recalled is not None:
-            self._metrics.recalled_tokens.inc(len(event.recalled.positions))
-        if finish is not None:
-            self._outbox.put((running.job, event))
-            self._keep_answered(running, response.all_tokens, response.prompt_cache)
+            self.metrics.recalled_tokens.inc(len(event.recalled.positions))
+        if finish_reason is not None:
+            self._emit(running.job, event)
+            self._store_answer(running, response.all_tokens, response.prompt_cache)
         elif isinstance(event, Failed):
             self._report_failure(running, event.error)
         else:
-            self._outbox.put((running.job, event))
-            if event.finish is not None:
-                self._ended.append(response.uid)
+            self._emit(running.job, event)
+            if event.finish_reason is not None:
+                self._finished.append(response.uid)
+
+    def _store_answer(self, running: RunningJob, tokens: list[int], caches: list[Any]) -> None:
+        """Store the caches of an answer: for its session, or for prompts that share the prefix."""
+        job = running.job
+        if job.session is None:
+            self._stored_prompts.insert(tokens, caches, "assistant")
+            return
+        end_answer(caches)
+        stats, registered = cache_stats(caches, self._plan), self._broadcast.register(caches)
+        recalled, quotation = running.total_recalled, running.quotation
+        self._emit(job, SessionResult(registered, list(tokens), stats, recalled, quotation, running.quotation_start))
+
+    # Errors: of one job, of the whole batch, and of a job that cannot join it.
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        self._emit(job, Failed(error), SessionResult())
+
+    def _report_failure(self, running: RunningJob, error: ApiError) -> None:
+        """Send an error to the client; the job leaves the batch before the next step."""
+        if not running.failed:
+            running.failed = True
+            self._emit(running.job, Failed(error))
+
+    def _forget(self, uid: int) -> None:
+        """Forget a job that is out of the batch. If it failed, release its session unchanged."""
+        running = self._running.pop(uid)
+        if running.failed:
+            self._emit(running.job, SessionResult())
+
+    @contextmanager
+    def _on_error(self, event: str, handle: Callable[[Exception], None]) -> Iterator[None]:
+        """Log and handle an error of the body. With several ranks, re-raise: the others may not have failed."""
+        try:
+            yield
+        except Exception as error:
+            if not self._ranks.is_alone:
+                raise
+            log.exception(event)
+            handle(error)
+
+    def _fail_job_on_error(self, uid: int) -> AbstractContextManager[None]:
+        running = self._running[uid]
+        return self._on_error("a job failed", lambda error: self._report_failure(running, _model_failed(error)))
+
+    def _fail_on_admission_error(self, job: Job) -> AbstractContextManager[None]:
+        def fail(error: Exception) -> None:
+            self._fail(job, ModelFailedError(f"the request could not be started: {error}"))
+
+        return self._on_error("a request could not join the batch", fail)
+
+    def _fail_batch(self, error: Exception) -> None:
+        """Fail all running jobs, because the state of the batch is unknown, and open a new batch."""
+        failed, self._running = self._running, {}
+        for running in failed.values():
+            self._fail(running.job, _model_failed(error))
+        self._finished.clear()
+        self._batch.close()
+        self._open_batch()
+        self._admit_followers(failed.values())
 
     def _fail_jobs_with_sampling_errors(self) -> None:
-        """Fail the jobs whose sampler or processors raised."""
         for uid, running in self._running.items():
             error = running.sampling_error
-            if error is not None and uid not in self._ended:
+            if error is not None and uid not in self._finished:
                 log.error("sampling failed", exc_info=error)
                 self._report_failure(running, ModelFailedError(f"sampling failed: {error}"))
         for running in self._running.values():
             running.sampler.error = None
 
-    def _remove(self, orders: Orders) -> None:
-        """Remove jobs from the batch. Keep what they read for later requests, unless they failed."""
-        leaving = [*orders.ended, *orders.abandoned, *orders.failed]
-        if not leaving:
-            return
-        extracted = {}
-        for uid in (*orders.ended, *orders.abandoned):
-            with self._fail_job_on_error(uid):
-                extracted.update(self._batch.extract_cache([uid]))
-        self._batch.remove(leaving)
-        gone = [self._running[uid] for uid in leaving]
-        for uid, running in zip(leaving, gone, strict=True):
-            with self._fail_job_on_error(uid):
-                running.close_stored()
-                caches, tokens = extracted.get(uid, (None, []))
-                if running.job.start is not None and uid in orders.abandoned:
-                    # half an answer: the session stays as it was
-                    self._outbox.put((running.job, Left()))
-                elif caches is not None and tokens:
-                    self._keep_answered(running, tokens, caches)
-            self._drop_running(uid)
-        self._admit_followers(gone)
-
-    def _admit_followers(self, left: Iterable[Running]) -> None:
-        """Let jobs that waited for what others were reading look for it elsewhere."""
-        for running in left:
-            for job, _ in running.followers:
-                self._admit(job)
-
     def _measure(self) -> None:
-        if self._running and time.monotonic() - self._measured < _MEASURE_S:
+        if self._running and time.monotonic() - self._measured_at < self.limits.metrics_interval_s:
             return
-        self._measured = time.monotonic()
+        self._measured_at = time.monotonic()
         tokens = [running.prefilled + running.generated for running in self._running.values()]
-        native = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
-        self._metrics.running.set(len(self._running))
-        self._metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
-        self._metrics.memory_bytes.set(mx.get_active_memory())
-        self._metrics.kv_fp16_bytes.set(native)
-        self._metrics.prompt_cache_bytes.set(self._kept_prompts.nbytes)
-        self._metrics.prompt_cache_entries.set(len(self._kept_prompts))
+        fp16_nbytes = sum(map(self._plan.fp16_nbytes, tokens)) if self._plan else self._batch.prompt_cache_nbytes
+        self.metrics.running.set(len(self._running))
+        self.metrics.kv_bytes.set(self._batch.prompt_cache_nbytes)
+        self.metrics.memory_bytes.set(mx.get_active_memory())
+        self.metrics.kv_fp16_bytes.set(fp16_nbytes)
+        self.metrics.prompt_cache_bytes.set(self._stored_prompts.nbytes)
+        self.metrics.prompt_cache_entries.set(len(self._stored_prompts))
+
+
+def _model_failed(error: Exception) -> ModelFailedError:
+    return ModelFailedError(f"the model failed: {error}")
+
+
+def _jobs(followers: Iterable[tuple[Job, int]]) -> list[Job]:
+    return [job for job, _ in followers]
+
+
+def _deliver(events: list[tuple[Job, Event | SessionResult]]) -> None:
+    for job, event in events:
+        if isinstance(event, SessionResult):
+            job.session_result.put_nowait(event)
+        else:
+            job.events.put_nowait(event)

@@ -1,13 +1,16 @@
-"""Who may call, and how much they may send."""
+"""Checks before a request is parsed: who may call and how much they may send. Large requests queue up."""
 
 import asyncio
 import ipaddress
 import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from mlx_tq.server.errors import (
+from mlx_tq.server.api_errors import (
     BodyTooLargeError,
     BodyTooSlowError,
     ForeignOriginError,
@@ -19,10 +22,13 @@ _MAX_BODY = 10**7  # if the model states no context length
 _MIN_DEFAULT_MAX_BODY = 2 * 10**6  # room for tools, schemas and several prompts
 _BODY_BYTES_PER_POSITION = 32  # a token is about four bytes, and JSON escapes take up to six per byte
 BODY_TIMEOUT_S = 30.0  # a client that trickles its body must not keep a connection for long
+LARGE_REQUEST_BYTES = 2**16  # tokenizing takes about 0.1 s
+_MAX_QUEUED_BYTES = 2**23  # of all requests in preparation or waiting for it
+
+Result = TypeVar("Result")
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether `host` is an address that only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -35,52 +41,40 @@ def default_max_body(positions: int | None) -> int:
 
 
 class Guard:
-    """The checks before a body is parsed.
+    """Checks callers and reads bodies. Without `api_key`, only localhost may call."""
 
-    Args:
-        key: that clients have to send, or None on a loopback address.
-        origins: of web pages that may call.
-        max_body: bytes.
-        max_bodies: that may arrive at once.
-    """
-
-    def __init__(self, key: str | None, origins: list[str], max_body: int, max_bodies: int) -> None:
-        self._key = key.encode() if key else None
+    def __init__(self, api_key: str | None, origins: list[str], max_body: int, max_bodies: int) -> None:
+        self._api_key = api_key.encode() if api_key else None
         self._origins = set(origins)
         self._max_body, self._max_bodies = max_body, max_bodies
-        self._arriving = 0
+        self._arriving = 0  # bodies
 
-    def check(self, request: Request) -> None:
-        """Raise unless the caller may use the models.
+    def check_caller(self, request: Request) -> None:
+        """Refuse foreign web pages, wrong keys and, without a key, foreign names of this machine.
 
-        Raises:
-            ForeignOriginError: a web page that is neither the server's own nor allowed, or without a key a foreign name
-                of this machine: pages reach localhost through the user's browser (CSRF, DNS rebinding).
-            UnauthorizedError: no key, or a wrong one.
+        Pages reach localhost through the user's browser (CSRF, DNS rebinding).
         """
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         if origin is not None and origin not in self._origins and not (host and origin.partition("://")[2] == host):
-            raise ForeignOriginError("web pages may not call this server; start it with --allowed-origins to let one")
-        if self._key is None:
-            name = urlsplit(f"//{host}").hostname or ""
-            if not is_loopback(name):
-                raise ForeignOriginError("without an API key the server answers to localhost alone; call it by that")
+            raise ForeignOriginError("web pages may not call this server; allow one with --allowed-origins")
+        if self._api_key is None:
+            if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+                raise ForeignOriginError("without an API key the server answers to localhost only; use that name")
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), self._key):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(key.strip().encode(), self._api_key):
             raise UnauthorizedError("the API key is missing or wrong; send `Authorization: Bearer KEY`")
 
-    async def body(self, request: Request) -> bytes:
-        """The body, read up to the limit.
+    async def read_body(self, request: Request) -> bytes:
+        """Read the body, up to its limits of size and time.
 
         Raises:
-            BodyTooLargeError, BodyTooSlowError: it is.
-            QueueFullError: as many bodies as may are on their way.
-            ClientDisconnect: the client left before it had arrived.
+            BodyTooLargeError, BodyTooSlowError, QueueFullError, ClientDisconnect
         """
         length = request.headers.get("content-length", "")
+        too_large = BodyTooLargeError(f"the body is over {self._max_body} bytes; shorten it, or raise --max-body")
         if length.isdigit() and int(length) > self._max_body:
-            raise self._too_large()
+            raise too_large
         if self._arriving >= self._max_bodies:
             raise QueueFullError(f"{self._max_bodies} requests are arriving, the limit; try again in a second")
         body = bytearray()
@@ -90,12 +84,33 @@ class Guard:
                 async for part in request.stream():
                     body += part
                     if len(body) > self._max_body:
-                        raise self._too_large()
+                        raise too_large
         except TimeoutError:
             raise BodyTooSlowError(f"the body took longer than {BODY_TIMEOUT_S:.0f} s to arrive") from None
         finally:
             self._arriving -= 1
         return bytes(body)
 
-    def _too_large(self) -> BodyTooLargeError:
-        return BodyTooLargeError(f"the body is over {self._max_body} bytes; shorten it, or raise --max-body")
+
+class LargeRequests:
+    """Prepares large requests one at a time, so that small ones do not wait; on one event loop."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._nbytes = 0
+
+    async def run(self, nbytes: int, prepare: Callable[..., Result], *args: Any) -> Result:
+        """Run `prepare(*args)` in a thread: at once for a small request, else when it is this request's turn."""
+        if nbytes <= LARGE_REQUEST_BYTES:
+            return await run_in_threadpool(prepare, *args)
+        if self._nbytes and self._nbytes + nbytes > _MAX_QUEUED_BYTES:
+            raise QueueFullError(
+                f"too many large requests: {self._nbytes:,} bytes are queued and this one has {nbytes:,}; "
+                f"the limit is {_MAX_QUEUED_BYTES:,}. Try again later"
+            )
+        self._nbytes += nbytes
+        try:
+            async with self._turn:
+                return await run_in_threadpool(prepare, *args)
+        finally:
+            self._nbytes -= nbytes

@@ -1,4 +1,4 @@
-"""The process around the application: its socket, its model, its end."""
+"""The server process: loads the model, listens on a socket, and serves until a signal ends it."""
 
 import argparse
 import logging
@@ -12,100 +12,68 @@ from typing import Any
 import uvicorn
 from jinja2 import TemplateError
 
-from mlx_tq.commands.args import config_from_args, rescue_from_args, with_blocks
-from mlx_tq.commands.grammar import Grammars
-from mlx_tq.commands.loading import load_chosen
-from mlx_tq.commands.preflight import free_memory
-from mlx_tq.commands.screen import console, show_plan
+from http_limits.connections import BACKLOG, limited_connection
+from mlx_tq.cli.args import config_from_args, rescue_from_args, with_blocks
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.preflight import free_memory
+from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.config import KVConfig
+from mlx_tq.distributed.group import Ranks
 from mlx_tq.errors import ConfigError
+from mlx_tq.grammar.constraint import Grammars
+from mlx_tq.integration.probe import position_limit
 from mlx_tq.models import EMBEDDED
-from mlx_tq.prefixes.folder import Folder
-from mlx_tq.prefixes.store import PrefixStore
-from mlx_tq.ranks.group import Ranks
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.rescue import OFF, RescueClient, open_service
-from mlx_tq.seam.probe import position_limit
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.plan import Plan
+from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.app import Web, create_app
-from mlx_tq.server.connections import BACKLOG, connections, listening_socket
-from mlx_tq.server.conversation import Conversations
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.formats import ResponseFormats
 from mlx_tq.server.guard import Guard, default_max_body
-from mlx_tq.server.limits import EngineLimits
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.prefixes import salt_of
+from mlx_tq.server.model_service import ModelService
+from mlx_tq.server.prompt_builder import PromptBuilder
+from mlx_tq.server.response_formats import ResponseFormats
 from mlx_tq.server.sampling import Sampling
-from mlx_tq.server.service import Service
 from mlx_tq.server.sessions import Sessions
+from mlx_tq.server.stored_prompts import salt_of
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 5
-_CONNECTIONS = 512  # or four for each request that may wait or run, where these are more
-_SHOWN_TOKENS = 8192  # context at which the bytes of the cache are shown
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket on which clients are already waited for.
-
-    Raises:
-        ConfigError: the address is unknown or taken.
-    """
-    try:
-        return listening_socket(host, port)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); give another --port.") from error
+_CONNECTIONS = 512  # or four for each request that may wait or run, if these are more
+_SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
 def follow(args: argparse.Namespace, folder: Folder | None, ranks: Ranks) -> None:
-    """Load this rank's part of the model, and do what the first rank does until that ends.
-
-    Args:
-        args: the flags.
-        folder: of this rank's store of prefixes, or None.
-        ranks: that have parts of the model.
-
-    Raises:
-        MlxTqError: whatever stands in the way.
-    """
-    model, tokenizer, config, plan, memory = _loaded(args, ranks)
-    ranks.first_alone(lambda: None)  # opens the rescue service
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the first rank gets too, and ends all in order
-    store = _store(model, plan, folder, ranks, "")
-    Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics(), store=store).follow()
+    """Load this rank's part of the model, and follow the first rank until it ends."""
+    model, tokenizer, config, plan, memory = _load(args, ranks)
+    ranks.run_on_first(lambda: None)  # opens the rescue service
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and ends all ranks
+    prefix_cache = _prefix_cache(model, plan, folder, ranks, "")
+    Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics(), prefix_cache=prefix_cache).serve()
 
 
 def serve(
-    args: argparse.Namespace, key: str | None, folder: Folder | None, listener: socket.socket, ranks: Ranks
+    args: argparse.Namespace, api_key: str | None, folder: Folder | None, listener: socket.socket, ranks: Ranks
 ) -> None:
-    """Load the model and serve it until a signal comes.
-
-    Args:
-        args: the flags.
-        key: that clients must send, or None.
-        folder: of this rank's store of prefixes, or None.
-        listener: where they come in.
-        ranks: that have parts of the model; this is the first.
-
-    Raises:
-        MlxTqError: whatever stands in the way.
-    """
-    service = _service(args, folder, salt_of(key, shared=args.kv_store_share), ranks)
+    """Load the model and serve it until a signal comes; of several ranks, this is the first."""
+    service = _service(args, folder, salt_of(api_key, shared=args.prefix_cache_share), ranks)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            service.engine.stop()  # answers in progress end now, and with them their connections
+            service.engine.stop()  # ends running answers, and with them their connections
             super().handle_exit(sig, frame)
 
     host, port = listener.getsockname()[:2]
     console.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
     requests = args.max_queue + args.decode_concurrency
-    guard = Guard(key, args.allowed_origins, args.max_body or default_max_body(service.positions), requests)
+    guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), requests)
     config = uvicorn.Config(
         create_app(Web(service, guard), args.allowed_origins),
-        http=connections(max(_CONNECTIONS, 4 * requests)),
+        http=limited_connection(max(_CONNECTIONS, 4 * requests)),
         ws="none",
         backlog=BACKLOG,
         log_config=None,
@@ -113,7 +81,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    # uvicorn stops at a signal and then raises it again: this makes of it an exit that passes through `finally`.
+    # uvicorn stops at a signal and then raises it again; this turns it into an exit that passes through `finally`.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         Server(config).run(sockets=[listener])
@@ -123,8 +91,8 @@ def serve(
         service.grammars.close()
 
 
-def _loaded(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig, Plan | None, int | None]:
-    """Model, tokenizer, how caches are stored and, where they are compressed, the plan and the bytes they may take."""
+def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig, Plan | None, int | None]:
+    """Return model, tokenizer and config and, if caches are compressed, the plan and the bytes for all caches."""
     config = config_from_args(args)
     if rescue_from_args(args, default=OFF).service != OFF:
         config = with_blocks(config, args)
@@ -137,7 +105,7 @@ def _loaded(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig,
         return model, tokenizer, config, None, None
     positions = position_limit(model)
     show_plan(plan, min(_SHOWN_TOKENS, positions or _SHOWN_TOKENS))
-    return model, tokenizer, config, plan, ranks.least(args.kv_memory_limit or free_memory())
+    return model, tokenizer, config, plan, ranks.min(args.kv_memory_limit or free_memory())
 
 
 def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
@@ -152,30 +120,29 @@ def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
     )
 
 
-def _store(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, salt: str) -> PrefixStore | None:
-    """What the model reads, in a folder; the first rank knows the salt."""
-    salt = ranks.tell(lambda: salt)
-    return None if folder is None or plan is None else PrefixStore(model, plan, folder, log.warning, salt)
+def _prefix_cache(model: Any, plan: Plan | None, folder: Folder | None, ranks: Ranks, salt: str) -> PrefixCache | None:
+    salt = ranks.broadcast(lambda: salt)
+    return None if folder is None or plan is None else PrefixCache(model, plan, folder, log.warning, salt)
 
 
-def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> Service:
-    model, tokenizer, config, plan, memory = _loaded(args, ranks)
+def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> ModelService:
+    model, tokenizer, config, plan, memory = _load(args, ranks)
     positions, rescue = position_limit(model), rescue_from_args(args, default=OFF)
-    metrics, conversations = Metrics(), Conversations(tokenizer, args.chat_template_args, positions)
-    client = ranks.first_alone(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
-    sessions = Sessions(args.sessions, args.max_queue, conversations, rescue, client, positions, metrics)
-    store = _store(model, plan, folder, ranks, salt)
+    metrics, prompt_builder = Metrics(), PromptBuilder(tokenizer, args.chat_template_args, positions)
+    client = ranks.run_on_first(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
+    sessions = Sessions(args.sessions, args.max_queue, prompt_builder, rescue, client, positions, metrics)
+    prefix_cache = _prefix_cache(model, plan, folder, ranks, salt)
     grammars = Grammars(tokenizer)
-    return Service(
+    return ModelService(
         name=_public_name(args.model),
         created=int(time.time()),
         tokenizer=tokenizer,
-        conversations=conversations,
+        prompt_builder=prompt_builder,
         grammars=grammars,
         response_formats=ResponseFormats(grammars, args.max_queue, allow_lark=args.allow_lark),
         sessions=sessions,
         rescue=client,
-        engine=Engine(model, tokenizer, config, plan, _limits(args, memory), metrics, sessions, store),
+        engine=Engine(model, tokenizer, config, plan, _limits(args, memory), metrics, sessions, prefix_cache),
         metrics=metrics,
         sampling=Sampling(args.temp, args.top_p, args.top_k, args.min_p),
         max_tokens=args.max_tokens,
@@ -186,7 +153,6 @@ def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: 
 
 
 def _check_template(tokenizer: Any, options: dict[str, Any]) -> None:
-    """Raise where --chat-template cannot be used, before clients are told that it is their conversation."""
     try:
         messages = [{"role": "user", "content": "hi"}]
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
@@ -195,7 +161,7 @@ def _check_template(tokenizer: Any, options: dict[str, Any]) -> None:
 
 
 def _public_name(model: str | None) -> str:
-    """What clients call the model: of a folder only its own name, never where it is."""
+    """Return the model's name for clients; of a folder, not where it is."""
     if model is None:
         return EMBEDDED
     return Path(model).resolve().name if Path(model).exists() else model

@@ -1,6 +1,6 @@
-"""How the next token is chosen; requests with the same settings share a sampler, which mlx-lm calls once a batch."""
+"""Samplers and logits processors of requests, and guards that isolate their errors from the rest of the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -8,41 +8,39 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
 
-from mlx_tq.server.errors import InvalidRequestError
-from mlx_tq.server.schemas import Request
+from mlx_tq.server.api_errors import InvalidRequestError
+from mlx_tq.server.schemas import GenerationRequest
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [B, V] -> tokens [B]
 
 _MAX_TOKEN_ID_DIGITS = 10  # int() raises ValueError above 4,300 digits
+_SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a sampler; the defaults are the server's flags.
-
-    Attributes:
-        temperature: 0 takes the most likely token.
-        top_p, top_k, min_p: which tokens may be taken at all; 1 (or 0), 0 and 0 let all.
-    """
+    """Settings of a sampler. Temperature 0 is greedy; the other defaults allow all tokens."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
 
-    def changed_by(self, request: Request) -> "Sampling":
-        """These settings with those of a request."""
-        names = ("temperature", "top_p", "top_k", "min_p")
-        asked = {name: getattr(request, name) for name in names}
-        return Sampling(**{name: getattr(self, name) if value is None else value for name, value in asked.items()})
+    def updated(self, request: GenerationRequest) -> "Sampling":
+        """Return these settings with those that the request sets."""
+        values = {name: getattr(request, name) for name in _SETTINGS}
+        return Sampling(**{name: getattr(self, name) if values[name] is None else values[name] for name in _SETTINGS})
 
     def sampler(self, vocabulary: int, seed: int | None = None) -> Sampler:
-        """A sampler; with a seed one of its own, whose choices do not depend on what else is in the batch."""
+        """Return a sampler. Requests with equal settings share one, which mlx-lm calls once per batch.
+
+        A seeded sampler is not shared: its choices do not depend on the rest of the batch.
+        """
         if self.temperature == 0:
             return greedy_sampler  # type: ignore[no-any-return]
         if seed is None:
-            return _shared(self, vocabulary)
-        return _Seeded(_filters(self, vocabulary), self.temperature, seed)
+            return _shared_sampler(self, vocabulary)
+        return _SeededSampler(_filters(self, vocabulary), self.temperature, seed)
 
 
 def _filters(sampling: Sampling, vocabulary: int) -> list[Sampler]:
@@ -57,40 +55,42 @@ def _filters(sampling: Sampling, vocabulary: int) -> list[Sampler]:
 
 
 @lru_cache(maxsize=256)
-def _shared(sampling: Sampling, vocabulary: int) -> Sampler:
+def _shared_sampler(sampling: Sampling, vocabulary: int) -> Sampler:
     filters = _filters(sampling, vocabulary)
-    return lambda logprobs: _draw(logprobs, filters, sampling.temperature, None)
+    return lambda logprobs: _sample(logprobs, filters, sampling.temperature, None)
 
 
-class _Seeded:
-    """A sampler with a key of its own."""
-
+class _SeededSampler:
     def __init__(self, filters: list[Sampler], temperature: float, seed: int) -> None:
         self._filters, self._temperature, self._seed = filters, temperature, seed
         self._key: mx.array | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        if self._key is None:  # not before: an array belongs to the thread that makes it
+        if self._key is None:  # not earlier: an array belongs to the thread that makes it
             self._key = mx.random.key(self._seed)
         self._key, key = mx.random.split(self._key)
-        return _draw(logprobs, self._filters, self._temperature, key)
+        return _sample(logprobs, self._filters, self._temperature, key)
 
 
-def _draw(logprobs: mx.array, filters: list[Sampler], temperature: float, key: mx.array | None) -> mx.array:
-    for keep in filters:
-        logprobs = keep(logprobs)
+def _sample(logprobs: mx.array, filters: list[Sampler], temperature: float, key: mx.array | None) -> mx.array:
+    for apply_filter in filters:
+        logprobs = apply_filter(logprobs)
     return mx.random.categorical(logprobs * (1 / temperature), key=key)
 
 
-def processors(request: Request, vocabulary: int) -> list[Any]:
-    """mlx-lm's processors for the penalties and biases of a request.
-
-    Raises:
-        InvalidRequestError: a bias for a token that does not exist.
-    """
+def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
+    """Return mlx-lm's processors for the penalties and biases of a request; refuse biases of unknown tokens."""
+    bias = None
+    for token in request.logit_bias or ():
+        is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_ID_DIGITS
+        if not (is_number and int(token) < vocabulary):
+            message = f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}"
+            raise InvalidRequestError(message, "logit_bias")
+    if request.logit_bias:
+        bias = {int(token): value for token, value in request.logit_bias.items()}
     return list(
         make_logits_processors(
-            _bias(request, vocabulary),
+            bias,
             repetition_penalty=request.repetition_penalty,
             repetition_context_size=request.repetition_context_size or 20,
             presence_penalty=request.presence_penalty,
@@ -99,13 +99,53 @@ def processors(request: Request, vocabulary: int) -> list[Any]:
     )
 
 
-def _bias(request: Request, vocabulary: int) -> dict[int, float] | None:
-    if not request.logit_bias:
-        return None
-    for token in request.logit_bias:
-        is_number = token.isascii() and token.isdigit() and len(token) <= _MAX_TOKEN_ID_DIGITS
-        if not (is_number and int(token) < vocabulary):
-            raise InvalidRequestError(
-                f"logit_bias names the token {token[:20]!r}; tokens are 0 to {vocabulary - 1}", "logit_bias"
-            )
-    return {int(token): bias for token, bias in request.logit_bias.items()}
+class GuardedProcessors:
+    """Run a job's logits processors; after an error, return the logits unchanged and keep the error.
+
+    The row continues with harmless values until the engine, which reads `error` after each step, removes the job. An
+    error that mlx raises on evaluation still ends the batch, because nothing says which row caused it.
+    """
+
+    def __init__(self, processors: Sequence[Any]) -> None:
+        self._processors = processors
+        self.error: Exception | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Process the logits [1, V] of the token after `tokens` [N]."""
+        if self.error is not None:
+            return logits
+        unchanged = logits[:]  # processors may write into `logits`
+        processed = logits
+        try:
+            for processor in self._processors:
+                processed = processor(tokens, processed)
+            _check_shape(processed, unchanged.shape)
+        except Exception as error:  # noqa: BLE001 - the engine logs it
+            self.error = error
+            return unchanged
+        return processed
+
+
+class GuardedSampler:
+    """Fall back to argmax if the wrapped sampler raises, and keep the error until the engine clears it.
+
+    mlx-lm samples rows that have the same sampler at once, so jobs that share a sampler share its guard.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.error: Exception | None = None
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        try:
+            tokens = self._sampler(logprobs)
+            _check_shape(tokens, logprobs.shape[:-1])
+        except Exception as error:  # noqa: BLE001 - the engine logs it
+            self.error = error
+            return mx.argmax(logprobs, axis=-1)
+        return tokens
+
+
+def _check_shape(array: mx.array, expected: tuple[int, ...]) -> None:
+    if array.shape != expected:
+        raise ValueError(f"it returned an array of the shape {array.shape} instead of {expected}")

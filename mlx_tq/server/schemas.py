@@ -1,15 +1,17 @@
-"""What a request may say. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
+"""Request bodies. Unknown arguments are refused, as OpenAI does: nothing is silently ignored."""
 
 import gc
 from collections.abc import Sequence
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -17,13 +19,11 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from mlx_tq.server.errors import InvalidRequestError
+from mlx_tq.rescue import MAX_TEXT
+from mlx_tq.server.api_errors import InvalidRequestError
 
-MAX_STOPS = 16
-MAX_CHOICES = 128
 MAX_PROMPTS = 128
-MAX_TOP_LOGPROBS = 20
-_MAX_FAULTS = 3
+_MAX_ERRORS = 3  # that one response reports
 _MAX_NAME = 100  # characters of a name from the request that an error repeats
 _MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, and must stay finite in float16
 _ABSENT = object()
@@ -50,63 +50,61 @@ def _check_repetition_penalty(penalty: float) -> float:
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-Prompt = Annotated[str, Field(min_length=1)] | Annotated[FailFastList[int], Field(min_length=1)]  # text, or token ids
-Share = Annotated[float, Field(ge=0, le=1)]
+PromptInput = Annotated[str, Field(min_length=1)] | Annotated[FailFastList[int], Field(min_length=1)]  # text or ids
+Probability = Annotated[float, Field(ge=0, le=1)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0, le=10), AfterValidator(_check_repetition_penalty)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class Strict(BaseModel):
-    """Objects of which every field has a meaning."""
+    """Objects that may not have unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # OpenAI's bookkeeping, which is accepted and changes no answer.
+    ignored: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_excess_unknown_fields(cls, value: Any) -> Any:
-        """Drop unknown arguments beyond the number that an error reports."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + _MAX_FAULTS:
+    def _drop_fields(cls, value: Any) -> Any:
+        """Drop ignored fields, and unknown ones beyond the number that an error reports."""
+        if not isinstance(value, dict) or (not cls.ignored and len(value) <= len(cls.model_fields) + _MAX_ERRORS):
             return value
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = islice((name for name in value if name not in names), _MAX_FAULTS)
+        unknown = islice((name for name in value if name not in names and name not in cls.ignored), _MAX_ERRORS)
         return {name: value[name] for name in (*unknown, *names) if name in value}
 
 
 class Loose(BaseModel):
-    """Objects that clients send back as they got them, with fields of OpenAI's that mean nothing here."""
+    """Objects that clients send back as they received them, with fields of OpenAI's that mean nothing here."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class TextPart(Strict):
-    """A piece of a message."""
+# Messages and tools.
 
+
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
 class Function(Loose):
-    """A call that the model made."""
-
     name: str
     arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(Loose):
-    """A call that the model made, with its name in the conversation."""
-
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
 
 
 class Message(Loose):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    # null is a message without words
-    content: str | FailFastList[TextPart] | None = Field(_ABSENT, validate_default=True)
+    content: str | FailFastList[TextPart] | None = Field(_ABSENT, validate_default=True)  # may be null, not absent
     reasoning: str | None = None
     tool_calls: FailFastList[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -114,7 +112,7 @@ class Message(Loose):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _is_said(cls, content: Any, info: ValidationInfo) -> Any:
+    def _require_content(cls, content: Any, info: ValidationInfo) -> Any:
         if content is not _ABSENT:
             return content
         if info.data.get("role") in ("system", "developer", "user"):
@@ -123,111 +121,101 @@ class Message(Loose):
 
 
 class FunctionTool(Strict):
-    """A function that the model may call."""
-
     type: Literal["function"]
     function: dict[str, Any]
 
 
 class StreamOptions(Strict):
-    """What a request may say of its stream."""
+    ignored = ("include_obfuscation",)
 
     include_usage: bool | None = None
-    include_obfuscation: Any = None
+
+
+# Formats of answers.
 
 
 class TextFormat(Strict):
-    """Whatever the model says."""
-
     type: Literal["text"]
 
 
 class ObjectFormat(Strict):
-    """A JSON object, of a schema where there is one, as llama.cpp takes it."""
+    """A JSON object; llama.cpp also takes a schema here."""
 
     type: Literal["json_object"]
-    described_by: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class NamedSchema(Strict):
-    """A JSON schema, with what OpenAI's models read of it; it is followed to the letter with and without `strict`."""
+    """A JSON schema. It is always followed strictly, with and without `strict`."""
 
-    described_by: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
 class SchemaFormat(Strict):
-    """What a JSON schema describes."""
-
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
 class GrammarFormat(Strict):
-    """What a grammar or a regular expression describes."""
-
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
     definition: str
 
 
-Format = Annotated[TextFormat | ObjectFormat | SchemaFormat | GrammarFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat | GrammarFormat, Field(discriminator="type")]
 
 
-class Request(Strict):
-    """What both kinds of request have."""
+# Requests.
+
+_BOOKKEEPING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+class GenerationRequest(Strict):
+    """Arguments of chats and completions."""
+
+    ignored = (*_BOOKKEEPING, "reasoning_effort")
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Share | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_p: Share | None = None
+    min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     repetition_context_size: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: FailFastDict[Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: Stop | Annotated[FailFastList[Stop], Field(max_length=MAX_STOPS)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    # What OpenAI's own bookkeeping uses; it has no meaning here and changes no answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    reasoning_effort: Any = None  # of OpenAI's own models; of a template it is one of chat_template_kwargs
+    stop: Stop | Annotated[FailFastList[Stop], Field(max_length=16)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
 
     @field_validator("stream_options")
     @classmethod
-    def _of_a_stream(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    def _require_stream(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if options is not None and not info.data.get("stream"):
-            raise ValueError("it says something of a stream: send stream, true, or leave it out")
+            raise ValueError("requires stream=true")
         return options
 
     @property
     def stops(self) -> list[str]:
-        """The texts that end the answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def wants_usage(self) -> bool:
-        """A stream ends with its counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def answer_tokens(self) -> int | None:
-        """The most tokens to generate, if the request says."""
         return self.max_tokens
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     """The body of a request to /v1/chat/completions."""
 
     messages: Annotated[FailFastList[Message], Field(min_length=1)]
@@ -236,34 +224,33 @@ class ChatRequest(Request):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: Format | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
     modalities: FailFastList[Literal["text"]] | None = None
     chat_template_kwargs: FailFastDict[str | int | float | bool | None] | None = None
 
     @field_validator("top_logprobs")
     @classmethod
-    def _beside_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
+    def _require_logprobs(cls, count: int | None, info: ValidationInfo) -> int | None:
         if count and not info.data.get("logprobs"):
-            raise ValueError("it says something of logprobs: send logprobs, true, or leave it out")
+            raise ValueError("requires logprobs=true")
         return count
 
     @property
     def answer_tokens(self) -> int | None:
-        """The most tokens to generate, if the request says."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def prefill(self) -> Message | None:
-        """The last message, where the answer goes on behind its words."""
+        """The last message, if it is the start of the answer."""
         last = self.messages[-1]
         return last if last.role == "assistant" and not last.tool_calls else None
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationRequest):
     """The body of a request to /v1/completions."""
 
-    prompt: Prompt | Annotated[FailFastList[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: PromptInput | Annotated[FailFastList[PromptInput], Field(min_length=1, max_length=MAX_PROMPTS)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -271,22 +258,204 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         tokens = [part for part in self.prompt if isinstance(part, int)]
         return [tokens] if tokens else [part for part in self.prompt if not isinstance(part, int)]
 
 
-Kind = TypeVar("Kind", bound=Strict)
+EmbeddingInput = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 
 
-def parse(kind: type[Kind], body: bytes) -> Kind:
-    """Read a request from JSON.
+class EmbeddingRequest(Strict):
+    """The body of a request to /v1/embeddings."""
 
-    Raises:
-        InvalidRequestError: it is no JSON, or arguments are missing, unknown, or of wrong type or range.
-    """
+    ignored = ("user",)
+
+    model: str | None = None
+    input: EmbeddingInput | Annotated[FailFastList[EmbeddingInput], Field(min_length=1, max_length=2048)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _refuse_tokens(cls, value: Any) -> Any:
+        if isinstance(value, list) and any(isinstance(part, int | list) for part in value):
+            raise ValueError("tokens are of another model than the embedder; send texts")
+        return value
+
+
+# /v1/responses, which becomes a chat.
+
+
+class InputText(Loose):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+Texts = str | FailFastList[InputText]
+
+
+class MessageItem(Loose):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Texts
+
+
+class CallItem(Loose):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(Loose):
+    call_id: str
+    output: Texts
+
+
+class ReasoningItem(Loose):
+    """The model's reasoning, which later turns leave out."""
+
+
+def _item_type(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else "message"
+
+
+_ITEM_TYPES = "'message', 'function_call', 'function_call_output', 'reasoning'"
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _item_type, custom_error_type="item_type", custom_error_message=f"its type should be one of {_ITEM_TYPES}"
+    ),
+]
+
+
+class TextSchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+
+class TextOptions(Strict):
+    format: Annotated[TextFormat | ObjectFormat | TextSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Any = None
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseRequest(Strict):
+    """The body of a request to /v1/responses. Responses are not stored, so none can be continued by its id."""
+
+    ignored = (*_BOOKKEEPING, "reasoning", "prompt_cache_retention", "max_tool_calls")
+
+    model: str | None = None
+    input: Annotated[str, Field(min_length=1)] | Annotated[FailFastList[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: FailFastList[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    text: TextOptions | None = None
+    tools: FailFastList[ResponseTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+
+    def to_chat(self) -> ChatRequest:
+        messages = self._messages()
+        if not messages:
+            raise InvalidRequestError("the input has no message; send at least one", "input")
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "logprobs": "message.output_text.logprobs" in (self.include or []) or None,
+            "top_logprobs": self.top_logprobs,
+            "tool_choice": self.tool_choice,
+            "response_format": self._response_format(),
+        }
+        if self.tools:
+            functions = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in self.tools]
+            body["tools"] = [{"type": "function", "function": function} for function in functions]
+        return ChatRequest.model_validate(body)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            if isinstance(item, MessageItem):
+                messages.append({"role": item.role, "content": _join(item.content)})
+            elif isinstance(item, CallItem):
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif isinstance(item, CallOutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
+        return messages
+
+    def _response_format(self) -> dict[str, Any] | None:
+        text_format = self.text and self.text.format
+        if text_format is None:
+            return None
+        fields = text_format.model_dump(by_alias=True, exclude_none=True)
+        if isinstance(text_format, TextSchemaFormat):
+            return {"type": fields.pop("type"), "json_schema": fields}
+        return fields
+
+
+def _join(content: Texts) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+# Names of a chat's arguments in a request to /v1/responses, the longest first.
+_RESPONSE_NAMES = {
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
+
+
+def with_response_names(error: InvalidRequestError) -> InvalidRequestError:
+    """Rename the chat argument at fault to that of /v1/responses, in the error's param and message."""
+    old = error.param or ""
+    name = next((name for name in _RESPONSE_NAMES if old == name or old.startswith(f"{name}.")), None)
+    if name is None:
+        return error
+    new, message = _RESPONSE_NAMES[name] + old.removeprefix(name), str(error)
+    # After the name at its start, a message may repeat the client's own words.
+    starts_with_name = message.startswith(f"{old}: ")
+    renamed = new + message.removeprefix(old) if starts_with_name else message.replace(name, _RESPONSE_NAMES[name])
+    return type(error)(renamed, new)
+
+
+# Parsing.
+
+Body = TypeVar("Body", bound=Strict)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """Parse and validate a request body; raise `InvalidRequestError` if it is not valid."""
     try:
         value = _parse_json(body)
     except ValueError as error:
@@ -294,7 +463,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        invalid = _make_error(error.errors(include_url=False, include_input=False), value)
+        invalid = _to_api_error(error.errors(include_url=False, include_input=False), value)
     # Raised outside the `except`, without `value`: the traceback would keep the parsed body alive and free it on the
     # event loop.
     del value
@@ -310,47 +479,37 @@ def _parse_json(body: bytes) -> Any:
         gc.enable()
 
 
-def _make_error(faults: Sequence[Any], value: Any) -> InvalidRequestError:
-    said: dict[str, list[str]] = {}
-    for where, message in _places(faults, value):
-        said.setdefault(where, []).append(message)
-    messages = [f"{where}: {_either(each)}" if where else each[0] for where, each in said.items()]
-    return InvalidRequestError("; ".join(messages[:_MAX_FAULTS]), next(iter(said)) or None)
+def _to_api_error(errors: Sequence[Any], value: Any) -> InvalidRequestError:
+    """Make one error of pydantic's, without the value: it may be the text of a conversation.
 
-
-def _places(faults: Sequence[Any], value: Any) -> list[tuple[str, str]]:
-    """Where, and what is wrong there, without the value: it may be the text of a conversation.
-
-    Of an argument that may have several types, pydantic says for each type why it is not that one. Where a value has
-    the type of one, only what that one says is of use.
+    For a union, pydantic reports why the value is of none of its types. Where it has one of the types, only that
+    type's errors are useful.
     """
-    found = []
-    for fault in faults:
-        where = ".".join(_path(fault, value))
-        message = _MESSAGES.get(fault["type"], str(fault["msg"]).removeprefix("Value error, "))
-        if fault["type"] == "union_tag_invalid":
-            message = f"its type should be one of {fault['ctx']['expected_tags']}"
-        found.append((where, message, fault["type"].endswith("_type")))
-    return [
-        (where, message)
-        for where, message, is_type in found
-        if not (is_type and any(other.startswith(f"{where}.") or (other == where and not t) for other, _, t in found))
-    ]
+    entries = []
+    for error in errors:
+        message = _MESSAGES.get(error["type"], str(error["msg"]).removeprefix("Value error, "))
+        if error["type"] == "union_tag_invalid":
+            message = f"its type should be one of {error['ctx']['expected_tags']}"
+        entries.append((".".join(_path(error, value)), message, error["type"].endswith("_type")))
+    by_path: dict[str, list[str]] = {}
+    for path, message, is_type in entries:
+        if not (is_type and any(p.startswith(f"{path}.") or (p == path and not t) for p, _, t in entries)):
+            by_path.setdefault(path, []).append(message)
+    texts = []
+    for path, (first, *others) in by_path.items():
+        alternatives = [other.removeprefix("Input should be ") for other in dict.fromkeys(others) if other != first]
+        texts.append(f"{path}: {' or '.join([first, *alternatives])}" if path else first)
+    return InvalidRequestError("; ".join(texts[:_MAX_ERRORS]), next(iter(by_path)) or None)
 
 
-def _path(fault: Any, value: Any) -> list[str]:
-    """The place of a fault in the request; pydantic puts the names of types between."""
+def _path(error: Any, value: Any) -> list[str]:
+    """Return the keys that lead to an error; pydantic puts the names of types between them."""
     path = []
-    for at, part in enumerate(fault["loc"], 1 - len(fault["loc"])):  # 0 is the last
+    for position, part in enumerate(error["loc"], 1 - len(error["loc"])):  # 0 is the last
         if (isinstance(value, list) and isinstance(part, int)) or (isinstance(value, dict) and part in value):
             value = value[part]
-        elif fault["type"] not in ("missing", "value_error") or at:
+        elif error["type"] not in ("missing", "value_error") or position:
             continue
         name = str(part)
         path.append(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}...")
     return path
-
-
-def _either(messages: list[str]) -> str:
-    first, *others = dict.fromkeys(messages)
-    return " or ".join([first, *(other.removeprefix("Input should be ") for other in others)])

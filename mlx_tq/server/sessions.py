@@ -1,8 +1,8 @@
-"""Conversations that the server keeps between requests: each a cache that loses tokens and gets back what it needs.
+"""Sessions: conversations whose caches the server keeps between requests.
 
-A client that names its session still sends the whole conversation. What the session has read is not read again, and
-where that is not how the conversation goes on (it was edited, or the session was dropped to make room), the session
-begins anew with it: a kept session saves time and memory, and no answer depends on it being there.
+A client that names its session still sends the whole conversation. The server prefills only what is new; if the
+conversation was edited, or the session was dropped to make room, it starts a new one. A session saves time and memory,
+and no answer depends on it.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from threading import Lock
 from typing import Any
 
 from mlx_tq.config import RescueConfig
-from mlx_tq.conversation.plain_text import PlainText
-from mlx_tq.conversation.recall import NOWHERE, archive_warning, live_positions
-from mlx_tq.conversation.settings import SESSION_NAME
-from mlx_tq.conversation.transcript import Transcript, quotation_limit
+from mlx_tq.prompt_cache.passes import sequence_in
 from mlx_tq.rescue import RescueClient
-from mlx_tq.sequence.passes import sequence_in
-from mlx_tq.server.conversation import Conversations, Message, Prompt
-from mlx_tq.server.errors import InvalidRequestError, QueueFullError
-from mlx_tq.server.jobs import Left, SessionCaches, Start
+from mlx_tq.server.api_errors import InvalidRequestError, QueueFullError
+from mlx_tq.server.job import SessionCaches, SessionResult, SessionStart
+from mlx_tq.server.job_recall import log_archive_warning
 from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.prompt_builder import Message, Prompt, PromptBuilder
 from mlx_tq.server.schemas import ChatRequest
+from mlx_tq.session.restore import live_positions
+from mlx_tq.session.text import SESSION_ID, PlainText
+from mlx_tq.session.transcript import NO_HITS, Transcript, quotation_limit
 
 log = logging.getLogger(__name__)
 
@@ -34,259 +34,205 @@ HEADER = "X-Session-Id"
 
 
 @dataclass(eq=False)
-class Kept:
-    """A session. Requests of one session take turns, in the order in which they came.
+class ServerSession:
+    """A session. Its requests take turns, in the order in which they came.
 
     Attributes:
-        transcript: its tokens, and what left its cache.
-        caches: of these tokens; None before the first answer.
-        heard: messages that the tokens stand for, the last answer included; None where nothing can follow them.
-        options: of the chat template.
-        turn: held by the request whose turn it is.
-        users: requests that have or wait for it.
+        caches: of the transcript's tokens; None before the first answer.
+        messages: that the transcript encodes, the last answer included; None if the session cannot be continued.
+        users: requests that hold or wait for `turn`.
     """
 
     transcript: Transcript
     caches: SessionCaches | None = None
-    heard: list[Message] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] | None = None
+    template_options: dict[str, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a session's caches."""
         return sum(cache.nbytes for cache in self.caches or [])
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One request of a session.
+class SessionTurn:
+    """One request of a session; `transcript` is a new one where the conversation starts again."""
 
-    Attributes:
-        kept: the session.
-        transcript: its own, or a new one where the conversation begins anew.
-        messages, options: of the request.
-        prompt: all tokens, those that the cache holds included.
-        start: where the engine goes on.
-    """
-
-    kept: Kept
+    session: ServerSession
     transcript: Transcript
     messages: list[Message]
-    options: dict[str, Any]
+    template_options: dict[str, Any]
     prompt: Prompt
-    start: Start
-
-    @property
-    def is_new(self) -> bool:
-        """The conversation is read from its beginning."""
-        return self.start.caches is None
+    start: SessionStart
 
 
 class Sessions:
-    """All that are kept: the least recently used leave first.
-
-    Args:
-        limit: how many.
-        waiting: requests that may wait for their turn, of all sessions.
-        conversations: makes prompts.
-        rescue: how evicted text is brought back.
-        client: of the rescue service; None without rescue.
-        positions: that the model allows, or None.
-        metrics: counts.
-    """
+    """All sessions: up to `limit`, the least recently used are evicted first. `client` is None without rescue."""
 
     def __init__(
         self,
         limit: int,
-        waiting: int,
-        conversations: Conversations,
+        max_waiting: int,
+        prompt_builder: PromptBuilder,
         rescue: RescueConfig,
         client: RescueClient | None,
         positions: int | None,
         metrics: Metrics,
     ) -> None:
-        self._limit, self._most_waiting, self._conversations = limit, waiting, conversations
+        self.limit, self._max_waiting, self._prompt_builder = limit, max_waiting, prompt_builder
         self._rescue, self._client, self._metrics = rescue, client, metrics
-        self._plain = PlainText(conversations.tokenizer)
-        self._quotation = quotation_limit(rescue, positions)
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._forgotten: list[str] = []  # whose text the service still has
+        self._plain = PlainText(prompt_builder.tokenizer)
+        self._quotation_limit = quotation_limit(rescue, positions)
+        self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
+        self._to_forget: list[str] = []  # ids whose text the rescue service still has
         self._lock = Lock()  # the web side and the engine's thread both drop sessions
+
+    @property
+    def has_rescue(self) -> bool:
+        return self._client is not None
 
     # A turn, on the web side.
 
-    async def enter(self, name: str) -> Kept:
-        """The session of this name, when it is this request's turn; `leave` it afterwards.
+    async def enter(self, name: str) -> ServerSession:
+        """Wait for this request's turn in its session; call `leave` afterwards.
 
         Raises:
-            InvalidRequestError: no such name can be, or no sessions are kept.
-            QueueFullError: too many wait, or every session is in use.
+            InvalidRequestError, QueueFullError
         """
-        if not SESSION_NAME.fullmatch(name):
+        if not SESSION_ID.fullmatch(name):
             raise InvalidRequestError(
                 f"{HEADER} is {name[:80]!r}; it must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -", HEADER
             )
-        if not self._limit:
-            raise InvalidRequestError("this server keeps no sessions; leave the header out", HEADER)
+        if not self.limit:
+            raise InvalidRequestError("this server has no sessions; leave the header out", HEADER)
         with self._lock:
-            kept = self._kept.get(name)
-            if kept is None:
-                self._drop(lambda: len(self._kept) >= self._limit)
-                if len(self._kept) >= self._limit:
-                    raise QueueFullError(f"all of the {self._limit} sessions are in use; try again later")
-                kept = self._kept[name] = Kept(self._new_transcript())
-            elif kept.users and self._waiting() >= self._most_waiting:
-                raise QueueFullError(f"{self._most_waiting} requests wait for their session, the limit; try later")
-            self._kept.move_to_end(name)
-            kept.users += 1
+            session = self._sessions.get(name)
+            if session is None:
+                self._drop_while(lambda: len(self._sessions) >= self.limit)
+                if len(self._sessions) >= self.limit:
+                    raise QueueFullError(f"all {self.limit} sessions are in use; try again later")
+                session = self._sessions[name] = ServerSession(self._new_transcript())
+            elif session.users and self._num_waiting() >= self._max_waiting:
+                raise QueueFullError(f"{self._max_waiting} requests wait for their session, the limit; try later")
+            self._sessions.move_to_end(name)
+            session.users += 1
         try:
-            await kept.turn.acquire()
+            await session.turn.acquire()
         except BaseException:
-            kept.users -= 1
+            session.users -= 1
             raise
-        return kept
+        return session
 
-    def leave(self, kept: Kept) -> None:
-        """End the turn of a request."""
-        kept.users -= 1
-        kept.turn.release()
+    def leave(self, session: ServerSession) -> None:
+        session.users -= 1
+        session.turn.release()
 
-    def begin(self, kept: Kept, request: ChatRequest, *, anew: bool = False) -> Turn:
-        """What a request adds to its session, or all of it where it does not follow what the session has heard.
-
-        Raises:
-            InvalidRequestError: a conversation that the model's template refuses.
-        """
-        messages, options = self._conversations.read(request)
-        heard = 0 if anew else _heard(kept, messages, options)
-        parts = self._conversations.parts(messages, options, heard)
-        if parts is None:  # the template shows old answers in another way
-            return self.begin(kept, request, anew=True)
-        transcript = kept.transcript if heard else self._new_transcript()
-        caches = kept.caches if heard else None
-        before, named = list(parts.before), NOWHERE
-        if heard and before[:1] == transcript.ids[-1:]:  # the answer ended its turn itself
+    def begin(self, session: ServerSession, request: ChatRequest, *, restart: bool = False) -> SessionTurn:
+        """Return the turn of a request: what it adds to the session, or all of it if it does not continue that."""
+        messages, options = self._prompt_builder.render_input(request)
+        cached = session.messages or []
+        continues = messages[: len(cached)] == cached and messages[len(cached) :] and not restart
+        count = len(cached) if continues and options == session.template_options else 0
+        parts = self._prompt_builder.split_turn(messages, options, count)
+        if parts is None:  # the template shows earlier answers in another way
+            return self.begin(session, request, restart=True)
+        transcript = session.transcript if count else self._new_transcript()
+        caches = session.caches if count else None
+        before, search_hits = list(parts.before), NO_HITS
+        if count and before[:1] == transcript.ids[-1:]:  # the answer generated the end of its turn itself
             del before[0]
         words: list[int] = []
         if parts.words is not None:
             words = self._plain.encode(parts.words)
             if caches is not None:
-                named = transcript.find(parts.words, live_positions(caches, len(transcript.ids)))
+                search_hits = transcript.search(parts.words, live_positions(caches, len(transcript.ids)))
         ids = [*before, *words, *parts.after]
         prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
-        quote, reserve = partial(transcript.quoted, named), transcript.longest_quotation(named)
-        start = Start(caches, len(transcript.ids), len(before), named, quote, reserve)
-        return Turn(kept, transcript, messages, options, prompt, start)
+        quote, max_quotation = partial(transcript.quote, search_hits), transcript.max_quotation_tokens(search_hits)
+        start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
+        return SessionTurn(session, transcript, messages, options, prompt, start)
 
-    def settle(self, turn: Turn, left: Left, answer: Message | None) -> None:
-        """The turn was answered: its session goes on from there. A turn that was not leaves its session as it was.
-
-        Args:
-            turn: of `begin`.
-            left: cache and tokens.
-            answer: the message that the client got; None where the next request cannot go on behind it.
-        """
-        kept, transcript = turn.kept, turn.transcript
-        assert left.caches is not None  # noqa: S101 - tells the type checker
-        if transcript is not kept.transcript:
-            self._discard(kept.transcript)
-        new = left.tokens[len(transcript.ids) :]
-        transcript.read(new, left.quoted, left.at)
-        sequence = sequence_in(left.caches)
+    def settle(self, turn: SessionTurn, result: SessionResult, answer: Message | None) -> None:
+        """Continue the session after a complete answer; `answer` is None if no request can continue from it."""
+        session, transcript = turn.session, turn.transcript
+        assert result.caches is not None  # noqa: S101 - tells the type checker
+        if transcript is not session.transcript:
+            self._discard(session.transcript)
+        transcript.append(result.tokens[len(transcript.ids) :], result.quotation, result.quotation_start)
+        sequence = sequence_in(result.caches)
         if sequence is not None:
-            transcript.tell(sequence.take_departed())
-        kept.transcript, kept.caches, kept.options = transcript, left.caches, turn.options
-        kept.heard = None if answer is None else [*turn.messages, answer]
+            transcript.send_evicted(sequence.take_departed())
+        session.transcript, session.caches = transcript, result.caches
+        session.template_options = turn.template_options
+        session.messages = None if answer is None else [*turn.messages, answer]
         self._measure()
-        self._metrics.rescued_tokens.inc(len(left.quoted.ids))
-        for warning in (archive_warning(left.caches), self._client.take_warning() if self._client else None):
-            if warning:
-                log.warning(warning)
+        self._metrics.rescued_tokens.inc(len(result.quotation.ids))
+        log_archive_warning(result.caches)
+        if self._client is not None and (warning := self._client.take_warning()):
+            log.warning(warning)
 
-    def forget(self) -> None:
-        """Have the service delete what no session needs any more; what it does not now is tried again the next time."""
-        while self._client is not None and self._forgotten:
-            session_id = self._forgotten.pop(0)
+    def forget_dropped(self) -> None:
+        """Delete the text of dropped sessions from the rescue service; failures are retried the next time."""
+        while self._client is not None and self._to_forget:
+            session_id = self._to_forget.pop(0)
             if not self._client.forget(session_id):
-                self._forgotten.append(session_id)
+                self._to_forget.append(session_id)
                 break
 
     async def drop(self, name: str) -> None:
-        """Let a session go, if there is one, when its request has ended; one that another request waits for goes on.
-
-        Raises:
-            QueueFullError: too many requests wait for their turn.
-        """
-        if name not in self._kept:
+        """Drop a session when its request has ended, unless another request waits for it."""
+        if name not in self._sessions:
             return
-        kept = await self.enter(name)
+        session = await self.enter(name)
         with self._lock:
-            if kept.users == 1:
-                self._discard(self._kept.pop(name).transcript)
+            if session.users == 1:
+                self._discard(self._sessions.pop(name).transcript)
             self._measure()
-        self.leave(kept)
+        self.leave(session)
 
     def close(self) -> None:
-        """Drop all; the service forgets them."""
         with self._lock:
-            for kept in self._kept.values():
-                self._discard(kept.transcript)
-            self._kept.clear()
-        self.forget()
+            for session in self._sessions.values():
+                self._discard(session.transcript)
+            self._sessions.clear()
+        self.forget_dropped()
         if self._client is not None:
             self._client.close()
 
-    @property
-    def limit(self) -> int:
-        """How many are kept."""
-        return self._limit
-
-    @property
-    def rescues(self) -> bool:
-        """Text that leaves goes to the rescue service, and what a turn needs of it is quoted."""
-        return self._client is not None
-
-    # Room, also for the engine's thread.
+    # Memory, also for the engine's thread.
 
     @property
     def nbytes(self) -> int:
-        """Of all kept caches."""
         with self._lock:
-            return sum(kept.nbytes for kept in self._kept.values())
+            return self._nbytes()
 
     def trim_to(self, nbytes: int) -> None:
-        """Drop sessions that nobody uses, the least recently used first, until the rest take so many bytes at most."""
+        """Drop idle sessions, the least recently used first, until the rest take at most `nbytes`."""
         with self._lock:
-            self._drop(lambda: sum(kept.nbytes for kept in self._kept.values()) > nbytes)
+            self._drop_while(lambda: self._nbytes() > nbytes)
 
-    def _drop(self, too_many: Callable[[], bool]) -> None:
-        for name in [name for name, kept in self._kept.items() if not kept.users]:
+    def _nbytes(self) -> int:
+        return sum(session.nbytes for session in list(self._sessions.values()))
+
+    def _drop_while(self, too_many: Callable[[], bool]) -> None:
+        for name in [name for name, session in self._sessions.items() if not session.users]:
             if not too_many():
                 break
-            self._discard(self._kept.pop(name).transcript)
+            self._discard(self._sessions.pop(name).transcript)
         self._measure()
 
     def _measure(self) -> None:
-        everyone = list(self._kept.values())
-        self._metrics.sessions.set(len(everyone))
-        self._metrics.session_bytes.set(sum(kept.nbytes for kept in everyone))
+        self._metrics.sessions.set(len(self._sessions))
+        self._metrics.session_bytes.set(self._nbytes())
 
     def _new_transcript(self) -> Transcript:
-        # Names at the service are ours: nobody can ask for another's text by guessing the name of a session.
-        return Transcript(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation)
+        # The rescue service gets ids of ours: nobody can read another's text by guessing the name of a session.
+        return Transcript(self._plain, self._client, self._rescue, uuid.uuid4().hex, self._quotation_limit)
 
     def _discard(self, transcript: Transcript) -> None:
-        if self._client is not None and transcript.told:
-            self._forgotten.append(transcript.session_id)
+        if self._client is not None and transcript.has_sent:
+            self._to_forget.append(transcript.session_id)
 
-    def _waiting(self) -> int:
-        return sum(max(0, kept.users - 1) for kept in self._kept.values())
-
-
-def _heard(kept: Kept, messages: list[Message], options: dict[str, Any]) -> int:
-    """How many messages of a request the session has heard: all that it has, or none."""
-    heard = kept.heard or []
-    follows = messages[: len(heard)] == heard and messages[len(heard) :] and options == kept.options
-    return len(heard) if follows else 0
+    def _num_waiting(self) -> int:
+        return sum(max(0, session.users - 1) for session in list(self._sessions.values()))

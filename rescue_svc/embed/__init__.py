@@ -1,4 +1,4 @@
-"""Embedders: text to unit vectors, in a process of their own."""
+"""Embedders turn text into unit vectors, in a child process."""
 
 from rescue_svc.embed.registry import Choice, choose_embedder, load_embedder
 from rescue_svc.embed.worker import EmbedWorker

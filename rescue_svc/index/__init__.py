@@ -1,4 +1,4 @@
-"""The index: a cache of the stored vectors that can always be built again from the store."""
+"""Indexes of vectors in memory, which can be rebuilt from the store at any time."""
 
 from rescue_svc.index.engines import EngineName, choose_engine
 from rescue_svc.index.residents import Residents

@@ -1,4 +1,4 @@
-"""Exact inner-product search over (id, vector) pairs: FAISS, or NumPy where FAISS is not installed."""
+"""Inner-product search over (id, vector) pairs: FAISS, or NumPy if FAISS is not installed."""
 
 from importlib import import_module
 from typing import Any, Literal, Protocol
@@ -13,11 +13,11 @@ Vectors = npt.NDArray[np.float32]
 Hits = list[tuple[int, float]]
 EngineName = Literal["faiss", "numpy"]
 
-# Beyond this an exact scan takes longer than a question may; vectors go to cells and a query looks into some of them.
+# Beyond this an exact scan is too slow for a query: vectors are clustered into cells, of which a query searches some.
 FLAT_LIMIT = 100_000
 # One cell in this many is searched: recall against the exact scan is measured in benchmarks/rescue.
 CELLS_SEARCHED = 8
-VECTORS_A_CELL = 64  # enough to place a cell; training on more takes longer and finds the same
+VECTORS_PER_CELL = 64  # training on more takes longer and gives the same recall
 
 
 class Engine(Protocol):
@@ -25,19 +25,16 @@ class Engine(Protocol):
 
     name: EngineName
 
-    def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add ids [N] with their unit vectors [N, D]."""
+    def add(self, ids: Ids, vectors: Vectors) -> None: ...
 
     def search(self, query: Vectors, limit: int, excluded: set[int]) -> Hits:
         """Return up to `limit` (id, cosine), best first, for a unit query [D]."""
 
-    def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
-        """Return the cosine of each of these ids that the index holds."""
+    def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]: ...
 
     def __len__(self) -> int: ...
 
-    def to_bytes(self) -> bytes:
-        """Return all that `from_bytes` needs."""
+    def to_bytes(self) -> bytes: ...
 
 
 class FaissEngine:
@@ -46,16 +43,15 @@ class FaissEngine:
     name: EngineName = "faiss"
 
     def __init__(self, dim: int) -> None:
-        import faiss  # here: a machine without it uses NumPy
+        import faiss  # may be missing, then NumPy is used
 
         self._faiss: Any = faiss
-        # One thread a search: the service answers many at once, and a fork of threads costs more than a small scan.
+        # One thread per search: there are many searches at once, and starting threads costs more than a small scan.
         faiss.omp_set_num_threads(1)
         self._index: Any = faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
         self._ids: set[int] = set()
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add ids [N] with their unit vectors [N, D]."""
         was_flat = len(self) <= FLAT_LIMIT
         self._index.add_with_ids(vectors, ids)
         self._ids.update(ids.tolist())
@@ -68,13 +64,12 @@ class FaissEngine:
         cells = int(len(ids) ** 0.5)
         inner = self._faiss.index_factory(vectors.shape[1], f"IVF{cells},Flat", self._faiss.METRIC_INNER_PRODUCT)
         inner.nprobe = max(1, cells // CELLS_SEARCHED)
-        inner.train(vectors[:: max(1, len(vectors) // (cells * VECTORS_A_CELL))])
+        inner.train(vectors[:: max(1, len(vectors) // (cells * VECTORS_PER_CELL))])
         inner.make_direct_map()  # `similarities` reads single vectors
         self._index = self._faiss.IndexIDMap2(inner)
         self._index.add_with_ids(vectors, ids)
 
     def search(self, query: Vectors, limit: int, excluded: set[int]) -> Hits:
-        """Return up to `limit` (id, cosine), best first, for a unit query [D]."""
         if not len(self):
             return []
         params = None
@@ -91,23 +86,20 @@ class FaissEngine:
         return self._faiss.SearchParameters(sel=selector)
 
     def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
-        """Return the cosine of each of these ids that the index holds."""
-        held = [i for i in ids if i in self._ids]
-        if not held:
+        indexed = [i for i in ids if i in self._ids]
+        if not indexed:
             return {}
-        vectors = self._index.reconstruct_batch(np.array(held, np.int64))
-        return dict(zip(held, (vectors @ query).tolist(), strict=True))
+        vectors = self._index.reconstruct_batch(np.array(indexed, np.int64))
+        return dict(zip(indexed, (vectors @ query).tolist(), strict=True))
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
 
     def to_bytes(self) -> bytes:
-        """Return all that `from_bytes` needs."""
         return bytes(self._faiss.serialize_index(self._index))
 
     @classmethod
     def from_bytes(cls, data: bytes, dim: int) -> "FaissEngine":
-        """Build from `to_bytes`; the caller has checked that these are the bytes that were written."""
         engine = cls(dim)
         engine._index = engine._faiss.deserialize_index(np.frombuffer(data, np.uint8))
         engine._ids = set(engine._faiss.vector_to_array(engine._index.id_map).tolist())
@@ -115,7 +107,7 @@ class FaissEngine:
 
 
 class NumpyEngine:
-    """The same answers by one matrix product."""
+    """The same results from one matrix product."""
 
     name: EngineName = "numpy"
 
@@ -124,12 +116,10 @@ class NumpyEngine:
         self._vectors: Vectors = np.zeros((0, dim), np.float32)
 
     def add(self, ids: Ids, vectors: Vectors) -> None:
-        """Add ids [N] with their unit vectors [N, D]."""
         self._ids = np.concatenate([self._ids, ids])
         self._vectors = np.concatenate([self._vectors, vectors])
 
     def search(self, query: Vectors, limit: int, excluded: set[int]) -> Hits:
-        """Return up to `limit` (id, cosine), best first, for a unit query [D]."""
         similarity = self._vectors @ query
         if excluded:
             similarity[np.isin(self._ids, np.fromiter(excluded, np.int64))] = -np.inf
@@ -137,7 +127,6 @@ class NumpyEngine:
         return [(int(self._ids[i]), float(similarity[i])) for i in best if similarity[i] > -np.inf]
 
     def similarities(self, query: Vectors, ids: list[int]) -> dict[int, float]:
-        """Return the cosine of each of these ids that the index holds."""
         rows = np.flatnonzero(np.isin(self._ids, np.array(ids, np.int64)))
         return dict(zip(self._ids[rows].tolist(), (self._vectors[rows] @ query).tolist(), strict=True))
 
@@ -145,12 +134,10 @@ class NumpyEngine:
         return len(self._ids)
 
     def to_bytes(self) -> bytes:
-        """Return all that `from_bytes` needs."""
         return self._ids.astype("<i8").tobytes() + self._vectors.astype("<f4").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes, dim: int) -> "NumpyEngine":
-        """Build from `to_bytes`; the caller has checked that these are the bytes that were written."""
         engine = cls(dim)
         count = len(data) // (8 + 4 * dim)
         engine._ids = np.frombuffer(data, "<i8", count).astype(np.int64)
@@ -162,7 +149,7 @@ ENGINES: dict[EngineName, type[FaissEngine] | type[NumpyEngine]] = {"faiss": Fai
 
 
 def choose_engine(setting: str) -> EngineName:
-    """Return the engine to use; raise SettingsError when faiss is asked for by name and not installed."""
+    """Return the engine to use; raise SettingsError if faiss is requested but not installed."""
     installed = setting != "numpy" and _faiss_loads()
     if setting == "faiss" and not installed:
         raise SettingsError("index=faiss, but faiss is not installed; `pip install faiss-cpu`, or use index=numpy")
@@ -171,7 +158,7 @@ def choose_engine(setting: str) -> EngineName:
 
 def _faiss_loads() -> bool:
     try:
-        import_module("faiss")  # now, so that the first question does not wait for it
+        import_module("faiss")  # now, so that the first query does not wait for it
     except ImportError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""The indexes in memory: built from a snapshot or the store when first asked for, kept up by pulling what is newer."""
+"""Indexes in memory, loaded on demand from a snapshot or the store and updated with newer vectors."""
 
 import threading
 from collections import OrderedDict
@@ -12,26 +12,22 @@ BYTES_PER_FLOAT = 4
 
 
 class Resident:
-    """One session's index and how far it has followed the store."""
-
     def __init__(self, engine: Engine, last: int) -> None:
         self.lock = threading.Lock()
         self.engine = engine
         self.last = last
 
     def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
-        """Return the cosines of up to `limit` spans, best first."""
         with self.lock:
             return dict(self.engine.search(query, limit, excluded))
 
     def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
-        """Return the cosine of each of these spans that has a vector."""
         with self.lock:
             return self.engine.similarities(query, list(spans))
 
 
 class Residents:
-    """Indexes of the sessions in use, at most `max_bytes` of vectors; the one used longest ago leaves first."""
+    """Indexes of the sessions in use, at most `max_bytes` of vectors; the least recently used is evicted first."""
 
     def __init__(
         self, store: SqliteStore, engine: EngineName, model: str, dim: Callable[[], int], max_bytes: int
@@ -46,11 +42,9 @@ class Residents:
         self._residents: OrderedDict[int, Resident] = OrderedDict()
 
     def resume(self, session: int) -> int:
-        """Bring a session's index to memory; return how many vectors it holds."""
         return len(self.current(session).engine)
 
     def hibernate(self, session: int) -> int:
-        """Save a session's index and let its memory go; return how many vectors it held."""
         with self._lock:
             resident = self._residents.pop(session, None)
         if resident is None:
@@ -59,29 +53,24 @@ class Residents:
         return len(resident.engine)
 
     def forget(self, session: int) -> None:
-        """Drop a session's index from memory and disk."""
-        # Under the loading lock: an index that is being built must not come back after it was dropped.
+        # Under the loading lock: an index that is being built must not be added after it was dropped.
         with self._loading, self._lock:
             self._residents.pop(session, None)
         snapshot.remove(self._store.directory, session)
 
     def is_resident(self, session: int) -> bool:
-        """Tell whether a session's index is in memory."""
         return session in self._residents
 
     def sizes(self) -> tuple[int, int]:
-        """Return how many indexes are in memory and how many bytes of vectors they hold."""
         with self._lock:
             vectors = sum(len(resident.engine) for resident in self._residents.values())
             return len(self._residents), vectors * self._dim() * BYTES_PER_FLOAT if vectors else 0
 
     def save_all(self) -> None:
-        """Save every index in memory, for a quick next start."""
         for session in list(self._residents):
             self.hibernate(session)
 
     def current(self, session: int) -> Resident:
-        """Return a session's index with every vector that the store has by now."""
         with self._lock:
             resident = self._residents.get(session)
             if resident:
@@ -106,11 +95,11 @@ class Residents:
         return resident
 
     def _from_snapshot(self, session: int) -> Resident | None:
-        found = snapshot.load(snapshot.path_of(self._store.directory, session), self.name, self._model, self._dim())
-        if found is None:
+        loaded = snapshot.load(snapshot.path_of(self._store.directory, session), self.name, self._model, self._dim())
+        if loaded is None:
             return None
-        engine, last = found
-        # Vectors that were made again have newer numbers: then the snapshot holds ones the store no longer has.
+        engine, last = loaded
+        # Vectors that were recomputed have newer numbers: then the snapshot has vectors that the store has replaced.
         stale = len(engine) != self._store.count_vectors(session, self._model, last)
         return None if stale else Resident(engine, last)
 

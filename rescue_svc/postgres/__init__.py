@@ -1,7 +1,7 @@
-"""The store of many services at once: PostgreSQL, with pgvector for what the embedder makes."""
+"""The store in PostgreSQL with pgvector, which several services can share."""
 
 from rescue_svc.postgres.connections import Connections
-from rescue_svc.postgres.index import PostgresIndex
-from rescue_svc.postgres.store import PostgresStore
+from rescue_svc.postgres.postgres_store import PostgresStore
+from rescue_svc.postgres.vectors import PostgresIndex
 
 __all__ = ["Connections", "PostgresIndex", "PostgresStore"]

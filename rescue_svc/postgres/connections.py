@@ -1,4 +1,4 @@
-"""Connections to one PostgreSQL: what must be so before it is used, a pool, and what each connection is told first."""
+"""Connections to PostgreSQL: requirements, a pool, transactions, and the translation of errors."""
 
 import struct
 from collections.abc import Iterator
@@ -8,32 +8,37 @@ from typing import Any
 
 import numpy as np
 import psycopg
+from psycopg import errors as pg
 from psycopg.adapt import Buffer, Dumper
-from psycopg.errors import UndefinedTable
 from psycopg.pq import Format
 from psycopg_pool import ConnectionPool, PoolTimeout
 
-from rescue_svc.errors import SettingsError, StoreUnavailableError
-from rescue_svc.postgres.faults import postgres_errors, reason
+from rescue_svc.errors import (
+    RescueServiceError,
+    SettingsError,
+    StoreDamagedError,
+    StoreFullError,
+    StoreUnavailableError,
+)
 
-OLDEST = 15  # the role pg_checkpoint, by which forgotten files go at once
-OLDEST_VECTOR = (0, 8)  # a search by HNSW goes on where what it found is left out
+OLDEST = 15  # the role pg_checkpoint, which deletes forgotten files at once
+OLDEST_VECTOR = (0, 8)  # iterative scans, for searches with excluded spans
 SCHEMA = "mlx_tq_rescue"
-LOCK = 0x6D717271  # "mqrq": services that start at once make what is missing one after the other
+LOCK = 0x6D717271  # "mqrq"; services that start at once create the schema one after the other
 
 POOL = 12  # connections of a service
-CONNECT_S = 3  # a server that does not answer for longer is not there
-WAIT_S = 0.5  # for a connection of the pool; then one is made beside it, or says why it cannot be
+CONNECT_S = 3
+WAIT_S = 0.5  # for a connection of the pool; then an extra one is opened, or fails with the reason
 _CONNECTING: dict[str, Any] = {
     "autocommit": True,
     "connect_timeout": CONNECT_S,
     "application_name": "mlx-tq-rescue",
-    "tcp_user_timeout": 10_000,  # ms: a network that is gone is noticed
+    "tcp_user_timeout": 10_000,  # ms, to notice a lost network
 }
 _EXTENSION = """
     SELECT t.oid, n.nspname, e.extversion FROM pg_extension e JOIN pg_namespace n ON n.oid = e.extnamespace
     JOIN pg_type t ON t.typnamespace = n.oid AND t.typname = 'vector' WHERE e.extname = 'vector'"""
-# One statement: a connection is ready after one exchange.
+# One statement, so that a connection is ready after one round trip.
 _SETTINGS = """
     SELECT set_config(name, value, false) FROM (VALUES
         ('search_path', %s),
@@ -46,14 +51,14 @@ _SETTINGS = """
 
 @dataclass(frozen=True)
 class Server:
-    """What a server is, and what the role may do to make forgotten text leave its files."""
+    """Properties of the server, and what the role may do to delete forgotten text from its files."""
 
     version: str
     vector: str
-    checksums: bool  # of pages: damage is found where it is read
-    durable: bool  # fsync and full_page_writes: what was acknowledged survives a power cut
-    may_checkpoint: bool  # the files of dropped tables go now, and not at the next checkpoint of the server's own
-    may_empty_log: bool  # so does what its log holds of them
+    checksums: bool  # of pages, which detect damage
+    durable: bool  # fsync and full_page_writes: acknowledged writes survive a power cut
+    may_checkpoint: bool  # the files of dropped tables are deleted now, not at the next checkpoint of the server
+    may_empty_log: bool  # their text in the log, too
 
 
 _SERVER = """
@@ -65,10 +70,9 @@ _SERVER = """
 
 
 class Connections:
-    """A pool of connections to the database of a URL, each in autocommit. Safe to use from many threads.
+    """A pool of connections in autocommit, safe to use from many threads.
 
-    Raises SettingsError for what is no URL, and StoreUnavailableError for a server that cannot be reached, is too old,
-    or has no pgvector that the role may use. None of their messages holds the password.
+    It raises SettingsError or StoreUnavailableError if it cannot use the URL or the server, without the password.
     """
 
     def __init__(self, url: str) -> None:
@@ -76,7 +80,7 @@ class Connections:
         try:
             parts = psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.ProgrammingError:  # its message quotes the URL, password and all
-            raise SettingsError("store is no PostgreSQL URL; give postgresql://USER@HOST:PORT/DATABASE") from None
+            raise SettingsError("store is not a PostgreSQL URL; give postgresql://USER@HOST:PORT/DATABASE") from None
         self.where = "postgresql://{}{}/{}".format(
             parts.get("host", "localhost"), f":{parts['port']}" if "port" in parts else "", parts.get("dbname", "")
         )
@@ -87,7 +91,7 @@ class Connections:
             min_size=1,
             max_size=POOL,
             timeout=WAIT_S,
-            reconnect_timeout=WAIT_S,  # then the next call has it try again, however long the server was away
+            reconnect_timeout=WAIT_S,  # the next call retries, however long the server was away
             kwargs=_CONNECTING,
             configure=self._configure,
             check=ConnectionPool.check_connection,
@@ -95,19 +99,17 @@ class Connections:
         )
 
     def close(self) -> None:
-        """Close all of them."""
         self._pool.close()
 
     @contextmanager
     def take(self) -> Iterator[psycopg.Connection]:
-        """Lend a connection; raises StoreUnavailableError where there is none."""
         with postgres_errors(self.where):
             try:
                 lent = self._pool.getconn()
-            except PoolTimeout:  # all are in use, or the server was away and the pool has not noticed that it is back
-                with self.connect() as beside:
-                    self._configure(beside)
-                    yield beside
+            except PoolTimeout:  # all are in use, or the pool has not noticed that the server is available again
+                with self.connect() as extra:
+                    self._configure(extra)
+                    yield extra
                 return
             try:
                 yield lent
@@ -115,15 +117,15 @@ class Connections:
                 self._pool.putconn(lent)
 
     def rows_of_session(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a statement on a session's tables; none where it was forgotten meanwhile."""
+        """Return the rows of a statement on a session's tables; none if the session was forgotten meanwhile."""
         with self.take() as connection:
             try:
                 return connection.execute(statement, parameters).fetchall()
-            except UndefinedTable:
+            except pg.UndefinedTable:
                 return []
 
     def connect(self) -> psycopg.Connection:
-        """Return a connection beside the pool; raises StoreUnavailableError with the reason that the server gives."""
+        """Open a connection outside the pool; raise StoreUnavailableError with the server's reason."""
         try:
             return psycopg.connect(self._url, **_CONNECTING)
         except psycopg.Error as error:
@@ -134,7 +136,7 @@ class Connections:
     def _examine(self, first: psycopg.Connection) -> Server:
         if first.info.server_version < OLDEST * 10_000:
             old = first.info.parameter_status("server_version")
-            raise StoreUnavailableError(f"{self.where} is PostgreSQL {old}; {OLDEST} or later is needed: upgrade it")
+            raise StoreUnavailableError(f"{self.where} is PostgreSQL {old}; {OLDEST} or later is required: upgrade it")
         encoding = first.info.parameter_status("server_encoding")
         if encoding != "UTF8":
             raise StoreUnavailableError(f"{self.where} has the encoding {encoding}; make a database in UTF8")
@@ -153,12 +155,12 @@ class Connections:
                     f"the role of RESCUE_STORE may not add pgvector to {self.where}; "
                     "have an administrator run `CREATE EXTENSION vector` there"
                 ) from None
-        found = first.execute(_EXTENSION).fetchone()
-        assert found is not None  # noqa: S101 - it was just made; this tells the type checker
-        version = str(found[2])
+        row = first.execute(_EXTENSION).fetchone()
+        assert row is not None  # noqa: S101 - it was just created; this tells the type checker
+        version = str(row[2])
         if tuple(map(int, version.split(".")[:2])) < OLDEST_VECTOR:
             raise StoreUnavailableError(
-                f"{self.where} has pgvector {version}; 0.8 or later is needed: "
+                f"{self.where} has pgvector {version}; 0.8 or later is required: "
                 "install it on the server, then `ALTER EXTENSION vector UPDATE`"
             )
         return version
@@ -170,7 +172,7 @@ class Connections:
 
 
 def _vector_dumper(of_type: int) -> type[Dumper]:
-    """Return what sends a float32 vector [D] in pgvector's binary form."""
+    """Return the adapter that sends a float32 vector [D] in pgvector's binary format."""
 
     class VectorDumper(Dumper):
         format = Format.BINARY
@@ -180,3 +182,53 @@ def _vector_dumper(of_type: int) -> type[Dumper]:
             return struct.pack(">hh", len(obj), 0) + bytes(obj.astype(">f4"))
 
     return VectorDumper
+
+
+@contextmanager
+def transaction(connection: psycopg.Connection) -> Iterator[None]:
+    """Run a block in a transaction; raise OperationalError unless the server has confirmed the commit.
+
+    psycopg's own context raises nothing, and sends no COMMIT, if the connection is lost at the end of the block.
+    """
+    with connection.transaction() as block:
+        yield
+    if block.status is not psycopg.Transaction.Status.COMMITTED:
+        raise psycopg.OperationalError("the connection was lost before the transaction was committed")
+
+
+@contextmanager
+def postgres_errors(where: str) -> Iterator[None]:
+    """Translate errors of PostgreSQL to errors of the service, which quote no statement, row or password."""
+    try:
+        yield
+    except (psycopg.OperationalError, psycopg.InternalError, psycopg.InterfaceError) as error:
+        raise _translate(error, where) from error
+    except (pg.InsufficientPrivilege, pg.UndefinedTable) as error:  # others would be bugs of our statements
+        raise _translate(error, where) from error
+
+
+def _translate(error: psycopg.Error, where: str) -> RescueServiceError:
+    match error:
+        case pg.DiskFull():
+            return StoreFullError(f"the disk of {where} is full; free space, or forget sessions once there is a little")
+        case pg.DataCorrupted() | pg.IndexCorrupted():
+            return StoreDamagedError(
+                f"{where} is damaged ({type(error).__name__}); restore a dump of `mlx-tq-rescue backup`"
+            )
+        case pg.InsufficientPrivilege():
+            return StoreUnavailableError(
+                f"{where}: the role of RESCUE_STORE lacks a privilege ({reason(error)}); grant it"
+            )
+        case pg.ReadOnlySqlTransaction():
+            return StoreUnavailableError(f"{where} is read-only; name its primary in RESCUE_STORE")
+        case pg.UndefinedTable():
+            return StoreUnavailableError(f"{where} has lost tables ({reason(error)}); restart the service")
+        case _:
+            return StoreUnavailableError(
+                f"{where} cannot be used now ({type(error).__name__}); check that the server runs and what its log says"
+            )
+
+
+def reason(error: psycopg.Error) -> str:
+    """Return the server's message about a missing privilege or a failed connection; it names objects, not rows."""
+    return " ".join((error.diag.message_primary or str(error)).split()) or type(error).__name__

@@ -1,14 +1,13 @@
-"""The shape of the database: what all sessions share, as an ordered list of steps, and the two tables of each session.
+"""The database schema: tables that all sessions share, as an ordered list of migrations, and two tables per session.
 
-A session has tables of its own, so that no search sees another's words or vectors, an index by HNSW holds nothing else,
-and forgetting it is dropping whole files: a row that is deleted leaves its bytes in the page.
+So no search sees words or vectors of other sessions, an HNSW index contains only its session, and forgetting drops
+whole files: a deleted row would leave its bytes in the page.
 """
 
 import psycopg
 
 from rescue_svc.errors import StoreDamagedError
-from rescue_svc.postgres.connections import LOCK, SCHEMA
-from rescue_svc.postgres.transactions import transaction
+from rescue_svc.postgres.connections import LOCK, SCHEMA, transaction
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -17,10 +16,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text COLLATE "C" NOT NULL UNIQUE,
             spans bigint NOT NULL DEFAULT 0, text_bytes bigint NOT NULL DEFAULT 0, words bigint NOT NULL DEFAULT 0,
             created double precision NOT NULL, updated double precision NOT NULL, model text)""",
-        # Spans that wait for a vector. Rows of a session that is forgotten go when the next batch is taken.
+        # Spans without a vector. Rows of a forgotten session are deleted with the next batch.
         "CREATE TABLE queue (span bigint PRIMARY KEY, session bigint NOT NULL)",
         "CREATE INDEX ON queue (session)",
-        # The words come here one by one, lower case and without diacritics; all that is left to do is to stem them.
+        # Words arrive in lower case and without diacritics, and only have to be stemmed.
         "CREATE TEXT SEARCH DICTIONARY porter (TEMPLATE = pg_catalog.snowball, LANGUAGE = porter)",
         "CREATE TEXT SEARCH DICTIONARY plain (TEMPLATE = pg_catalog.simple)",
         "CREATE TEXT SEARCH CONFIGURATION words (PARSER = pg_catalog.default)",
@@ -31,7 +30,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def migrate(connection: psycopg.Connection) -> None:
-    """Take the steps that are missing, all in one transaction; raises StoreDamagedError for a newer database."""
+    """Apply the missing migrations in one transaction; raise StoreDamagedError for a newer database."""
     with transaction(connection):
         connection.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK])
         if not connection.execute("SELECT to_regclass(%s)", [f"{SCHEMA}.version"]).fetchone()[0]:  # type: ignore[index]
@@ -41,7 +40,7 @@ def migrate(connection: psycopg.Connection) -> None:
         done: int = connection.execute("SELECT steps FROM version").fetchone()[0]  # type: ignore[index]
         if done > len(MIGRATIONS):
             raise StoreDamagedError(
-                f"the database has version {done}, this program knows {len(MIGRATIONS)}; "
+                f"the database has version {done}, this program supports {len(MIGRATIONS)}; "
                 "upgrade mlx-tq or restore a dump"
             )
         for step in (statement for steps in MIGRATIONS[done:] for statement in steps):
@@ -50,10 +49,7 @@ def migrate(connection: psycopg.Connection) -> None:
 
 
 def create_tables(connection: psycopg.Connection, session: int) -> None:
-    """Make the tables of a new session.
-
-    Nothing of text, words and vectors is sampled for the planner: its statistics would outlive the session.
-    """
+    """Create the tables of a session, without planner statistics of text, which would outlive the session."""
     connection.execute(
         f"""
         CREATE TABLE spans_{session:d} (
@@ -70,5 +66,4 @@ def create_tables(connection: psycopg.Connection, session: int) -> None:
 
 
 def drop_tables(connection: psycopg.Connection, session: int) -> None:
-    """Drop the tables of a session with all that belongs to them."""
     connection.execute(f"DROP TABLE spans_{session:d}, vectors_{session:d}")

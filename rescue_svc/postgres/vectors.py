@@ -1,53 +1,54 @@
-"""Vectors of spans: the queue of those that wait, the table of each session, and its index by HNSW."""
+"""Vectors of spans: the queue of pending spans, the table of each session, its HNSW index, and dense search."""
 
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Literal
 
 import psycopg
 from psycopg.errors import UndefinedTable
 
-from rescue_svc.postgres.connections import LOCK, Connections
-from rescue_svc.postgres.transactions import transaction
+from rescue_svc.postgres.connections import LOCK, Connections, transaction
 from rescue_svc.store import Pending, Vectors
 
 # Up to here an exact scan takes a few milliseconds.
 HNSW_FROM = 10_000
-_BUILD_BYTES = 2**30  # at most so much memory for building an index, which beyond it goes to disk and takes far longer
+_BUILD_BYTES = 2**30  # maximum memory to build an index; beyond it the build uses the disk and is far slower
 
 
-def take(connection: psycopg.Connection, but: set[int], limit: int) -> dict[int, int]:
-    """Take the next spans that no one else has, until the transaction ends; return their sessions."""
+def take(connection: psycopg.Connection, excluded: set[int], limit: int) -> dict[int, int]:
+    """Lock the next spans that no other service has locked, until the transaction ends; return their sessions."""
     rows = connection.execute(
         "SELECT span, session FROM queue WHERE NOT (span = ANY(%s)) ORDER BY span LIMIT %s FOR UPDATE SKIP LOCKED",
-        [list(but), limit],
+        [list(excluded), limit],
     )
     return dict(rows.fetchall())
 
 
 def leave_queue(connection: psycopg.Connection, spans: Iterable[int]) -> None:
-    """Remove spans that wait no more."""
     connection.execute("DELETE FROM queue WHERE span = ANY(%s)", [list(spans)])
 
 
 def store(connection: psycopg.Connection, model: str, spans: list[Pending], matrix: Vectors) -> None:
-    """Store a vector [N, D] for each span, but of sessions that were forgotten or taken over by another model."""
+    """Store a vector [N, D] for each span, except for sessions that were forgotten or changed their model."""
     sessions = {item.session for item in spans}
-    # Shared with writers; who forgets the session waits until its vectors are in, and then drops them.
+    # Does not block writers; a `forget` waits until the vectors are stored, and then drops them.
     rows = connection.execute(
         "SELECT id FROM sessions WHERE id = ANY(%s) AND model = %s ORDER BY id FOR KEY SHARE", [list(sessions), model]
     )
     for (session,) in rows.fetchall():
-        mine = [(item.span, vector) for item, vector in zip(spans, matrix, strict=True) if item.session == session]
+        rows_to_insert = [
+            (item.span, vector) for item, vector in zip(spans, matrix, strict=True) if item.session == session
+        ]
         connection.cursor().executemany(
             f"""INSERT INTO vectors_{session:d} (span, vector) VALUES (%s, %s)
                 ON CONFLICT (span) DO UPDATE SET vector = excluded.vector""",
-            mine,
+            rows_to_insert,
         )
-        leave_queue(connection, [span for span, _ in mine])
+        leave_queue(connection, [span for span, _ in rows_to_insert])
 
 
 def adopt(connection: psycopg.Connection, session: int, model: str) -> None:
-    """Make a session one of this model; vectors of another go, and its spans wait again."""
+    """Change the model of a session; vectors of another model are deleted, and its spans queued again."""
     with transaction(connection):
         row = connection.execute("SELECT model FROM sessions WHERE id = %s FOR NO KEY UPDATE", [session]).fetchone()
         if row is None or row[0] == model:
@@ -61,7 +62,7 @@ def adopt(connection: psycopg.Connection, session: int, model: str) -> None:
 
 
 def index_large(connection: psycopg.Connection, sessions: Iterable[int]) -> None:
-    """Build the index of sessions that have grown large; it keeps up by itself from then on."""
+    """Build the index of large sessions; PostgreSQL updates it from then on."""
     rows = connection.execute(
         "SELECT id FROM sessions WHERE id = ANY(%s) AND spans >= %s AND to_regclass('nearest_' || id) IS NULL",
         [list(sessions), HNSW_FROM],
@@ -72,7 +73,7 @@ def index_large(connection: psycopg.Connection, sessions: Iterable[int]) -> None
 
 
 def build(connection: psycopg.Connection, session: int) -> None:
-    """Build the index of a session, unless another service does; who searches meanwhile scans."""
+    """Build the index of a session, unless another service does; searches scan meanwhile."""
     with transaction(connection):
         if connection.execute("SELECT pg_try_advisory_xact_lock(%s)", [(LOCK << 32) + session]).fetchone() != (True,):
             return
@@ -89,11 +90,64 @@ def build(connection: psycopg.Connection, session: int) -> None:
 
 
 def count(connections: Connections, session: int, model: str) -> int:
-    """Count a session's vectors of a model."""
-    found = connections.rows_of_session(f"SELECT count(*) FROM vectors_{session:d} WHERE {of_model(session)}", model)
-    return int(found[0][0]) if found else 0
+    rows = connections.rows_of_session(f"SELECT count(*) FROM vectors_{session:d} WHERE {_of_model(session)}", model)
+    return int(rows[0][0]) if rows else 0
 
 
-def of_model(session: int) -> str:
-    """Return the condition that a session's vectors are of the model that is the statement's last parameter."""
+def _of_model(session: int) -> str:
+    """Return the SQL condition that the model of a session is the last parameter."""
     return f"EXISTS (SELECT FROM sessions WHERE id = {session:d} AND model = %s)"
+
+
+class PostgresIndex:
+    """The vectors [N, D] of one model; none of them is in the memory of the service."""
+
+    def __init__(self, connections: Connections, model: str, name: Literal["hnsw", "exact"]) -> None:
+        self.name = name
+        self._connections = connections
+        self._model = model
+
+    def current(self, session: int) -> "_SessionVectors":
+        return _SessionVectors(self._connections, self._model, self.name, session)
+
+    def resume(self, session: int) -> int:
+        return count(self._connections, session, self._model)
+
+    def hibernate(self, session: int) -> int:
+        return 0
+
+    def forget(self, session: int) -> None:
+        pass  # the store has dropped the vectors with their table
+
+    def is_resident(self, session: int) -> bool:
+        return False
+
+    def sizes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def save_all(self) -> None:
+        pass
+
+
+class _SessionVectors:
+    def __init__(self, connections: Connections, model: str, name: Literal["hnsw", "exact"], session: int) -> None:
+        self._connections, self._model, self._name, self._session = connections, model, name, session
+
+    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        condition = "NOT (span = ANY(%s)) AND " if excluded else ""
+        # The planner finds the index by its expression, which has the cast.
+        vector = f"vector::vector({query.size:d})" if self._name == "hnsw" else "vector"
+        rows = self._connections.rows_of_session(
+            f"""SELECT span, -distance FROM (
+                SELECT span, {vector} <#> %s AS distance FROM vectors_{self._session:d}
+                WHERE {condition}{_of_model(self._session)} ORDER BY distance LIMIT {limit:d}) AS nearest""",
+            query,
+            *([list(excluded)] if excluded else []),
+            self._model,
+        )
+        return dict(rows)
+
+    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        statement = f"""SELECT span, -(vector <#> %s) FROM vectors_{self._session:d}
+                        WHERE span = ANY(%s) AND {_of_model(self._session)}"""
+        return dict(self._connections.rows_of_session(statement, query, list(spans), self._model))

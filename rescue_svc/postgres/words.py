@@ -1,8 +1,8 @@
-"""BM25 over a session's words: PostgreSQL's text search finds and counts them, the formula is ours.
+"""BM25 over a session's words: PostgreSQL's text search finds and counts them, and the formula is computed here.
 
-PostgreSQL has no BM25, and its own `ts_rank` knows nothing of how rare a word is. But of one word and equal weights it
-is (1 + 1/4 + ... + 1/n^2) / (pi^2 / 6) where the word stands n times, which tells n: the rest of that series is nearly
-1 / (n + 1/2).
+PostgreSQL has no BM25, and its `ts_rank` ignores how rare a word is. But for one word and equal weights it is
+(1 + 1/4 + ... + 1/n^2) / (pi^2 / 6), where n is the number of occurrences. This yields n, because the rest of that
+series is nearly 1 / (n + 1/2).
 """
 
 import re
@@ -10,10 +10,10 @@ import unicodedata
 
 import psycopg
 
-from rescue_svc.store import budget
+from rescue_svc.store import fts
 
-K1, B = 1.2, 0.75  # as FTS5 has them
-POSTINGS_SHARE = 32  # half of SQLite's: words are counted, and then scored, in the rows of the table
+K1, B = 1.2, 0.75  # as in FTS5
+POSTINGS_SHARE = 32  # half of SQLite's, because words are counted, and then scored, in the rows of the table
 _WORD = re.compile(r"[^\W_]+")
 
 _SEARCH = """
@@ -64,15 +64,14 @@ def search(
     excluded: set[int],
     common: dict[str, int],
 ) -> dict[int, float]:
-    """Return up to `limit` span ids with their BM25 score (higher is better), best first.
+    """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`.
 
-    `spans` is the size of the session; `excluded` ids are passed over. `common` remembers, from call to call, stems
-    that stand in at least so many spans: a session only grows. Those that cost the whole budget are looked at only
-    where there is nothing else.
+    `spans` is the size of the session. `common` caches lower bounds of the postings of frequent stems across calls.
+    A stem that exceeds the limit by itself is searched only if there is no other.
     """
-    most = budget.postings(spans, POSTINGS_SHARE)
+    most = fts.max_postings(spans, POSTINGS_SHARE)
     values: dict[str, object] = {
-        "question": " ".join(list(dict.fromkeys(plain(query)))[: budget.MAX_TERMS]),
+        "question": " ".join(list(dict.fromkeys(plain(query)))[: fts.MAX_TERMS]),
         "excluded": list(excluded),
         "limit": limit,
         "left_out": [stem for stem, least in common.items() if least >= most],
@@ -87,10 +86,10 @@ def search(
         assert row is not None  # noqa: S101 - a SELECT without FROM has one; this tells the type checker
         return row
 
-    asked, found, saturated, ids, scores = run()
+    stems, found_count, saturated, ids, scores = run()
     common.update(dict.fromkeys(saturated, most))
-    too_common = [stem for stem in asked if common.get(stem, 0) >= most]
-    if too_common and found == len(saturated):  # no word is rarer: the longest, which likely says most, wherever it is
+    too_common = [stem for stem in stems if common.get(stem, 0) >= most]
+    if too_common and found_count == len(saturated):  # no word is rarer: use the longest, likely the most specific
         values |= {"left_out": [], "only": too_common[-1], "most": None}
         *_, ids, scores = run()
     return dict(zip(ids, scores, strict=True))

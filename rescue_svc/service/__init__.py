@@ -1,5 +1,5 @@
-"""What the service does, without HTTP."""
+"""The calls of the service, without HTTP."""
 
-from rescue_svc.service.service import RescueService, Retrieved, SessionState
+from rescue_svc.service.service import RescueService
 
-__all__ = ["RescueService", "Retrieved", "SessionState"]
+__all__ = ["RescueService"]

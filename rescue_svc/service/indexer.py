@@ -1,4 +1,4 @@
-"""The background's work: spans that were committed get their vectors."""
+"""A background thread that embeds committed spans."""
 
 import logging
 import threading
@@ -10,12 +10,12 @@ from rescue_svc.store import Pending, Store, Vectors
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0
-LOOK_S = 5.0  # another process on the same store may have ended before it embedded what it wrote
+POLL_S = 5.0  # another process on the same store may have ended before it embedded its spans
 TRIES = 3
 
 
 class Indexer:
-    """One thread that embeds what waits, in the order of writing. A text that fails alone, thrice, is left to BM25."""
+    """Embeds pending spans in the order of writing. A text that fails three times on its own is left to BM25."""
 
     def __init__(self, store: Store, embedder: EmbedWorker, batch: int) -> None:
         self._store = store
@@ -28,11 +28,9 @@ class Indexer:
         self._thread.start()
 
     def wake(self) -> None:
-        """Say that there is something to embed."""
         self._work.set()
 
     def close(self) -> None:
-        """End the thread; what still waits is embedded at the next start."""
         self._stopping.set()
         self._work.set()
         self._thread.join()
@@ -43,14 +41,14 @@ class Indexer:
                 while not self._stopping.is_set() and self._embed_some():
                     pass
             except RescueServiceError as error:
-                log.warning("embedding is tried again", extra={"code": error.code})
+                log.warning("embedding is retried", extra={"code": error.code})
                 self._stopping.wait(PAUSE_S)
             else:
-                self._work.wait(LOOK_S)
+                self._work.wait(POLL_S)
                 self._work.clear()
 
     def _embed_some(self) -> bool:
-        """Embed the next batch; tell whether there was one. After a failure texts go one by one: one may be bad."""
+        """Embed the next batch and return whether there was one; after a failure, one text at a time."""
         return self._store.embed_next(self._embedder.model, 1 if self._failures else self._batch, self._vectors)
 
     def _vectors(self, spans: list[Pending]) -> Vectors:
@@ -58,7 +56,7 @@ class Indexer:
             vectors = self._embedder.bulk([span.text for span in spans])
         except EmbedderUnavailableError:
             self._failures += 1
-            # While the embedder is down no text is to blame: it stays pending.
+            # While the embedder is down, no text is at fault and all stay pending.
             if self._failures > TRIES and self._embedder.state == "ready":
                 log.warning("a span cannot be embedded and is left to BM25", extra={"span": spans[0].span})
                 self._store.give_up(self._embedder.model, spans[0].span)

@@ -1,14 +1,14 @@
-"""Pure functions of retrieval: which spans are out, how two rankings become one, and how neighbours join."""
+"""Pure functions of retrieval: merge ranges, fuse two rankings, join adjacent spans."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from rescue_svc.schemas import RetrievedChunk
 from rescue_svc.store import Span
 
 
 class Scored(NamedTuple):
-    """A span id with its scores; `dense` is a cosine, `bm25` is over the best hit, each None where there is none."""
+    """A span id with its scores: `dense` is a cosine, `bm25` is relative to the best hit; None if there is none."""
 
     id: int
     fused: float
@@ -17,22 +17,11 @@ class Scored(NamedTuple):
 
     @property
     def similarity(self) -> float:
-        """What a score floor is held against: the cosine, or BM25 where there is none."""
+        """The value that a score floor applies to: the cosine, or BM25 if there is none."""
         return self.dense if self.dense is not None else self.bm25 or 0.0
 
 
-@dataclass(frozen=True)
-class Found:
-    """One stretch of text with the best scores of the spans it was joined from."""
-
-    span: Span
-    similarity: float
-    dense: float | None
-    bm25: float | None
-
-
 def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the union of [start, end) ranges as disjoint ranges in order; empty ones vanish."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted((r[0], r[1]) for r in ranges if r[0] < r[1]):
         if merged and start <= merged[-1][1]:
@@ -45,33 +34,30 @@ def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[tuple[int, int]]:
 def fuse(dense: dict[int, float], bm25: dict[int, float], alpha: float) -> list[Scored]:
     """Return all candidates, best first.
 
-    The score is alpha parts of the cosine, from 0 at its worst to 1 at its best, and the rest BM25 over its best.
-    A span without a vector yet is ranked by BM25 alone, so that waiting for the embedder does not hide it. One that
-    shares no word with the question and has no positive cosine is no candidate. The scaling and the default of alpha
-    did best of those measured in benchmarks/rescue.
+    The score is `alpha` times the cosine scaled to [0, 1] plus `1 - alpha` times BM25 relative to the best hit. A span
+    without a vector yet is ranked by BM25 alone. One that shares no word with the query and has no positive cosine is
+    not a candidate. Scaling and default alpha were best of those measured in benchmarks/rescue.
     """
     low, high = min(dense.values(), default=0.0), max(dense.values(), default=0.0)
     best = max(bm25.values(), default=1.0)
     scored = []
     for span in dense.keys() | bm25.keys():
         cosine = dense.get(span)
-        words = bm25[span] / best if span in bm25 else None
-        if words is None and cosine is not None and cosine <= 0:
+        relative_bm25 = bm25[span] / best if span in bm25 else None
+        if relative_bm25 is None and cosine is not None and cosine <= 0:
             continue
-        by_words = words or 0.0
-        by_meaning = by_words if cosine is None else (cosine - low) / (high - low) if high > low else 1.0
-        scored.append(Scored(span, alpha * by_meaning + (1 - alpha) * by_words, cosine, words))
+        sparse = relative_bm25 or 0.0
+        scaled = sparse if cosine is None else (cosine - low) / (high - low) if high > low else 1.0
+        scored.append(Scored(span, alpha * scaled + (1 - alpha) * sparse, cosine, relative_bm25))
     return sorted(scored, key=lambda s: (-s.fused, s.id))
 
 
-def each_alone(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Found]:
-    """Return each span as a stretch of its own, in the order given."""
-    return [Found(span, s.similarity, s.dense, s.bm25) for span, s in zip(spans, scores, strict=True)]
+def without_joining(spans: Sequence[Span], scores: Sequence[Scored]) -> list[RetrievedChunk]:
+    return [_join(spans, scores, [i]) for i in range(len(spans))]
 
 
-def join_neighbours(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Found]:
-    """Join spans of one layer where one ends as the next begins; return the stretches, best first."""
-    best = {span.id: place for place, span in enumerate(spans)}
+def join_adjacent(spans: Sequence[Span], scores: Sequence[Scored]) -> list[RetrievedChunk]:
+    """Join spans of one layer that are adjacent; return the chunks, best first."""
     runs: list[list[int]] = []
     for place in sorted(range(len(spans)), key=lambda i: (spans[i].layer, spans[i].start, spans[i].stop)):
         last = spans[runs[-1][-1]] if runs else None
@@ -79,15 +65,16 @@ def join_neighbours(spans: Sequence[Span], scores: Sequence[Scored]) -> list[Fou
             runs[-1].append(place)
         else:
             runs.append([place])
-    found = [(min(best[spans[i].id] for i in run), _joined(spans, scores, run)) for run in runs]
-    return [stretch for _, stretch in sorted(found, key=lambda pair: pair[0])]
+    return [_join(spans, scores, run) for run in sorted(runs, key=min)]
 
 
-def _joined(spans: Sequence[Span], scores: Sequence[Scored], run: Sequence[int]) -> Found:
-    first, last = spans[run[0]], spans[run[-1]]
-    text = "".join(spans[i].text for i in run)
-    score = max(spans[i].score for i in run)
-    span = Span(first.start, last.stop, first.layer, score, text, first.id)
-    dense = [s for i in run if (s := scores[i].dense) is not None]
-    bm25 = [s for i in run if (s := scores[i].bm25) is not None]
-    return Found(span, max(scores[i].similarity for i in run), max(dense, default=None), max(bm25, default=None))
+def _join(spans: Sequence[Span], scores: Sequence[Scored], run: Sequence[int]) -> RetrievedChunk:
+    return RetrievedChunk(
+        text="".join(spans[i].text for i in run),
+        token_range=[spans[run[0]].start, spans[run[-1]].stop],
+        layer=spans[run[0]].layer,
+        score=max(spans[i].score for i in run),
+        similarity=max(scores[i].similarity for i in run),
+        dense=max((s for i in run if (s := scores[i].dense) is not None), default=None),
+        bm25=max((s for i in run if (s := scores[i].bm25) is not None), default=None),
+    )

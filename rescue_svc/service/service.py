@@ -1,53 +1,31 @@
-"""The service without HTTP: what each call does, by store, index and embedder."""
+"""The calls of the service, without HTTP, on top of store, index and embedder."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal
 
 from rescue_svc.embed import EmbedWorker, choose_embedder
 from rescue_svc.errors import EmbedderUnavailableError, SessionNotFoundError
 from rescue_svc.metrics import Metrics
 from rescue_svc.opening import open_all
-from rescue_svc.schemas import EmbedderInfo, RetrieveRequest
+from rescue_svc.schemas import EmbedderInfo, RetrieveRequest, RetrieveResponse, SessionInfo
 from rescue_svc.service.indexer import Indexer
-from rescue_svc.service.rank import Found, Scored, each_alone, fuse, join_neighbours, merge_ranges
+from rescue_svc.service.rank import Scored, fuse, join_adjacent, merge_ranges, without_joining
 from rescue_svc.settings import Settings
 from rescue_svc.store import READERS, IndexName, NewSpan, Session, Span, Vectors
 
-# How deep each ranking is read before they are fused.
-CANDIDATES = 100
-Mode = Literal["hybrid", "dense", "bm25"]
-
-
-@dataclass(frozen=True)
-class Retrieved:
-    """What a question found."""
-
-    chunks: list[Found]
-    session_total: int
-    mode: Mode
-    degraded: str | None
-
-
-@dataclass(frozen=True)
-class SessionState:
-    """A session and how far its index is."""
-
-    session: Session
-    embedded: int
-    resident: bool
+CANDIDATES = 100  # of each ranking, before they are fused
 
 
 class RescueService:
-    """All calls of the service. Safe to use from many threads; `close` ends it cleanly."""
+    """All calls of the service, safe to use from many threads."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        chosen, self._no_embedder = choose_embedder(settings.embedder, settings.model_path)
+        chosen, self._no_embedder_reason = choose_embedder(settings.embedder, settings.model_path)
         self.store, self._index = open_all(settings, chosen.model if chosen else "", self._dim)
-        self._words = ThreadPoolExecutor(READERS, "words")  # more threads would wait for a connection
+        self._bm25_pool = ThreadPoolExecutor(READERS, "bm25")  # more threads would wait for a connection
         self.embedder: EmbedWorker | None = None
         if chosen is not None:
             self.embedder = EmbedWorker(chosen, timeout_s=settings.embed_timeout_s, idle_s=settings.embed_idle_s)
@@ -57,137 +35,129 @@ class RescueService:
         return self.embedder.dim() if self.embedder else 0
 
     def close(self) -> None:
-        """Finish: end the embedder, save the indexes, seal the store."""
+        """End the embedder, save the indexes and seal the store."""
         if self.embedder:
             self.embedder.close()
             self._indexer.close()
             self._index.save_all()
-        self._words.shutdown()
+        self._bm25_pool.shutdown()
         self.store.close()
 
     def write(self, session: str, spans: list[NewSpan]) -> tuple[int, int]:
-        """Keep spans; return how many are new and how many the session holds. They are on disk when this returns."""
+        """Store spans; return how many are new and how many the session has. They are on disk when this returns."""
         accepted, total = self.store.write(session, spans)
         if self.embedder:
-            self.embedder.warm()  # what leaves a cache is soon asked for
+            self.embedder.warm()  # a query is likely to follow
             self._indexer.wake()
         self.metrics.spans_written.inc(accepted)
         return accepted, total
 
-    def retrieve(self, name: str, ask: RetrieveRequest) -> Retrieved:
-        """Find what answers a question. A session that was never written is empty, not an error."""
+    def retrieve(self, name: str, request: RetrieveRequest) -> RetrieveResponse:
         session = self.store.session(name)
         if session is None:
-            return Retrieved([], 0, "bm25", None)
-        began = time.perf_counter()
-        asked, degraded = self._ask_embedder(ask.query) if ask.hybrid_alpha > 0 else (None, None)
-        excluded = self.store.covered(session, merge_ranges(ask.exclude_ranges)) if ask.exclude_ranges else set()
-        # SQLite searches on another thread while the embedder works, and then FAISS: both leave Python free.
-        # Dense alone asks for the words too: they find the spans whose vector is not made yet.
-        words = self._words.submit(self.store.bm25, session, ask.query, CANDIDATES, excluded)
-        waits = time.perf_counter()
-        vector, degraded = self._wait_for(asked) if asked else (None, degraded)
-        waited = time.perf_counter() - waits
-        by_meaning = self._by_meaning(session, vector, excluded, words) if vector is not None else {}
-        alpha = ask.hybrid_alpha if vector is not None else 0.0
-        mode: Mode = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
-        ranked = fuse(by_meaning, words.result(), alpha)
-        best = [s for s in ranked if self._is_near(s, ask.score_floor)][: ask.top_k]
-        spans = {span.id: span for span in self.store.spans(session, [s.id for s in best])}
-        best = [s for s in best if s.id in spans]  # a DELETE may have come between
-        chunks = (join_neighbours if ask.join else each_alone)([spans[s.id] for s in best], best)
+            return RetrieveResponse(chunks=[], session_total=0, mode="bm25", degraded=None)
+        start = time.perf_counter()
+        pending, degraded = self._start_embedding(request.query) if request.hybrid_alpha > 0 else (None, None)
+        ranges = merge_ranges(request.exclude_ranges)
+        excluded = self.store.covered(session, ranges) if ranges else set()
+        # SQLite searches on another thread while the embedder works, and then FAISS: both release the GIL.
+        # A dense search needs BM25, too: that finds spans whose vector does not exist yet.
+        sparse = self._bm25_pool.submit(self.store.bm25, session, request.query, CANDIDATES, excluded)
+        wait_start = time.perf_counter()
+        vector, degraded = self._wait_for_vector(pending) if pending else (None, degraded)
+        waited = time.perf_counter() - wait_start
+        dense = self._search_dense(session, vector, excluded, sparse) if vector is not None else {}
+        alpha = request.hybrid_alpha if vector is not None else 0.0
+        mode: Literal["hybrid", "dense", "bm25"] = "hybrid" if 0 < alpha < 1 else "dense" if alpha else "bm25"
+        ranked = fuse(dense, sparse.result(), alpha)
+        best = [scored for scored in ranked if self._passes_floor(scored, request.score_floor)][: request.top_k]
+        spans = {span.id: span for span in self.store.spans(session, [scored.id for scored in best])}
+        best = [scored for scored in best if scored.id in spans]  # the session may have been forgotten meanwhile
+        chunks = (join_adjacent if request.join else without_joining)([spans[scored.id] for scored in best], best)
         self.metrics.retrieve_seconds.labels("embed").observe(waited)
-        self.metrics.searched(time.perf_counter() - began - waited)
+        self.metrics.record_search(time.perf_counter() - start - waited)
         self.metrics.retrievals.labels(mode, "hit" if chunks else "miss").inc()
-        return Retrieved(chunks, session.spans, mode, degraded)
+        return RetrieveResponse(chunks=chunks, session_total=session.spans, mode=mode, degraded=degraded)
 
-    def _is_near(self, scored: Scored, floor: float | None) -> bool:
-        """Tell whether a span passes a floor. The embedder's own says nothing of a span that has no vector yet."""
+    def _passes_floor(self, scored: Scored, floor: float | None) -> bool:
         if floor is not None:
             return scored.similarity >= floor
-        own = self.embedder.floor if self.embedder else None
-        return own is None or scored.dense is None or scored.dense >= own
+        floor = self.embedder.floor if self.embedder else None  # does not apply to spans without a vector
+        return floor is None or scored.dense is None or scored.dense >= floor
 
-    def _ask_embedder(self, query: str) -> tuple[Future[Vectors] | None, str | None]:
-        """Return the vector to come, or why there is none."""
+    def _start_embedding(self, query: str) -> tuple[Future[Vectors] | None, str | None]:
         if self.embedder is None:
-            return None, self._no_embedder
+            return None, self._no_embedder_reason
         try:
-            return self.embedder.question(query), None
+            return self.embedder.query(query), None
         except EmbedderUnavailableError as error:
             return None, str(error)
 
-    def _wait_for(self, asked: Future[Vectors]) -> tuple[Vectors | None, str | None]:
-        """Return the vector [D], or why there is none."""
+    def _wait_for_vector(self, pending: Future[Vectors]) -> tuple[Vectors | None, str | None]:
         try:
-            return asked.result(self.settings.query_timeout_s)[0], None
+            return pending.result(self.settings.query_timeout_s)[0], None
         except TimeoutError:
-            asked.cancel()
+            pending.cancel()
             late = f"the embedder took longer than {self.settings.query_timeout_s} s"
-            starting = self.embedder.reason if self.embedder else None
-            return None, f"{starting}; {late}" if starting else late
+            reason = self.embedder.reason if self.embedder else None
+            return None, f"{reason}; {late}" if reason else late
         except EmbedderUnavailableError as error:
             return None, str(error)
 
-    def _by_meaning(
-        self, session: Session, vector: Vectors, excluded: set[int], words: Future[dict[int, float]]
+    def _search_dense(
+        self, session: Session, vector: Vectors, excluded: set[int], sparse: Future[dict[int, float]]
     ) -> dict[int, float]:
-        """Return the cosines of the nearest spans, and of those that the words found."""
+        """Return the cosines of the nearest spans, and of the spans that BM25 found."""
         index = self._index.current(session.id)
         nearest = index.search(vector, CANDIDATES, excluded)
-        return nearest | index.similarities(vector, words.result().keys() - nearest.keys())
+        return nearest | index.similarities(vector, sparse.result().keys() - nearest.keys())
 
     def embed(self, texts: list[str]) -> tuple[str, Vectors]:
-        """Return the embedder's model and the vectors [N, D] of texts. Raises EmbedderUnavailableError."""
         if self.embedder is None:
-            raise EmbedderUnavailableError(f"no embedder: {self._no_embedder}")
+            raise EmbedderUnavailableError(f"no embedder: {self._no_embedder_reason}")
         return self.embedder.model, self.embedder.bulk(texts)
 
     def dump(self, name: str) -> list[Span]:
-        """Return all spans of a session in the order of writing; none for a session that was never written."""
         session = self.store.session(name)
         return self.store.spans(session) if session else []
 
     def page(self, name: str, first: int, count: int) -> tuple[list[Span], int]:
-        """Return `count` spans in the order of writing, behind the `first` ones, and how many there are in all.
-
-        Raises SessionNotFoundError.
-        """
         session = self._existing(name)
         return self.store.page(session, first, count), session.spans
 
-    def sessions(self) -> list[SessionState]:
-        """Return all sessions, the last written first."""
+    def sessions(self) -> list[SessionInfo]:
         return [
-            SessionState(
-                session,
-                self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
-                self._index.is_resident(session.id),
+            SessionInfo(
+                session_id=session.name,
+                session_total=session.spans,
+                embedded=self.store.count_vectors(session.id, self.embedder.model) if self.embedder else 0,
+                text_bytes=session.text_bytes,
+                created=session.created,
+                updated=session.updated,
+                resident=self._index.is_resident(session.id),
             )
             for session in self.store.sessions()
         ]
 
     def forget(self, name: str) -> int:
-        """Forget a session for good; return how many spans it held. Raises SessionNotFoundError."""
+        """Delete a session for good; return how many spans it had."""
         session = self.store.forget(name)
         self._index.forget(session.id)
         self.metrics.sessions_forgotten.inc()
         return session.spans
 
     def hibernate(self, name: str) -> int:
-        """Let a session's index leave memory; return how many vectors it held. The next question brings it back."""
         session = self._existing(name)
         return self._index.hibernate(session.id)
 
     def resume(self, name: str) -> tuple[bool, int]:
-        """Make a session's index ready ahead of a question; tell whether it is in memory, and its count of vectors."""
+        """Load a session's index ahead of a query; return whether it is in memory, and its number of vectors."""
         session = self._existing(name)
         vectors = self._index.resume(session.id) if self.embedder else 0
         return self._index.is_resident(session.id), vectors
 
     @property
     def index(self) -> IndexName:
-        """What searches by meaning."""
         return self._index.name
 
     def _existing(self, name: str) -> Session:
@@ -197,16 +167,15 @@ class RescueService:
         return session
 
     def embedder_info(self) -> EmbedderInfo:
-        """Say which embedder there is and how it is."""
         if self.embedder is None:
             state: Literal["off", "unavailable"] = "off" if self.settings.embedder == "none" else "unavailable"
-            return EmbedderInfo(name=self.settings.embedder, state=state, reason=self._no_embedder, pending=0)
+            return EmbedderInfo(name=self.settings.embedder, state=state, reason=self._no_embedder_reason, pending=0)
         worker = self.embedder
         pending = self.store.count_pending(worker.model)
         return EmbedderInfo(name=worker.name, state=worker.state, reason=worker.reason, pending=pending)
 
     def refresh_gauges(self) -> EmbedderInfo:
-        """Bring the gauges up to date; return the embedder's state, which they share."""
+        """Update the gauges; return the embedder's state, which they share."""
         sessions = self.store.sessions()
         info = self.embedder_info()
         self.metrics.sessions.set(len(sessions))

@@ -1,8 +1,8 @@
-"""What the service keeps: the door of a store, and the one of SQLite behind it."""
+"""The interface of a store, and its implementation with SQLite."""
 
-from rescue_svc.store.door import Index, IndexName, SessionIndex, Store
+from rescue_svc.store.interface import Index, IndexName, SessionIndex, Store
 from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
-from rescue_svc.store.store import READERS, SqliteStore
+from rescue_svc.store.sqlite_store import READERS, SqliteStore
 
 __all__ = [
     "READERS",

@@ -1,4 +1,4 @@
-"""Copies of the database: a backup of a good one, and a new one from what is whole in a damaged one."""
+"""Backups of the database, and new databases from the intact rows of a damaged one."""
 
 import shutil
 import sqlite3
@@ -10,33 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from rescue_svc.errors import StoreDamagedError, StoreUnavailableError
-from rescue_svc.store import files, vectors, words
+from rescue_svc.store import files, fts
 from rescue_svc.store.migrations import migrate
-from rescue_svc.store.records import COLUMNS, Span, span_of_row, vector_of_row
+from rescue_svc.store.records import COLUMNS, Span, insert_vector, span_of_row, vector_of_row
 
 _REBUILDING = f"{files.DATABASE}.rebuilding"
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a rebuild kept, and what it could not."""
-
     spans: int
     vectors: int
-    lost: int  # spans that the old database knew of and that are not whole
-    complete: bool  # nothing was lost, as far as can be told
-    set_aside: Path | None = None  # the old database, unless the rebuild is complete
+    lost: int  # spans of the old database that are not intact
+    complete: bool  # nothing is known to be lost
+    damaged_file: Path | None = None  # the old database, unless the rebuild is complete
 
 
 def backup(directory: Path, folder: Path) -> int:
-    """Copy the database into the new `folder`, itself a data directory, sealed; return its bytes.
-
-    Safe while a service runs on `directory`. Raises StoreUnavailableError when `folder` exists or cannot be made.
-    """
+    """Copy the database, sealed, into a new folder; return its bytes. A service may run on `directory` meanwhile."""
     _check_exists(directory)
     if folder.exists():
-        raise StoreUnavailableError(f"{folder} exists; name a folder that does not, as nothing is ever overwritten")
-    # Made under another name and renamed when it is whole, so that a backup that was cut short is never taken for one.
+        raise StoreUnavailableError(f"{folder} exists; name a folder that does not: nothing is overwritten")
+    # Renamed when it is complete, so that an interrupted backup is not taken for one.
     partial = folder.with_name(f"{folder.name}.partial-{time.time_ns()}")
     try:
         partial.mkdir(parents=True, mode=0o700)
@@ -49,18 +44,14 @@ def backup(directory: Path, folder: Path) -> int:
         partial.rename(folder)
         files.sync_directory(folder.parent)
     except OSError as error:
-        raise StoreUnavailableError(f"{folder} cannot be made ({error.strerror}); name another folder") from error
+        raise StoreUnavailableError(f"{folder} cannot be created ({error.strerror}); name another folder") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # what is left where it failed; once it is renamed, nothing
+        shutil.rmtree(partial, ignore_errors=True)
     return (folder / files.DATABASE).stat().st_size
 
 
 def rebuild(directory: Path) -> Rebuilt:
-    """Make the database anew from every span that is whole. A damaged one is renamed aside, never deleted.
-
-    Raises StoreUnavailableError without a database, DirectoryInUseError while a service runs, and StoreDamagedError
-    when nothing can be read.
-    """
+    """Build a new database from every intact span. A damaged one is renamed, never deleted."""
     _check_exists(directory)
     lock = files.DirectoryLock(directory)
     try:
@@ -70,7 +61,7 @@ def rebuild(directory: Path) -> Rebuilt:
         (directory / _REBUILDING).unlink(missing_ok=True)
         raise StoreDamagedError(
             f"no span can be read from {directory / files.DATABASE}: restore a backup, or move that file, "
-            f"{files.DATABASE}-wal and {files.SEAL} away to begin with an empty store"
+            f"{files.DATABASE}-wal and {files.SEAL} away to start with an empty store"
         ) from error
     finally:
         lock.release()
@@ -78,7 +69,7 @@ def rebuild(directory: Path) -> Rebuilt:
 
 def _check_exists(directory: Path) -> None:
     if not (directory / files.DATABASE).exists():
-        raise StoreUnavailableError(f"{directory} holds no {files.DATABASE}; name the service's --data-dir")
+        raise StoreUnavailableError(f"{directory} has no {files.DATABASE}; name the service's --data-dir")
 
 
 def _rebuild(directory: Path) -> Rebuilt:
@@ -87,10 +78,10 @@ def _rebuild(directory: Path) -> Rebuilt:
     with closing(files.connect(old)) as source, closing(files.connect(new)) as target:
         migrate(target)
         target.execute("BEGIN")
-        kept = _copy_whole(source, target)
+        rebuilt = _copy_intact(source, target)
         target.execute("COMMIT")
         target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not kept.complete else None
+    aside = directory / f"{files.DATABASE}.bad-{time.time_ns()}" if not rebuilt.complete else None
     if aside:
         aside.hardlink_to(old)
     for log in ("-wal", "-shm"):
@@ -98,39 +89,39 @@ def _rebuild(directory: Path) -> Rebuilt:
     new.replace(old)
     files.sync_directory(directory)
     files.seal_closed(directory)
-    return replace(kept, set_aside=aside)
+    return replace(rebuilt, damaged_file=aside)
 
 
-def _copy_whole(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebuilt:
-    declared = seen = kept = 0
+def _copy_intact(source: sqlite3.Connection, target: sqlite3.Connection) -> Rebuilt:
+    declared = seen = copied = 0
     names: dict[int, str] = {}
     for session, name, spans, created, updated in _rows(source, "sessions", "id, name, spans, created, updated"):
         names[session] = name
         declared += spans
         target.execute("INSERT INTO sessions VALUES (?, ?, 0, 0, ?, ?)", (session, name, created, updated))
-        words.create(target, session)
+        fts.create(target, session)
     for *row, session in _rows(source, "spans", f"{COLUMNS}, session"):
         seen += 1
-        with suppress(StoreDamagedError, KeyError):  # not whole, or of a session that is lost
+        with suppress(StoreDamagedError, KeyError):  # damaged, or of a lost session
             name = names[session]
             _copy_span(target, span_of_row(tuple(row), name), session, name)
-            kept += 1
-    complete = declared == seen == kept and _is_sound(source)
-    if not kept and not complete:
-        raise StoreDamagedError("nothing is whole")
-    return Rebuilt(kept, _copy_vectors(source, target), max(declared, seen) - kept, complete)
+            copied += 1
+    complete = declared == seen == copied and _is_sound(source)
+    if not copied and not complete:
+        raise StoreDamagedError("nothing is intact")
+    return Rebuilt(copied, _copy_vectors(source, target), max(declared, seen) - copied, complete)
 
 
 def _is_sound(source: sqlite3.Connection) -> bool:
     try:
-        found = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
+        results = [source.execute(f"PRAGMA integrity_check({table})").fetchone()[0] for table in ("sessions", "spans")]
     except sqlite3.DatabaseError:
         return False
-    return found == ["ok", "ok"]
+    return results == ["ok", "ok"]
 
 
 def _rows(source: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
-    """Yield every row that SQLite can still read: from the front to the first damaged page, then from the back."""
+    """Yield every readable row: from the front to the first damaged page, then from the back."""
     seen: set[int] = set()
     for order in ("ASC", "DESC"):
         try:
@@ -149,14 +140,14 @@ def _copy_span(target: sqlite3.Connection, span: Span, session: int, name: str) 
         f"INSERT INTO spans ({COLUMNS}, session) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
         (span.id, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name), session),
     )
-    words.add(target, session, span.id, span.text)
+    fts.add(target, session, span.id, span.text)
     size = len(span.text.encode())
     target.execute("UPDATE sessions SET spans = spans + 1, text_bytes = text_bytes + ? WHERE id = ?", (size, session))
 
 
 def _copy_vectors(source: sqlite3.Connection, target: sqlite3.Connection) -> int:
-    kept = 0
+    copied = 0
     for _, span, model, vector, seal in _rows(source, "embeddings", "seq, span, model, vector, seal"):
         if vector_of_row(span, model, vector, seal) is not None:
-            kept += vectors.store_raw(target, span, model, vector, seal)
-    return kept
+            copied += insert_vector(target, span, model, vector, seal)
+    return copied

@@ -1,4 +1,4 @@
-"""The data directory: its lock, its connections, and the seal that tells a database changed behind our back."""
+"""The data directory: its lock, its connections, and the seal that detects changes by other programs."""
 
 import fcntl
 import hashlib
@@ -10,13 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from rescue_svc.errors import (
-    DirectoryInUseError,
-    RescueServiceError,
-    StoreDamagedError,
-    StoreFullError,
-    StoreUnavailableError,
-)
+from rescue_svc import errors
 
 DATABASE = "rescue.db"
 SEAL = "rescue.seal"
@@ -28,28 +22,29 @@ Trust = Literal["new", "crashed", "sealed", "altered"]
 
 @contextmanager
 def sqlite_errors() -> Iterator[None]:
-    """Turn SQLite's errors into ours; one of ours passes through."""
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise _translated(error) from error
+        raise _translate(error) from error
 
 
-def _translated(error: Exception) -> RescueServiceError:
-    # Python raises without a code when stored text, or a message that quotes it, is not UTF-8: that is damage too.
+def _translate(error: Exception) -> errors.RescueServiceError:
+    # Python raises without a code if stored text, or a message that quotes it, is not UTF-8: that is damage, too.
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if primary == sqlite3.SQLITE_FULL:
-        return StoreFullError("the disk is full; free space, or forget sessions once there is a little")
+        return errors.StoreFullError("the disk is full; free space, or forget sessions once there is a little")
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return StoreDamagedError(
+        return errors.StoreDamagedError(
             "the database is damaged; stop the service, then `mlx-tq-rescue rebuild` or restore a backup"
         )
     name = getattr(error, "sqlite_errorname", type(error).__name__)
-    return StoreUnavailableError(f"the database cannot be used now ({name}); check the data directory and its disk")
+    return errors.StoreUnavailableError(
+        f"the database cannot be used now ({name}); check the data directory and its disk"
+    )
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database for reading and writing, with every pragma that durability and forgetting need."""
+    """Open the database with the pragmas that durability and forgetting require."""
     connection = sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=False)
     for pragma in (
         "journal_mode = WAL",
@@ -67,31 +62,30 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 class DirectoryLock:
-    """Keeps a second process off the data directory; the system frees it however this one ends."""
+    """Keeps other processes out of the data directory; the system releases it when this one ends."""
 
     def __init__(self, directory: Path) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"data directory {directory} cannot be written ({error.strerror}); make it writable or set --data-dir"
             ) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._fd)
-            raise DirectoryInUseError(
+            raise errors.DirectoryInUseError(
                 f"data directory {directory} is in use by another process; stop it or set another --data-dir"
             ) from error
 
     def release(self) -> None:
-        """Let another process have the directory."""
         os.close(self._fd)
 
 
 def write_durably(path: Path, *parts: bytes) -> None:
-    """Replace `path` by `parts` in one step that survives a crash at any point."""
+    """Replace a file in one step that survives a crash at any point."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         for part in parts:
@@ -103,7 +97,7 @@ def write_durably(path: Path, *parts: bytes) -> None:
 
 
 def sync(fd: int) -> None:
-    """Force a file to the disk itself; on macOS fsync alone stops at the drive's cache."""
+    """Force a file to the disk; on macOS fsync alone stops at the cache of the drive."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
@@ -111,7 +105,6 @@ def sync(fd: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Force the names in a folder to the disk."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -120,17 +113,17 @@ def sync_directory(directory: Path) -> None:
 
 
 def seal_closed(directory: Path) -> None:
-    """Record what the database is after a clean close."""
+    """Record the digest of the database after a clean close."""
     write_durably(directory / SEAL, json.dumps({"state": "closed", "blake2b": _digest(directory / DATABASE)}).encode())
 
 
 def seal_open(directory: Path) -> None:
-    """Record that the database is in use: from here on only its own checks vouch for it."""
+    """Record that the database is in use."""
     write_durably(directory / SEAL, json.dumps({"state": "open"}).encode())
 
 
 def trust(directory: Path) -> Trust:
-    """Tell how far the database is to be believed before it is opened."""
+    """Return how far the database can be trusted before it is opened."""
     database, seal = directory / DATABASE, directory / SEAL
     if not seal.exists():
         return "altered" if database.exists() and database.stat().st_size else "new"
@@ -140,7 +133,9 @@ def trust(directory: Path) -> Trust:
     except (ValueError, KeyError, TypeError, AttributeError):
         state, digest = "damaged", None
     if not database.exists() or not database.stat().st_size:
-        raise StoreDamagedError(f"{database} is missing or empty although it was written before; restore a backup")
+        raise errors.StoreDamagedError(
+            f"{database} is missing or empty although it was written before; restore a backup"
+        )
     if state == "open":
         return "crashed"
     unchanged = state == "closed" and digest == _digest(database) and not _log(database).exists()

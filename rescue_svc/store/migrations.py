@@ -1,12 +1,12 @@
-"""The database's shape as an ordered list of steps; `PRAGMA user_version` counts the steps that were taken."""
+"""The database schema as an ordered list of migrations; `PRAGMA user_version` counts those applied."""
 
 import sqlite3
 
 from rescue_svc.errors import StoreDamagedError
 
-APPLICATION_ID = 0x6D717271  # "mqrq": tells our files from other SQLite databases
+APPLICATION_ID = 0x6D717271  # "mqrq" marks our files among SQLite databases
 
-# AUTOINCREMENT everywhere: an id that was forgotten is never given to someone else's data.
+# AUTOINCREMENT: the id of a forgotten row is never used again.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         f"PRAGMA application_id = {APPLICATION_ID}",
@@ -30,10 +30,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Take the steps that are missing, each in a transaction of its own.
-
-    Raises StoreDamagedError for a database of a newer version or of another program.
-    """
+    """Apply the missing migrations, each in a transaction; raise StoreDamagedError for a foreign or newer database."""
     done = connection.execute("PRAGMA user_version").fetchone()[0]
     owner = connection.execute("PRAGMA application_id").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -44,7 +41,8 @@ def migrate(connection: sqlite3.Connection) -> None:
         )
     if done > len(MIGRATIONS):
         raise StoreDamagedError(
-            f"the database has version {done}, this program knows {len(MIGRATIONS)}; upgrade mlx-tq or restore a backup"
+            f"the database has version {done}, this program supports {len(MIGRATIONS)}; "
+            "upgrade mlx-tq or restore a backup"
         )
     for version, steps in enumerate(MIGRATIONS[done:], start=done + 1):
         connection.execute("BEGIN IMMEDIATE")

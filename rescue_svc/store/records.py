@@ -1,8 +1,10 @@
-"""What the store keeps of a span, and the seals that tell when a row is no longer what was written."""
+"""Rows of the store, with seals that detect damage."""
 
 import hashlib
+import sqlite3
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +19,6 @@ COLUMNS = "id, start, stop, layer, score, text, digest, seal"
 
 @dataclass(frozen=True)
 class Session:
-    """A session's row."""
-
     id: int
     name: str
     spans: int
@@ -29,7 +29,7 @@ class Session:
 
 @dataclass(frozen=True)
 class NewSpan:
-    """A span that a client sends."""
+    """A span that is not stored yet."""
 
     start: int
     stop: int
@@ -38,29 +38,34 @@ class NewSpan:
     text: str
 
     def digest(self) -> bytes:
-        """Identity within a session: the same range and text are the same span. 16 bytes."""
+        """Return the identity within a session: equal range and text are the same span. 16 bytes."""
         content = struct.pack("<qq", self.start, self.stop) + self.text.encode()
         return hashlib.blake2b(content, digest_size=16).digest()
 
     def seal(self, session: str) -> int:
-        """CRC-32 of all that the row says, and of whose it is."""
+        """Return a CRC-32 of the row and its session."""
         return zlib.crc32(self.digest() + struct.pack("<qd", self.layer, self.score) + session.encode())
 
 
 @dataclass(frozen=True)
 class Span(NewSpan):
-    """A span that the store gave an id."""
-
     id: int
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A span that waits for its vector."""
-
     span: int
     session: int
     text: str
+
+
+@dataclass(frozen=True)
+class StoredVectors:
+    """Vectors in the order in which they were stored."""
+
+    spans: npt.NDArray[np.int64]  # [N]
+    vectors: Vectors  # [N, D]
+    last: int  # sequence number of the newest, 0 if there is none
 
 
 def span_of_row(row: SpanRow, session: str) -> Span:
@@ -74,18 +79,31 @@ def span_of_row(row: SpanRow, session: str) -> Span:
     if not intact:
         raise StoreDamagedError(
             f"span {id} of session {session} is not what was written; stop the service, then `mlx-tq-rescue rebuild` "
-            "(it keeps every span that is whole) or restore a backup"
+            "(it keeps every intact span) or restore a backup"
         )
     return span
 
 
 def vector_seal(span: int, model: str, vector: bytes) -> int:
-    """CRC-32 of a stored vector, of the span it belongs to and the model that made it."""
+    """Return a CRC-32 of a stored vector, its span and its model."""
     return zlib.crc32(vector + struct.pack("<q", span) + model.encode())
 
 
 def vector_of_row(span: int, model: str, vector: bytes, seal: int) -> Vectors | None:
-    """Return the float32 vector [D] of a row, or None when it is not what was written."""
+    """Return the float32 vector [D] of a row, or None if it is damaged."""
     if not isinstance(vector, bytes) or len(vector) % 4 or vector_seal(span, model, vector) != seal:
         return None
     return np.frombuffer(vector, dtype="<f4")
+
+
+def insert_vector(connection: sqlite3.Connection, span: int, model: str, vector: bytes, seal: int) -> int:
+    """Store the bytes of a vector with its seal; return 1, or 0 if the span was forgotten."""
+    return connection.execute(
+        """INSERT OR REPLACE INTO embeddings (span, session, model, vector, seal)
+           SELECT id, session, ?, ?, ? FROM spans WHERE id = ?""",
+        (model, vector, seal, span),
+    ).rowcount
+
+
+def delete_vectors(connection: sqlite3.Connection, spans: Sequence[int]) -> None:
+    connection.executemany("DELETE FROM embeddings WHERE span = ?", [(span,) for span in spans])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mlx_tq.seam.attention import compressed_attention
+from mlx_tq.integration.patches import patch_attention
 
 
 @pytest.fixture(autouse=True, scope="package")
 def _attention():
-    with compressed_attention():
+    with patch_attention():
         yield

@@ -60,7 +60,7 @@ def test_array_masks_while_a_block_leaves(make):
     cache = filled(make_spec(window=LENGTH - 3 - 96), keys[:, :, :-8], values[:, :, :-8])
     view = cache.append(keys[:, :, -8:], values[:, :, -8:])
     count, earlier = view.earlier
-    assert (count, earlier.regions.body, view.regions.body) == (4, 60, 92)
+    assert (count, earlier.regions.packed_tokens, view.regions.packed_tokens) == (4, 60, 92)
     queries, mask = random(8, heads=4, seed=5), make(8)
     out = view.attend(queries, SCALE, mask, None)
     mask = mx.broadcast_to(mask, (1, 1, 8, LENGTH))
@@ -68,12 +68,12 @@ def test_array_masks_while_a_block_leaves(make):
     check_attention(view, queries[:, :, 4:], out[:, :, 4:], SCALE, mask=mask[..., 4:, :])
 
 
-@pytest.mark.parametrize(("key", "prefix", "window"), [("tq4", 4, 24), ("tq4~tq3", 0, 0), ("tq4", 70, 1)])
+@pytest.mark.parametrize(("key", "sinks", "window"), [("tq4", 4, 24), ("tq4~tq3", 0, 0), ("tq4", 70, 1)])
 @pytest.mark.parametrize("length", [2, 5, 8])
-def test_a_few_tokens_see_what_each_would_have_seen_alone(key, prefix, window, length):
+def test_a_few_tokens_see_what_each_would_have_seen_alone(key, sinks, window, length):
     """Also where a block leaves, or goes cold, in the middle of the step."""
     keys, values = random_pair(150, dtype=mx.float32)
-    spec = make_spec(key, "tq2", prefix=prefix, window=window, recent=32)
+    spec = make_spec(key, "tq2", sinks=sinks, window=window, recent=32)
     alone = filled(spec, keys[:, :, :30], values[:, :, :30])
     together = alone.fork()
     queries = random(150, heads=4, dtype=mx.float32, seed=5)
@@ -95,6 +95,8 @@ def test_shared_layers_see_what_the_step_saw():
         key, _ = cache.keys_and_values()
         assert key.shape == (1, 2, 180, DIM)
         assert (key.view is view) == (cache is shared)
-    assert shared.keys_and_values()[0].view.regions.body < private.keys_and_values()[0].view.regions.body
+    assert (
+        shared.keys_and_values()[0].view.regions.packed_tokens < private.keys_and_values()[0].view.regions.packed_tokens
+    )
     shared.trim(1)
     assert shared.keys_and_values()[0].shape[2] == 179

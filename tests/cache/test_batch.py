@@ -12,7 +12,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 
 LENGTHS = [3, 150, 57, 100]
-SPECS = [make_spec(), make_spec("tq4", condition=True)]
+SPECS = [make_spec(), make_spec("tq4", normalize=True)]
 TOKENS = [random_pair(300, seed=row) for row in range(4)]
 QUERIES = [random(300, heads=4, seed=50 + row) for row in range(4)]
 SCALE = DIM**-0.5
@@ -59,9 +59,9 @@ def step_alone(cache, row, count):
 
 
 @pytest.mark.parametrize("count", [1, 5, 70])
-@pytest.mark.parametrize("spec", SPECS, ids=["plain", "conditioned"])
+@pytest.mark.parametrize("spec", SPECS, ids=["plain", "normalized"])
 def test_a_row_is_as_if_alone(spec, count):
-    """Conditioned rows learn apart: by 70 tokens one goes on, two learn, one has not enough yet."""
+    """Normalized rows learn apart: by 70 tokens one goes on, two learn, one has not enough yet."""
     batch, rows = merged(spec=spec), [alone(row, spec=spec) for row in range(4)]
     for _ in range(2):
         starts = batch.offset.tolist()

@@ -13,7 +13,7 @@ from mlx_tq.config import BLOCK
 SHARED, COPIES = 400, 20
 SPECS = {
     "plain": make_spec(),
-    "conditioned": make_spec("tq4", condition=True),
+    "normalized": make_spec("tq4", normalize=True),
     "two formats": make_spec(key="tq4~tq3", value="tq4", recent=64),
 }
 TOKENS = [random_pair(SHARED + 200, seed=seed) for seed in range(3)]

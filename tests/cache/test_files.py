@@ -15,10 +15,10 @@ from cache.tools import same_bits
 from mlx_tq.cache import files
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
 
-CONFIG = KVConfig(key="q8", value="tq4", prefix=4, window=24)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=4, window=24)
 TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(150)]
 MODEL = build("llama")
 FULL = pytest.mark.full
@@ -174,8 +174,8 @@ def test_a_second_save_takes_the_place_of_the_first(saved):
 
 
 def test_a_file_of_the_version_before_has_plain_keys(tmp_path):
-    """As it was written: nothing in it knows of conditioning."""
-    path, config = tmp_path / "cache.safetensors", replace(CONFIG, condition=False)
+    """As it was written: nothing in it knows of normalization."""
+    path, config = tmp_path / "cache.safetensors", replace(CONFIG, normalize=False)
     with compressed(MODEL):
         caches = make_prompt_cache(MODEL, config)
         run(MODEL, caches, 100)
@@ -186,9 +186,9 @@ def test_a_file_of_the_version_before_has_plain_keys(tmp_path):
         for name, leaf in kept.items():
             if isinstance(leaf, str) and "spec" in leaf:
                 about = json.loads(leaf)
-                del about["spec"]["condition"]
+                del about["spec"]["normalize"]
                 kept[name] = json.dumps(about)
-        fields = {name: value for name, value in config.to_dict().items() if name != "condition"}
+        fields = {name: value for name, value in config.to_dict().items() if name != "normalize"}
         edited(path, version="2", config=json.dumps(fields), scalars=json.dumps(kept))
         loaded = load_prompt_cache(path, model=MODEL)
         assert loaded.config == config
@@ -198,7 +198,7 @@ def test_a_file_of_the_version_before_has_plain_keys(tmp_path):
 FIELDS = ["version", "model", "config", "classes", "scalars", "metadata"]
 EDITS = [{name: value} for name in FIELDS for value in (None, "", "{")]
 EDITS += [{"classes": json.dumps(names)} for names in (["KVCache", "KVCache"], ["os", "os"], ["CompressedKVCache"])]
-EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"colour": 1}, {"window": -1})]
+EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"color": 1}, {"window": -1})]
 
 
 @pytest.mark.parametrize("fields", EDITS, ids=str)

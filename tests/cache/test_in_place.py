@@ -28,7 +28,7 @@ def run_ahead(cache, seen, count):
 
 
 def test_the_body_stays_where_it_is():
-    cache = make_cache(prefix=PREFIX, window=WINDOW)
+    cache = make_cache(sinks=PREFIX, window=WINDOW)
     cache.append(*random_pair(PREFIX + WINDOW + STEP + BLOCK))
     seen = run_ahead(cache, mx.array(0.0), 3)
     rows, *full = addresses(cache)
@@ -43,7 +43,7 @@ def test_the_body_stays_where_it_is():
 
 
 def test_attention_reads_the_buffers_themselves():
-    cache = make_cache(prefix=PREFIX, window=WINDOW)
+    cache = make_cache(sinks=PREFIX, window=WINDOW)
     cache.append(*random_pair(PREFIX + WINDOW + 3 * BLOCK + 5))
     view = cache.append(*random_pair(1))
     inside = [(np.array(x, copy=False).ctypes.data, x.nbytes) for x in cache._full]

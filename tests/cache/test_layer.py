@@ -1,4 +1,4 @@
-"""Where the tokens of a compressed cache are: `prefix | body | tail`, their bytes, and what mlx-lm asks about them.
+"""Where the tokens of a compressed cache are: `sinks | body | tail`, their bytes, and what mlx-lm asks about them.
 
 What any history leads to is shown in tests/property.
 """
@@ -66,18 +66,18 @@ def test_a_trim_is_a_count(count):
 
 @pytest.mark.parametrize("key", ["tq35", "tq35~spectral8"])
 @pytest.mark.parametrize("chunks", [[1] * LENGTH, [31, 33, 64, 1, 171], [100, 150, 50], [8] * 37 + [4]], ids=len)
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_chunks_change_nothing(key, chunks, condition):
-    spec = make_spec(key, "tq25", recent=64, condition=condition)
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_chunks_change_nothing(key, chunks, normalize):
+    spec = make_spec(key, "tq25", recent=64, normalize=normalize)
     whole, parts = filled(spec, KEYS, VALUES), filled(spec, KEYS, VALUES, chunks)
     assert same_bits(whole.state, parts.state)
     assert whole.nbytes == parts.nbytes
 
 
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_rows_do_not_depend_on_their_neighbours(condition):
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_rows_do_not_depend_on_their_neighbours(normalize):
     keys, values = random_pair(200, batch=3)
-    spec = make_spec(condition=condition)
+    spec = make_spec(normalize=normalize)
     together = filled(spec, keys, values, [100, 100])
     for row in range(3):
         alone = filled(spec, keys[row : row + 1], values[row : row + 1], [200])
@@ -95,10 +95,10 @@ def arrays_of(cache):
 
 
 @pytest.mark.parametrize("formats", [("q8", "tq4"), ("tq35", "tq25")])
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_nbytes_are_the_bytes_of_the_arrays(formats, condition):
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_nbytes_are_the_bytes_of_the_arrays(formats, normalize):
     for length in (1, 55, 56, 140, LENGTH):
-        cache = filled(make_spec(*formats, condition=condition), KEYS[:, :, :length], VALUES[:, :, :length])
+        cache = filled(make_spec(*formats, normalize=normalize), KEYS[:, :, :length], VALUES[:, :, :length])
         if cache.body_tokens > 100:
             kept = np.arange(50, 90)
             cache.compact(kept, cache.body_positions[kept])
@@ -224,7 +224,7 @@ def test_dims_are_ordered_by_the_prefix_and_the_first_block(pair):
         if name == "q8":
             assert order is None
             continue
-        x = np.array(x[:, :, : spec.prefix + BLOCK], np.float64)
+        x = np.array(x[:, :, : spec.sinks + BLOCK], np.float64)
         energy = (x**2 / (x**2).sum(axis=-1, keepdims=True)).sum(axis=2)
         ordered = np.take_along_axis(energy, np.array(order).astype(int), axis=-1)
         assert (np.diff(ordered, axis=-1) <= 1e-5).all()
@@ -232,11 +232,11 @@ def test_dims_are_ordered_by_the_prefix_and_the_first_block(pair):
 
 
 @pytest.mark.parametrize("key", ["tq35", "q8~tq3", "tq35~tq4", "fp16~q8_0"])
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_formats_through_state_fork_file_and_batch(key, condition, tmp_path):
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_formats_through_state_fork_file_and_batch(key, normalize, tmp_path):
     """Also of a cache that has not learned what formats and weights learn, and of one that may have to forget it."""
     keys, values = uneven(LENGTH)
-    shared = {"prefix": PREFIX, "window": WINDOW, "recent": 64, "condition": condition}
+    shared = {"sinks": PREFIX, "window": WINDOW, "recent": 64, "normalize": normalize}
     config, cache = KVConfig(key=key, value="tq25", **shared), make_cache(key, "tq25", **shared)
     for chunk in (50, 104, 40):
         feed(cache, keys, values, [chunk])

@@ -6,13 +6,12 @@ import pytest
 from zoo import build
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.policy import PackedLayer
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.footprint import Departures, layer_footprint
-from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.footprint import Departures, layer_footprint
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
 
 from .tools import contents, feed, filled, make_cache, make_spec, random_pair
 
@@ -23,18 +22,18 @@ MODEL = build("llama", mx.float32)
 def scored_and_read(cache):
     """Keys and values of the body as policies decode them, and as attention does."""
     layer = PackedLayer(*cache.body())
-    layer = layer.part(0, cache.body_tokens)
+    layer = layer.slice_rows(0, cache.body_tokens)
     keys = layer.keys(), layer.layout.value.decode(layer.layout.values(layer.rows))
-    start = cache.spec.prefix
+    start = cache.spec.sinks
     read = (handle.materialize()[:, :, start : start + cache.body_tokens] for handle in cache.keys_and_values())
     return [(np.array(a, np.float32), np.array(b, np.float32)) for a, b in zip(keys, read, strict=True)]
 
 
 @pytest.mark.parametrize("key", ["tq4~tq2", "q8~spectral8", "fp16~q8_0", "tq35~tq3"])
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
-def test_policies_score_the_keys_that_attention_reads(key, condition):
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
+def test_policies_score_the_keys_that_attention_reads(key, normalize):
     """Before anything left, after, and when more went cold since."""
-    cache = make_cache(key, "tq4", recent=64, condition=condition)
+    cache = make_cache(key, "tq4", recent=64, normalize=normalize)
     rng = np.random.default_rng(1)
     for count in (190, 110, 90, 47):
         feed(cache, KEYS, VALUES, [count])
@@ -50,11 +49,11 @@ def test_policies_score_the_keys_that_attention_reads(key, condition):
             assert np.abs(a - b).max() <= 2**-10 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("condition", [False, True], ids=["plain", "conditioned"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
 @pytest.mark.parametrize("length", [230, 260, 291])
-def test_a_trim_of_a_block_leads_back_to_recent_keys(length, condition):
+def test_a_trim_of_a_block_leads_back_to_recent_keys(length, normalize):
     """To the bits of a cache that never was longer, and so does what is read then."""
-    spec = make_spec("q8~tq2", "tq4", recent=64, condition=condition)
+    spec = make_spec("q8~tq2", "tq4", recent=64, normalize=normalize)
     longer, never = (filled(spec, KEYS, VALUES, [200, count - 200]) for count in (length + 32, length))
     assert longer.cold_tokens == never.cold_tokens + 32
     assert longer.trim(32) == 32
@@ -67,11 +66,11 @@ def test_a_trim_of_a_block_leads_back_to_recent_keys(length, condition):
 
 
 @pytest.mark.parametrize(
-    "policy", ["knorm:trigger=16:granularity=1", "triattention:warmup=64:trigger=16:stats=text:granularity=1"]
+    "policy", ["knorm:trigger=16:granularity=1", "triattention:warmup=64:trigger=16:calibration=text:granularity=1"]
 )
 @pytest.mark.parametrize("recall", ["off", "auto"])
 def test_a_model_evicts_within_its_forecast_from_both_tiers_or_what_comes_back_from_the_second(policy, recall):
-    config = KVConfig("q8~tq2", "tq4", prefix=4, window=24, recent=32, evict=EvictConfig(policy, 120, recall))
+    config = KVConfig("q8~tq2", "tq4", sinks=4, window=24, recent=32, evict=EvictConfig(policy, 120, recall))
     plan = plan_caches(MODEL, config)
     caches = build_caches(plan)
     with compressed(MODEL):
@@ -96,7 +95,7 @@ def test_the_smaller_format_fills_a_budget_in_bytes():
     tokens = []
     for key in ("q8", "q8~tq2"):
         evict = EvictConfig("knorm:trigger=16:granularity=1", "2MB")
-        tokens.append(plan_caches(MODEL, KVConfig(key, "tq4", prefix=4, window=24, recent=32, evict=evict)))
+        tokens.append(plan_caches(MODEL, KVConfig(key, "tq4", sinks=4, window=24, recent=32, evict=evict)))
     one, two = (plan.eviction.budget.tokens for plan in tokens)
     assert one < two
     assert CacheSpec.for_layer(tokens[1].config, 0, "q8~tq2", "tq4").cold == "tq2"

@@ -10,7 +10,7 @@ from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cache.tiered import TieredKVCache
 from mlx_tq.config import KVConfig
-from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
 
 PREFIX, WINDOW = 4, 24  # of most tests: small, and no multiples of a block
 HEADS, DIM = 2, 64
@@ -18,10 +18,10 @@ PAIRS = tuple((i, i + 24) for i in range(24))  # dims that turn together; the ot
 MODEL = nn.Linear(1, 1)  # whose caches those of files are, where no test needs a real one
 
 
-def make_spec(key="q8", value="tq4", prefix=PREFIX, window=WINDOW, *, shared=False, condition=False, **changes):
+def make_spec(key="q8", value="tq4", sinks=PREFIX, window=WINDOW, *, shared=False, normalize=False, **changes):
     """A layer's storage; most tests are of where tokens are, which plain keys show at shorter lengths."""
-    config = KVConfig(key=key, value=value, prefix=prefix, window=window, condition=condition, **changes)
-    return CacheSpec.for_layer(config, 0, key, value, shared=shared, pairs=PAIRS if condition else None)
+    config = KVConfig(key=key, value=value, sinks=sinks, window=window, normalize=normalize, **changes)
+    return CacheSpec.for_layer(config, 0, key, value, shared=shared, pairs=PAIRS if normalize else None)
 
 
 def of_spec(spec):
@@ -115,9 +115,9 @@ def decoded(view):
     pair, layout = [], regions.layout
     for full, codec, part in ((regions.keys, layout.key, layout.keys), (regions.values, layout.value, layout.values)):
         full = np.array(full.astype(mx.float32), np.float64)
-        if regions.body:
-            body = np.array(codec.decode(part(regions.packed())), np.float64)
-            full = np.concatenate([full[:, :, : regions.prefix], body, full[:, :, regions.prefix :]], axis=2)
+        if regions.packed_tokens:
+            body = np.array(codec.decode(part(regions.rows())), np.float64)
+            full = np.concatenate([full[:, :, : regions.sink_tokens], body, full[:, :, regions.sink_tokens :]], axis=2)
         pair.append(full)
     return pair
 

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from codec_reference import DIMS
 
+from codec.reference import DIMS
 from mlx_tq.codec import codebook
-from mlx_tq.codec.codebook import POLYNOMIALS, boundaries, fit_polynomial, levels, lloyd_max, normal_density
+from mlx_tq.codec.codebook import POLYNOMIALS, boundaries, levels, normal_density
 
 PUBLISHED_LEVELS = {
     1: [math.sqrt(2 / math.pi)],
@@ -20,9 +20,31 @@ PUBLISHED_MSE = {1: 0.3634, 2: 0.117482, 3: 0.034548, 4: 0.009501}
 BITS = tuple(POLYNOMIALS)
 
 
+def fit_levels(bits: int, basis: np.ndarray) -> np.ndarray:
+    """Return the coefficients of levels in a basis [2^bits, n] of least mean square error under N(0, 1).
+
+    This is Lloyd's iteration: cells from midpoints, then weighted least squares on their centroids. The unit matrix as
+    a basis leaves the levels free.
+    """
+    erf = np.vectorize(math.erf)
+    coefficients = np.linalg.lstsq(basis, np.linspace(-1, 1, 2**bits) * (2 + bits / 4), rcond=None)[0]
+    while True:
+        table = basis @ coefficients
+        edges = np.concatenate([[-np.inf], (table[1:] + table[:-1]) / 2, [np.inf]])
+        weight = np.diff(erf(edges / math.sqrt(2))) / 2
+        first = -np.diff(np.exp(-(edges**2) / 2)) / math.sqrt(2 * math.pi)
+        root = np.sqrt(weight)
+        updated = np.linalg.lstsq(basis * root[:, None], first / root, rcond=None)[0]
+        if np.abs(updated - coefficients).max() < 1e-12:
+            return updated
+        coefficients = updated
+
+
 def quadrature_mse(table: np.ndarray, dim: int) -> float:
-    """E (t - level(t))^2 under the exact density of sqrt(D) times a unit vector's coordinate, cell by cell, by
-    Gauss-Legendre, with the constant from the gamma function."""
+    """Integrate (t - level(t))^2 under the exact density of sqrt(D) times a unit vector's coordinate, cell by cell.
+
+    The integrals are Gauss-Legendre's, with the constant from the gamma function.
+    """
     constant = math.exp(math.lgamma(dim / 2) - math.lgamma((dim - 1) / 2)) / math.sqrt(math.pi * dim)
     nodes, weights = np.polynomial.legendre.leggauss(200)
     edges = [-math.sqrt(dim), *(table[1:] + table[:-1]) / 2, math.sqrt(dim)]
@@ -34,33 +56,17 @@ def quadrature_mse(table: np.ndarray, dim: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("bits", PUBLISHED_LEVELS)
-def test_solver_finds_the_published_levels(bits):
-    positive = np.array(PUBLISHED_LEVELS[bits])
-    assert np.allclose(lloyd_max(bits), [*-positive[::-1], *positive], atol=6e-5)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_solver_is_at_its_optimum(bits):
-    best = lloyd_max(bits)
-    mse = codebook.mse(best, normal_density)
-    assert mse == pytest.approx(PUBLISHED_MSE[bits], abs=6e-7 if bits > 1 else 6e-5)
-    for i in range(len(best)):
-        for step in (-1e-3, 1e-3):
-            moved = best.copy()
-            moved[i] += step
-            assert codebook.mse(moved, normal_density) > mse
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_pinned_polynomials_are_the_fitted_ones(bits):
-    fitted = fit_polynomial(bits, len(POLYNOMIALS[bits]))
-    assert fitted.astype(np.float32).tolist() == list(POLYNOMIALS[bits])
-
-
 @pytest.mark.parametrize(("bits", "loss"), [(1, 0), (2, 0), (3, 0.001e-2), (4, 0.17e-2)])
-def test_what_the_polynomial_costs(bits, loss):
-    least = codebook.mse(lloyd_max(bits), normal_density)
+def test_polynomials_are_the_best_ones_and_cost_little(bits, loss):
+    """Free levels are the published ones; the mean square error of polynomial levels is larger by `loss`."""
+    best = fit_levels(bits, np.eye(2**bits))
+    positive = np.array(PUBLISHED_LEVELS[bits])
+    assert np.allclose(best, [*-positive[::-1], *positive], atol=6e-5)
+    least = codebook.mse(best, normal_density)
+    assert least == pytest.approx(PUBLISHED_MSE[bits], abs=6e-7 if bits > 1 else 6e-5)
+    u = np.arange(2**bits) - (2**bits - 1) / 2
+    powers = np.stack([u ** (2 * i + 1) for i in range(len(POLYNOMIALS[bits]))], axis=1)
+    assert np.allclose(fit_levels(bits, powers), POLYNOMIALS[bits], rtol=2e-6, atol=0)
     ratio = codebook.mse(levels(bits).astype(np.float64), normal_density) / least
     assert ratio - 1 == pytest.approx(loss, abs=max(1e-6, loss / 10))
 
@@ -75,15 +81,6 @@ def test_levels_ascend_and_are_odd_and_boundaries_are_midpoints(bits):
     assert cuts.dtype == np.float32
     assert cuts.tolist() == [np.float32((low + high) / 2) for low, high in pairwise(table.astype(np.float64))]
     assert cuts[len(cuts) // 2] == 0
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_beta_density_has_unit_mass_and_variance(dim):
-    t = np.linspace(-math.sqrt(dim), math.sqrt(dim), 20_001)
-    density = codebook.beta_density(dim)(t)
-    assert np.trapezoid(density, t) == pytest.approx(1, abs=1e-6)
-    assert np.trapezoid(density * t * t, t) == pytest.approx(1, abs=1e-5)
-    assert np.trapezoid(density * t**4, t) == pytest.approx(3 * dim / (dim + 2), abs=1e-4)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -1,4 +1,4 @@
-"""One table of formats times properties: what each takes, how far it is off, what it refuses; and formats by name."""
+"""One table of formats: bytes, errors, vectors that no healthy model makes, refusals; and formats by name."""
 
 import copy
 import math
@@ -6,52 +6,32 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec
 from foreign import run_beside
 
-from mlx_tq.codec import Codec, CodecOptions, RowLayout, codebook, format_names, get_format
+from codec.reference import BITS, DIMS, FORMATS, RULES, gaussian, make_codec, roundtrip
+from mlx_tq.codec import CodecOptions, RowLayout, codebook, format_names, get_format
+from mlx_tq.codec.formats.base import FP16_MAX
 from mlx_tq.codec.packing import pack
 from mlx_tq.errors import ConfigError
 
-BYTES_AT_128 = {
-    "fp16": 256,
-    "q8": 130,
-    "tq4": 66,
-    "tq3": 50,
-    "tq2": 34,
-    "tcq4": 66,
-    "tcq3": 50,
-    "tcq2": 34,
-    "tq35": 64,
-    "tq25": 44,
-    "q8_0": 136,
-    "fp8": 128,
-    "tq3_0": 56,
-    "tbq4_0": 66,
-    "tbq3_0": 50,
-    "spectral8": 18,
-    "spectral10": 22,
-    "spectral12": 26,
-    "spectral14": 30,
-    "spectral16": 34,
-    "spectral8_int8": 26,
-    "spectral16_int8": 50,
-    "spectral16_int16": 82,
-}
-# Of the vectors of `test_vectors_that_no_model_makes`: a large norm, two large values, one of them beyond fp16.
-CLAMPED = {"fp16": 0, "fp8": 3} | dict.fromkeys(
-    ("q8", "tq4", "tq3", "tq2", "tcq4", "tcq3", "tcq2", "tq35", "tq25", "tbq4_0", "tbq3_0"), 2
-)
-every = pytest.mark.parametrize("name", BYTES_AT_128)
+CORE = {"fp16": 256, "q8": 130, "tq4": 66, "tq3": 50, "tq2": 34, "tcq4": 66, "tcq3": 50, "tcq2": 34}
+COMPARED = {"tq35": 64, "tq25": 44, "q8_0": 136, "fp8": 128, "tq3_0": 56, "tbq4_0": 66, "tbq3_0": 50}
+SPECTRAL = {"spectral8": 18, "spectral10": 22, "spectral12": 26, "spectral14": 30, "spectral16": 34}
+SPECTRAL |= {"spectral8_int8": 26, "spectral16_int8": 50, "spectral16_int16": 82}
+BYTES_AT_128 = CORE | COMPARED | SPECTRAL
+SCALED = (*FORMATS[1:], "tq1")
+# Of the vectors of `test_clamped_and_broken_vectors`: a large norm, two large values, one of them beyond fp16.
+CLAMPED = {"fp16": 0, "fp8": 3} | dict.fromkeys({*CORE, *COMPARED} - {"fp16", "fp8", "q8_0", "tq3_0"}, 2)
+every_format = pytest.mark.parametrize("name", BYTES_AT_128)
 
 
-def stored_bytes(codec: Codec, x: mx.array) -> int:
+def stored_bytes(codec, x: mx.array) -> int:
     return sum(array.nbytes for array in codec.encode(x) if array is not None)
 
 
-@every
+@every_format
 def test_bytes(name):
-    """Of a vector, and of rows, which end on whole words."""
+    """Rows end on whole words."""
     codec, size, x = make_codec(name, 128), BYTES_AT_128[name], mx.array(gaussian((1, 2, 5, 128)))
     assert stored_bytes(codec, x) == 10 * size
     assert get_format(name).bytes_per_vector(128) == size
@@ -60,45 +40,25 @@ def test_bytes(name):
         assert layout.encode(x, x).rows.nbytes == 10 * layout.nbytes == 10 * (-(-(size + BYTES_AT_128[other]) // 4) * 4)
 
 
-@every
-def test_the_error_that_a_format_names(name):
-    """Is what is measured, within 2 %; what theory says of it stands beside each format."""
-    x = mx.array(gaussian((2**13, 128), seed=5))
-    codec = make_codec(name, 128)
-    error = float(mx.square(codec.decode(codec.encode(x)) - x).sum() / mx.square(x).sum())
+@every_format
+def test_a_format_states_its_measured_error(name):
+    x = gaussian((2**13, 128), seed=5)
+    error = ((roundtrip(make_codec(name, 128), x) - x) ** 2).sum() / (x**2).sum()
     assert error == pytest.approx(get_format(name).error, rel=0.02, abs=1e-7 if name == "fp16" else 0)
 
 
-@every
-def test_vectors_that_no_model_makes(name):
-    """Zero comes back as zero, what fp16 cannot hold is clamped and counted, what is not finite is counted."""
-    codec = make_codec(name, 128)
-    if name == "fp16":
-        codec = get_format(name).codec(128, CodecOptions(), mx.float32)
-    ones, x = mx.ones((6, 128)), mx.ones((6, 128))
-    x[0], x[1], x[2, 7], x[3, 7], x[5, 3] = 0, 60000.0, 500.0, 1e9, math.inf
-    layout = RowLayout(codec, make_codec("tq4", 128))
-    clamped = CLAMPED.get(name, 1)
-    assert layout.encode(ones, ones).health.tolist() == [0, 0]
-    assert layout.encode(x[:5], ones[:5]).health.tolist() == [clamped, 0]
-    assert layout.encode(x, ones).health.tolist()[1] == 1
-    decoded = np.array(codec.decode(codec.encode(x[:5])))
-    assert not decoded[0].any()
-    assert np.isfinite(decoded).all()
-
-
-@every
-def test_norms_without_decoding(name):
-    """Are those of the vectors but for a factor and the format's error."""
+@every_format
+def test_estimated_norms(name):
+    """They equal the norms of the vectors up to a factor and the format's error."""
     x = gaussian((512, 128)) * np.exp(gaussian((512, 1), seed=1))
     codec = make_codec(name, 128)
-    ratio = np.array(codec.norms(codec.encode(mx.array(x)))) / np.linalg.norm(x.astype(np.float64), axis=-1)
+    ratio = np.array(codec.estimate_norms(codec.encode(mx.array(x)))) / np.linalg.norm(x.astype(np.float64), axis=-1)
     assert np.abs(ratio / np.median(ratio) - 1).max() < 2 * max(get_format(name).error, 1e-6) ** 0.5
 
 
-@every
-def test_rotated_and_original_space_are_one_vector(name):
-    """What attention reads is the decoded vector, rotated; the rotation is a matrix, and its inverse the transpose."""
+@every_format
+def test_rotated_and_original_space_have_one_vector(name):
+    """Attention reads the decoded vector, rotated; the rotation is a matrix, and its inverse the transpose."""
     codec = make_codec(name, 128)
     encoded = codec.encode(mx.array(gaussian((16, 128))))
     rotated, plain = codec.decode_rotated(encoded), codec.decode(encoded)
@@ -111,41 +71,10 @@ def test_rotated_and_original_space_are_one_vector(name):
     np.testing.assert_allclose(np.array(codec.rotation.forward(plain)) / math.sqrt(128), np.array(rotated), atol=2e-5)
 
 
-REFUSED = [
-    (FORMATS, (-64, 0, 72, 100), "; .* Use fp16"),
-    (("tq35", "tq25"), (0, -64, 48, 80, 96, 112), ", .* valid are 64, 128, 256 and"),
-    (("q8_0", "tq3_0"), (0, -128, 16, 48), ", whose blocks have 32"),
-    (("tbq4_0", "tbq3_0"), (0, -128, 64, 144), ", whose blocks have 128"),
-    (("spectral8",), (0, 72, 528), ""),
-    (("spectral16",), (16,), ""),
-]
-
-
-@pytest.mark.parametrize(("names", "dims", "reason"), REFUSED)
-def test_sizes_that_cannot_be_stored(names, dims, reason):
-    for name in names:
-        for dim in dims:
-            with pytest.raises(ConfigError, match=f"head_dim {dim} cannot be stored as {name}{reason}"):
-                make_codec(name, dim)
-
-
-def test_other_refusals():
-    for name in FORMATS[1:]:
-        with pytest.raises(ConfigError, match="Use rotation='haar'"):
-            make_codec(name, 144)
-        assert make_codec(name, 144, rotation="haar").head_dim == 144
-    with pytest.raises(ConfigError, match="scale rule 'max' is unknown; valid are raw, matched, ls, unbiased"):
-        CodecOptions(scale="max")
-    with pytest.raises(ConfigError, match="learns nothing"):
-        make_codec("tq3", 128).restore(mx.zeros(1))
-    with pytest.raises(ConfigError, match=r"format 'q5' is unknown; valid are fp16, .*tq4, .*tq2, .*spectral8\."):
-        get_format("q5")
-
-
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_at_other_sizes(name, dim):
-    """Also with fp32 scales, which change no code and take two bytes more."""
+    """fp32 scales change no code and take two bytes more."""
     codec, wide = make_codec(name, dim), make_codec(name, dim, fp32_scales=True)
     x = mx.array(gaussian((6, dim)))
     encoded, other = codec.encode(x), wide.encode(x)
@@ -161,8 +90,8 @@ def test_bytes_at_other_sizes(name, dim):
 def test_full_format_keeps_the_models_own_type():
     x = mx.array(gaussian((6, 64)))
     for dtype in (mx.float16, mx.bfloat16, mx.float32):
-        codec = get_format("fp16").codec(64, CodecOptions(), dtype)
-        layout, typed = RowLayout(codec, codec), x.astype(dtype)
+        codec, typed = make_codec("fp16", 64, dtype), x.astype(dtype)
+        layout = RowLayout(codec, codec)
         assert layout.nbytes == 2 * 64 * dtype.size
         rows = layout.encode(typed, 2 * typed).rows
         assert mx.array_equal(codec.decode(layout.keys(rows)), typed.astype(mx.float32))
@@ -173,8 +102,7 @@ def test_full_format_keeps_the_models_own_type():
 def test_decoded_levels_are_within_2_ulp_of_the_table(name):
     bits = BITS[name]
     codes = np.arange(64, dtype=np.uint16) % 2**bits
-    planes = make_codec(name, 64).planes(pack(mx.array(codes), bits))
-    decoded = np.array(mx.concatenate(planes, axis=-1))
+    decoded = np.array(mx.concatenate(make_codec(name, 64).decode_planes(pack(mx.array(codes), bits)), axis=-1))
     table = codebook.levels(bits)[codes]
     assert decoded.dtype == np.float32
     assert (np.abs(decoded - table) <= 2 * np.spacing(np.abs(table))).all()
@@ -182,44 +110,149 @@ def test_decoded_levels_are_within_2_ulp_of_the_table(name):
 
 @pytest.mark.parametrize("dim", [48, 64, 80, 128])
 @pytest.mark.parametrize("name", FORMATS)
-def test_columns_are_the_planes_turned(name, dim):
+def test_columns_are_the_planes_transposed(name, dim):
     codec = make_codec(name, dim)
     codes = codec.encode(mx.array(gaussian((2, 3, 7, dim)))).codes
-    expected = np.array(mx.concatenate(codec.planes(codes), axis=-1)).swapaxes(-1, -2)
-    turned = np.full((2, 3, dim, 7), np.nan, np.float32)
-    for dims, column in codec.columns(codes):
-        assert np.isnan(turned[..., dims, :]).all(), "a dim comes twice"
-        turned[..., dims, :] = np.array(column)
-    assert np.array_equal(turned, expected)
+    expected = np.array(mx.concatenate(codec.decode_planes(codes), axis=-1)).swapaxes(-1, -2)
+    columns = np.full((2, 3, dim, 7), np.nan, np.float32)
+    for dims, column in codec.decode_columns(codes):
+        assert np.isnan(columns[..., dims, :]).all(), "a dim appears twice"
+        columns[..., dims, :] = np.array(column)
+    assert np.array_equal(columns, expected)
+
+
+# Vectors that no healthy model makes: zero, huge, tiny, not finite
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@every_format
+def test_clamped_and_broken_vectors(name, dtype):
+    """Vectors beyond fp16 are clamped and counted on both sides, those that are not finite are counted.
+
+    fp16 clamps nothing, and the largest vector that fits is not clamped. Zero decodes to zero.
+    """
+    codec = make_codec(name, 128, mx.float32 if name == "fp16" else mx.float16)
+    layout = RowLayout(codec, make_codec("tq4", 128, scale="ls"))
+    ones, x, fits = mx.ones((6, 128)), mx.ones((6, 128)), mx.zeros((6, 128))
+    fits[:, 0] = FP16_MAX - 224 if name != "fp8" else 448  # bfloat16 holds it
+    x[0], x[1], x[2, 7], x[3, 7] = 0, 60000.0, 500.0, 6e4 if dtype == mx.float16 else 1e9
+
+    def health(*sides):
+        return layout.encode(*(side.astype(dtype) for side in sides)).health.tolist()
+
+    assert health(ones, ones) == health(fits, ones) == [0, 0]
+    if dtype != mx.float16:
+        assert health(x, ones) == [CLAMPED.get(name, 1), 0]
+        assert health(ones, x) == [2, 0]
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = mx.array(ones)
+        broken[1, 3] = broken[5, 0] = bad
+        assert [health(*sides)[1] for sides in ((broken, ones), (ones, broken), (broken, broken))] == [2, 2, 4]
+    decoded = np.array(codec.decode(codec.encode(x.astype(dtype))))
+    assert not decoded[0].any()
+    assert np.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", SCALED)
+def test_zero_and_huge_vectors_of_every_scale_rule(name, rule, wide):
+    """Zero stays zero; a norm or values beyond fp16 are clamped to it and decode to something finite."""
+    codec = make_codec(name, 64, scale=rule, fp32_scales=wide)
+    x = gaussian((5, 64))
+    x[1], x[2], x[3] = 0, 60000, 1e30 * x[3]
+    for dtype in (mx.float32, mx.bfloat16):
+        encoded = codec.encode(mx.array(x).astype(dtype))
+        scale, decoded = np.array(encoded.scale), np.array(codec.decode(encoded))
+        assert np.isfinite(scale).all()
+        assert scale.max() <= FP16_MAX
+        if name != "q8":  # its scale is the largest coordinate, not the norm
+            assert scale[2] == FP16_MAX
+        assert np.isfinite(decoded).all()
+        assert np.array_equal(decoded[1], np.zeros(64))
+        assert np.abs(decoded[[0, 4]]).max() > 0.5
+    if name in BITS:  # codes of zero are those of a zero coordinate: the middle boundary, which goes down
+        levels = mx.concatenate(codec.decode_planes(codec.encode(mx.zeros(64)).codes), axis=-1)
+        assert mx.allclose(levels, mx.full(64, float(codebook.levels(BITS[name])[2 ** BITS[name] // 2 - 1])), 1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("exponent", range(-38, -2, 3))
+@pytest.mark.parametrize("name", SCALED)
+def test_tiny_norms_lose_no_more_than_in_fp16(name, exponent, rule):
+    """The stored scale is off by at most half of fp16's smallest step, and never NaN or infinite."""
+    x = gaussian((8, 64)) * np.float32(10.0**exponent)
+    decoded = roundtrip(make_codec(name, 64, scale=rule), x)
+    assert np.isfinite(decoded).all()
+    step = 2.0**-25 * (8 if name == "q8" else 2)  # of the scale, times the largest decoded norm for scale 1
+    # An unbiased vector is off by sqrt(1 / cos^2 - 1) of its norm, less than all of it while cos^2 > 1/2.
+    quantization = 0.01 if name == "q8" else 1.0 if rule == "unbiased" else 0.7
+    bound = quantization * np.linalg.norm(x.astype(np.float64), axis=-1) + step
+    assert (np.linalg.norm(decoded - x, axis=-1) <= bound).all()
+
+
+# Names and refusals
+
+REFUSED = [
+    (FORMATS, (-64, 0, 72, 100), "; .* Use fp16"),
+    (("tq35", "tq25"), (0, -64, 72), "; .* Use fp16"),
+    (("tq35", "tq25"), (48, 80, 96, 112), ", .* valid are 64, 128, 256 and"),
+    (("q8_0", "tq3_0"), (0, -128, 16, 48), "; valid are multiples of 32"),
+    (("tbq4_0", "tbq3_0"), (0, -128, 64, 144), "; valid are multiples of 128"),
+    (("spectral8",), (0, 72, 528), ""),
+    (("spectral16",), (16,), ""),
+]
+
+
+@pytest.mark.parametrize(("names", "dims", "reason"), REFUSED)
+def test_refused_sizes(names, dims, reason):
+    for name in names:
+        for dim in dims:
+            with pytest.raises(ConfigError, match=f"head_dim {dim} cannot be stored as {name}{reason}"):
+                make_codec(name, dim)
+
+
+def test_other_refusals():
+    for name in FORMATS[1:]:
+        with pytest.raises(ConfigError, match="Use rotation='haar'"):
+            make_codec(name, 144)
+        assert make_codec(name, 144, rotation="haar").head_dim == 144
+        assert get_format(name).bytes_per_vector(144) == 2 + 18 * get_format(name).bits
+    with pytest.raises(ConfigError, match="scale rule 'max' is unknown; valid are raw, matched, ls, unbiased"):
+        CodecOptions(scale="max")
+    with pytest.raises(ConfigError, match="learns nothing"):
+        make_codec("tq3", 128).restore(mx.zeros(1))
+    with pytest.raises(ConfigError, match=r"format 'q5' is unknown; valid are fp16, q8, .*tq4, .*tcq2, tq2\. docs"):
+        get_format("q5")
 
 
 def test_names_are_sorted_by_bits():
     names = format_names()
     assert set(BYTES_AT_128) <= set(names)
+    assert format_names(compared=False) == [name for name in names if name in CORE]
     bits = [get_format(name).bits for name in names]
     assert bits == sorted(bits, reverse=True)
 
 
 def test_copies_of_codecs_and_layouts_are_themselves():
     codecs = [make_codec(name, 64) for name in FORMATS]
-    things = [*codecs, RowLayout(codecs[0], codecs[1])]
-    assert [*map(id, copy.deepcopy({"cache": things})["cache"])] == [*map(id, things)]
+    originals = [*codecs, RowLayout(codecs[0], codecs[1])]
+    assert [*map(id, copy.deepcopy({"cache": originals})["cache"])] == [*map(id, originals)]
 
 
 FOREIGN_FORMAT = """
-from mlx_tq.codec.formats.full import Full
+from mlx_tq.codec import Format, get_format
 
-class Foreign(Full):
-    name = "foreign"
-    bits = 15.5
+FOREIGN = Format("foreign", bits=15.5, error=0.0, make_codec=get_format("fp16").make_codec)
 """
 
 
-def test_format_of_another_package_is_found(tmp_path):
+def test_formats_of_other_code_are_found(tmp_path):
+    """They come by an entry point of another package, or by a call in this process."""
     code = (
-        "from mlx_tq.codec import format_names, get_format\n"
-        "print(*format_names(), get_format('foreign').bytes_per_vector(64))"
+        "from mlx_tq.codec import Format, format_names, get_format, register_format\n"
+        "register_format(Format('mine', 15.2, 0.0, get_format('q8').make_codec))\n"
+        "print(*format_names()[:3], *(get_format(name).bytes_per_vector(64) for name in ('foreign', 'mine')))"
     )
-    found = run_beside(tmp_path, "mlx_tq.formats", "foreign:Foreign", FOREIGN_FORMAT, code).split()
-    assert found[:2] == ["fp16", "foreign"]
-    assert found[-1] == "128"
+    words = run_beside(tmp_path, "mlx_tq.formats", "foreign:FOREIGN", FOREIGN_FORMAT, code).split()
+    assert words == ["fp16", "foreign", "mine", "128", "66"]

@@ -1,32 +1,23 @@
-"""Rotations: orthogonal, invertible, the same bits on every platform, and Haar where they say so."""
+"""Rotations and sums: orthogonal, invertible, the same bits on every platform, and Haar where they say so."""
 
 import hashlib
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import DIMS, gaussian, rotate, rotation_matrix
 
-from mlx_tq.codec.rotation import ROTATIONS, Haar, WalshHadamard, get_rotation, rotated, rotated_back
+from codec.reference import DIMS, ORDERS, fixed_sum, gaussian, hadamard_matrix, rotation_matrix
+from codec.reference import rotate as rotate_by_coordinates
+from mlx_tq.codec import rotation as library
+from mlx_tq.codec.rotation import ROTATIONS, Haar, WalshHadamard, get_rotation, rotate, rotate_back
 from mlx_tq.errors import ConfigError
 
 SEED = 42
 
-# Of the little-endian fp32 bytes, see `digest`.
-SIGNS = {
-    48: "75f2422832fb274c",
-    64: "106a06b17ae55242",
-    80: "7dd81c80249e6207",
-    112: "3bbe4586d50a909d",
-    128: "8f062ed761a1f93d",
-    256: "d094a5dc72d105c3",
-    512: "1a431af17a94d2a6",
-}
-HAAR = {
-    48: "4b45c067068728f3",
-    64: "81b89ab1ced454f0",
-    128: "7e76eadbc9e5aec6",
-}
+# Digests of the little-endian fp32 bytes, see `digest`.
+SIGNS = {48: "75f2422832fb274c", 64: "106a06b17ae55242", 80: "7dd81c80249e6207", 112: "3bbe4586d50a909d"}
+SIGNS |= {128: "8f062ed761a1f93d", 256: "d094a5dc72d105c3", 512: "1a431af17a94d2a6"}
+HAAR = {48: "4b45c067068728f3", 64: "81b89ab1ced454f0", 128: "7e76eadbc9e5aec6"}
 
 
 def digest(array: mx.array) -> str:
@@ -34,9 +25,30 @@ def digest(array: mx.array) -> str:
 
 
 @pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_hadamard_equals_kronecker_product(dim, transpose):
+    matrix = hadamard_matrix(dim) if transpose else hadamard_matrix(dim).T
+    assert np.array_equal(np.array(library.hadamard(mx.eye(dim), transpose=transpose)), matrix)
+    x = gaussian((5, dim))
+    transformed = np.array(library.hadamard(mx.array(x), transpose=transpose))
+    assert transformed.dtype == np.float32
+    order = ORDERS[dim]
+    additions = (dim // order).bit_length() - 1 + order  # on the way from an input to an output
+    error = np.abs(transformed - x.astype(np.float64) @ matrix).max(axis=-1)
+    assert (error <= additions * 2**-24 * np.abs(x).sum(axis=-1)).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_pairwise_sum_adds_in_the_documented_order(dim):
+    x = gaussian((64, dim)) * np.float32(10.0) ** gaussian((64, dim), seed=1)
+    total = np.array(library.pairwise_sum(mx.array(x)))
+    assert np.array_equal(total, fixed_sum(x.T))
+    assert not np.array_equal(total, np.cumsum(x, axis=-1, dtype=np.float32)[:, -1])  # this data shows the order
+
+
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", ROTATIONS)
-def test_all_ways_are_one_orthogonal_matrix(name, dim):
-    """There by `rotated` and, times sqrt(D), by `forward`; back by `rotated_back` and by `inverse`."""
+def test_all_functions_apply_one_orthogonal_matrix(name, dim):
     rotation = get_rotation(name, dim, SEED)
     assert get_rotation(name, dim, SEED) is rotation
     assert mx.array_equal(ROTATIONS[name](dim, SEED).matrix, rotation.matrix)
@@ -47,28 +59,24 @@ def test_all_ways_are_one_orthogonal_matrix(name, dim):
     assert np.abs(matrix @ matrix.T - np.eye(dim)).max() < 2e-6
     forward = rotation.forward(mx.array(x))
     assert np.allclose(np.array(forward), x @ matrix.T * np.sqrt(dim), atol=2e-5 * np.sqrt(dim))
-    back = rotation.inverse(forward / np.sqrt(dim).item())
-    assert back.dtype == mx.float32
-    assert np.allclose(np.array(back), x, atol=1e-5)
-    assert np.allclose(np.array(rotated(mx.array(x), rotation)), x @ matrix.T, atol=2e-5)
-    assert np.allclose(np.array(rotated_back(mx.array(x), rotation)), x @ matrix, atol=2e-5)
+    inverse = rotation.inverse(forward / np.sqrt(dim).item())
+    assert inverse.dtype == mx.float32
+    assert np.allclose(np.array(inverse), x, atol=1e-5)
+    assert np.allclose(np.array(rotate(mx.array(x), rotation)), x @ matrix.T, atol=2e-5)
+    assert np.allclose(np.array(rotate_back(mx.array(x), rotation)), x @ matrix, atol=2e-5)
 
 
 @pytest.mark.parametrize("dim", DIMS)
-def test_wht_bit_for_bit(dim):
-    x = gaussian((7, dim))
-    assert np.array_equal(np.array(get_rotation("wht", dim, SEED).forward(mx.array(x))), rotate(x.T, SEED).T)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_haar_bit_for_bit(dim):
-    """Left to right over D, each product rounded."""
-    rotation = get_rotation("haar", dim, SEED)
+def test_rotations_add_in_the_documented_order(dim):
+    """Walsh-Hadamard by butterflies and rows; Haar left to right over D, each product rounded."""
     x, total = gaussian((7, dim)), np.zeros((7, dim), np.float32)
-    scaled = np.array(rotation.matrix) * np.float32(np.sqrt(dim))
+    expected = rotate_by_coordinates(x.T, SEED).T
+    assert np.array_equal(np.array(get_rotation("wht", dim, SEED).forward(mx.array(x))), expected)
+    haar = get_rotation("haar", dim, SEED)
+    scaled = np.array(haar.matrix) * np.float32(np.sqrt(dim))
     for j in range(dim):
         total = total + x[:, j : j + 1] * scaled[:, j]
-    assert np.array_equal(np.array(rotation.forward(mx.array(x))), total)
+    assert np.array_equal(np.array(haar.forward(mx.array(x))), total)
 
 
 def test_haar_statistics():
@@ -85,20 +93,16 @@ def test_haar_statistics():
     assert abs((entries**4).mean() - 3 * dim / (dim + 2)) < 0.05
 
 
-def test_golden_signs():
-    """What PCG64 gives for a seed; a change would make every saved cache unreadable."""
+def test_a_seed_gives_these_rotations():
+    """A change would make every saved cache unreadable. fp32 matrices hide what LAPACKs disagree on in float64."""
     assert {dim: digest(WalshHadamard(dim, SEED).signs) for dim in SIGNS} == SIGNS
-
-
-def test_golden_haar():
-    """Rounded to fp32, the matrices hide what LAPACKs disagree on in float64."""
     assert {dim: digest(Haar(dim, SEED).matrix) for dim in HAAR} == HAAR
 
 
 def test_refusals():
     with pytest.raises(ConfigError, match=r"rotation 'dct' is unknown; valid are wht, haar\."):
         get_rotation("dct", 64, SEED)
-    for dim in (0, 72, 144, 176):
+    for dim in (-16, 0, 3, 72, 144, 176, 208, 288):
         with pytest.raises(ConfigError, match=rf"head_dim {dim} has no Walsh-Hadamard .* Use rotation='haar'"):
             get_rotation("wht", dim, SEED)
     assert get_rotation("haar", 176, SEED).matrix.shape == (176, 176)

@@ -1,62 +1,80 @@
-"""The quantizer on its own: any leading dims, errors, and its check of theory."""
+"""The quantizer on its own: any leading dims, a model's own vectors, errors, and its check of theory."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import gaussian
 
+from codec.reference import gaussian, levels, rotation_matrix
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.codec import TurboQuant
 from mlx_tq.codec.codebook import theoretical_mse
+from mlx_tq.codec.packing import unpack
 from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.recording import record_attention
+
+each_bits = pytest.mark.parametrize("bits", [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (2, 1, 3, 2), (0,), (2, 0)])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@each_bits
 def test_any_leading_dims(bits, lead):
     quantizer = TurboQuant(64, bits)
     x = gaussian((*lead, 64))
     encoded = quantizer.encode(mx.array(x))
-    assert encoded.codes.shape == (*lead, 4 * bits)
-    assert encoded.codes.dtype == mx.uint16
-    assert encoded.scale.shape == lead
-    assert encoded.scale.dtype == mx.float16
+    assert (encoded.codes.shape, encoded.codes.dtype) == ((*lead, 4 * bits), mx.uint16)
+    assert (encoded.scale.shape, encoded.scale.dtype) == (lead, mx.float16)
     decoded = quantizer.decode(encoded)
-    assert decoded.shape == (*lead, 64)
-    assert decoded.dtype == mx.float32
+    assert (decoded.shape, decoded.dtype) == ((*lead, 64), mx.float32)
     assert np.linalg.norm(np.array(decoded) - x) <= {1: 0.75, 2: 0.5, 3: 0.3, 4: 0.2}[bits] * np.linalg.norm(x)
 
 
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_codes_of_a_model_are_those_of_float64(embedded, side):
+    """The model's own keys and values get the codes of float64 mathematics without a fixed order of sums."""
+    model, tokenizer = embedded
+    shares = []
+    for layer in record_attention(model, tokenizer.encode(load_text()[:1000], add_special_tokens=False)[:96], 1):
+        x = getattr(layer, side).astype(mx.float32)
+        codes = np.array(mx.concatenate(unpack([TurboQuant(128, 4).encode(x).codes], 4), axis=-1))
+        exact = np.array(x, np.float64)
+        t = exact @ rotation_matrix(128, 42).T * np.sqrt(128) / np.linalg.norm(exact, axis=-1, keepdims=True)
+        nearest = np.abs(t[..., None] - levels(4).astype(np.float64)).argmin(axis=-1)
+        assert np.abs(codes.astype(int) - nearest).max() <= 1  # a neighbor, where fp32 rounds across a boundary
+        shares.append((codes == nearest).mean())
+    assert len(shares) == 6
+    assert min(shares) > 0.9999
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("options", "message"),
     [
-        *((lambda bits=bits: TurboQuant(64, bits), "valid are 1, 2, 3, 4") for bits in (0, 5, 8, -1, "4", None, 2.5)),
-        *(
-            (lambda dim=dim: TurboQuant(dim, 4), "cannot be packed; valid are multiples of 16")
-            for dim in (0, -16, 8, 100)
-        ),
-        (lambda: TurboQuant(144, 4), "Use rotation='haar'"),
-        (lambda: TurboQuant(64, 4, rotation="dct"), "is unknown; valid are"),
-        (lambda: TurboQuant(64, 4, scale="max"), "is unknown; valid are"),
-        *(
-            (lambda shape=shape: TurboQuant(64, 4).encode(mx.zeros(shape)), "the last axis must be head_dim 64")
-            for shape in ((), (63,), (64, 3), (2, 128))
-        ),
+        *(({"bits": bits}, "are 1, 2, 3, 4") for bits in (0, 5, 8, -1, "4", None, 2.5)),
+        *(({"head_dim": dim}, "valid are multiples of 16") for dim in (0, -16, 8, 100)),
+        ({"head_dim": 144}, "Use rotation='haar'"),
+        ({"rotation": "dct"}, "is unknown; valid are"),
+        ({"scale": "max"}, "is unknown; valid are"),
     ],
 )
-def test_refusals(call, message):
+def test_refused_options(options, message):
     with pytest.raises(ConfigError, match=message):
-        call()
+        TurboQuant(**{"head_dim": 64, "bits": 4, **options})
+
+
+@pytest.mark.parametrize("shape", [(), (63,), (64, 3), (2, 128)])
+def test_refused_shapes(shape):
+    with pytest.raises(ConfigError, match="the last axis must be head_dim 64"):
+        TurboQuant(64, 4).encode(mx.zeros(shape))
 
 
 @pytest.mark.parametrize(("dim", "rotation"), [(64, "wht"), (144, "haar")])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@each_bits
 def test_validate(bits, dim, rotation):
     quantizer = TurboQuant(dim, bits, rotation=rotation)
-    found = quantizer.validate(samples=2**18 // dim)
-    assert found == quantizer.validate(samples=2**18 // dim)
-    assert found != quantizer.validate(samples=2**18 // dim, seed=1)
-    assert found.theory == theoretical_mse(bits, dim)
-    assert found.mse == pytest.approx(found.theory * (1 + found.deviation))
-    assert abs(found.deviation) < 0.02
-    assert found.bound == 4.0**-bits
-    assert found.bound < found.mse < 2.8 * found.bound  # within the sqrt(3) pi / 2 of TurboQuant's theorem 1
+    result = quantizer.validate(samples=2**18 // dim)
+    assert result == quantizer.validate(samples=2**18 // dim)
+    assert result != quantizer.validate(samples=2**18 // dim, seed=1)
+    assert result.theory == theoretical_mse(bits, dim)
+    assert result.mse == pytest.approx(result.theory * (1 + result.deviation))
+    assert abs(result.deviation) < 0.02
+    assert result.bound == 4.0**-bits
+    assert result.bound < result.mse < 2.8 * result.bound  # within the sqrt(3) pi / 2 of TurboQuant's theorem 1

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mlx_tq.cache import batch, handles
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 
 @dataclass
@@ -23,15 +23,15 @@ def watch(monkeypatch):
     materialize = handles.Handle.materialize
 
     def spy_few(queries, regions, **kwargs):
-        seen.few += regions.body > 0
+        seen.few += regions.packed_tokens > 0
         return few(queries, regions, **kwargs)
 
     def spy_many(queries, regions, **kwargs):
-        seen.many += regions.body > 0
+        seen.many += regions.packed_tokens > 0
         return many(queries, regions, **kwargs)
 
     def spy_together(queries, regions, **kwargs):
-        seen.few += sum(row.body > 0 for row in regions)
+        seen.few += sum(row.packed_tokens > 0 for row in regions)
         return together(queries, regions, **kwargs)
 
     def spy_materialize(self):

@@ -11,9 +11,9 @@ from zoo import ARCHITECTURES, build
 from contract.spies import watch
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import PROFILES, KVConfig
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache, plan_caches
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache, plan_caches
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 # Served with nothing decoded: these names are a promise.
 SERVED = [
@@ -29,7 +29,7 @@ TOKENS = [(7 * i * i + 3 * i) % 160 for i in range(sum(CHUNKS))]
 
 
 def sized(key, value):
-    return KVConfig(key=key, value=value, prefix=4, window=24)
+    return KVConfig(key=key, value=value, sinks=4, window=24)
 
 
 def run(model, caches):

@@ -11,9 +11,9 @@ from zoo import build
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
 
-CONFIG = KVConfig(key="q8", value="tq4", prefix=16, window=32)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32)
 TOKENS = 9
 PACKS = 160  # tokens, when the first block behind the 136 that weights of keys need is older than the window
 

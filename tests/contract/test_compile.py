@@ -14,8 +14,8 @@ from mlx_tq.config import BLOCK, PROFILES
 pytestmark = pytest.mark.usefixtures("compiled")
 
 # The steps pack what the prompt could not yet; few, as mlx's CPU calls a C++ compiler for every graph.
-PLAIN = KVConfig(key="q8", value="q8", prefix=8, window=8, condition=False)
-PACKED, CODED = (KVConfig(key="q8", value=value, prefix=8, window=8) for value in ("q8", "tq4"))
+PLAIN = KVConfig(key="q8", value="q8", sinks=8, window=8, normalize=False)
+PACKED, CODED = (KVConfig(key="q8", value=value, sinks=8, window=8) for value in ("q8", "tq4"))
 
 
 def arrays(state):

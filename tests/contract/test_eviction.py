@@ -9,12 +9,11 @@ from zoo import build
 from contract.spies import rounds_of
 from contract.test_architectures import difference
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.config import KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import compressed, plan_caches
-from mlx_tq.sequence.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
 
 # A bias on queries, a hybrid of linear attention with partial RoPE, sinks and YaRN, sliding layers, interleaved pairs,
 # caches in a list, Llama-3's RoPE, layers without RoPE.
@@ -25,7 +24,7 @@ EVICT = EvictConfig("triattention:warmup=64:trigger=8:granularity=1", budget=80)
 
 
 def config(key="fp16", value="fp16", evict=EVICT, **changes):
-    return KVConfig(**{"key": key, "value": value, "prefix": 4, "window": 24, "evict": evict, **changes})
+    return KVConfig(**{"key": key, "value": value, "sinks": 4, "window": 24, "evict": evict, **changes})
 
 
 def run(model, caches, chunks=CHUNKS, before=lambda start: None):
@@ -109,7 +108,7 @@ def test_evicted_is_masked_when_packed(name, key, value):
 
 
 def check_positions(caches, rounds):
-    """Live positions are the set difference, the same in every layer, and prefix and window never left."""
+    """Live positions are the set difference, the same in every layer, and sinks and window never left."""
     gone = [p for _, positions in rounds for p in positions]
     assert len(set(gone)) == len(gone)
     for at, positions in rounds:
@@ -139,7 +138,7 @@ def test_a_budget_above_the_length_changes_nothing(name):
 POLICIES = ["random", "recency", "streaming", "knorm", "expected_attention:warmup=64"]
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "triattention:aggregation=v3:warmup=64"])
+@pytest.mark.parametrize("policy", [*POLICIES, "published:aggregation=v3:warmup=64"])
 def test_every_policy_runs(policy):
     model = build("qwen3_next")
     with compressed(model):

@@ -16,11 +16,11 @@ from contract.spies import rounds_of
 from contract.test_batch_generate import PACKS
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.config import KVConfig
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import sequence_in
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import sequence_in
 
 TOKENS = 32
-CONFIGS = [KVConfig(key=k, value="tq4", prefix=16, window=32) for k in ("q8", "tq4")]
+CONFIGS = [KVConfig(key=k, value="tq4", sinks=16, window=32) for k in ("q8", "tq4")]
 
 
 def generate(model, tokenizer, prompt, **options):

@@ -6,15 +6,15 @@ import shlex
 import pytest
 from fastapi import FastAPI
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 from mlx_tq.errors import __doc__ as tree_of_errors
-from mlx_tq.server.errors import ApiError
+from mlx_tq.server.api_errors import ApiError
 from rescue_svc.errors import RescueServiceError
 from rescue_svc.routes import private, public
 
 from .pages import INDEX, PAGES, ROOT, anchors, commands, name, text, without_blocks
 
-ERRORS = ROOT / "docs" / "reference" / "errors.md"
+TROUBLESHOOTING = ROOT / "docs" / "reference" / "troubleshooting.md"
 SERVICE = ROOT / "docs" / "reference" / "service_api.md"
 SERVE = ROOT / "docs" / "guides" / "serve.md"
 WRITTEN = [path for folder in ("mlx_tq", "rescue_svc", "metal", "metal_sim", "benchmarks", "tests", "examples")
@@ -70,12 +70,12 @@ def test_flags_of_commands_exist(page, capsys):
 
 def test_the_tree_of_errors_is_that_of_the_code():
     tree = tree_of_errors[tree_of_errors.index("MlxTqError") :].split("\n\n")[0]
-    assert tree in text(ERRORS)
+    assert tree in text(TROUBLESHOOTING)
 
 
 @pytest.mark.parametrize("base", [ApiError, RescueServiceError], ids=["server", "service"])
 def test_every_code_of_an_error_is_explained(base):
-    missing = [each.code for each in subclasses(base) if f"`{each.code}`" not in text(ERRORS)]
+    missing = [each.code for each in subclasses(base) if f"`{each.code}`" not in text(TROUBLESHOOTING)]
     assert [code for code in missing if base is ApiError or code != "internal_error"] == []
 
 

@@ -1,18 +1,16 @@
-"""The tables of the pages are what the package and the JSON of the measurements say now."""
+"""The tables of the pages are what the package and the results say now."""
 
 import json
 import re
 
 import pytest
 
-from benchmarks.tables.markdown import EMBEDDED, RESULTS, Table, lines
-from benchmarks.tables.pages import PLACE, TABLES, render
-from benchmarks.tables.rooms import first_line, rooms
+from benchmarks import tables
+from benchmarks.tables import PLACE, RESULTS, TABLES, lines, render
 
-from .pages import PAGES, README, ROOT, name, text
+from .pages import PAGES, ROOT, name, text
 
-MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.md"))
-NEW = "run: python -m benchmarks.tables"
+HAND_WRITTEN = {"published.md", "formats.md"}  # their tables of words have no other source
 
 
 def places(page):
@@ -21,54 +19,49 @@ def places(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_is_current(page):
-    assert render(text(page)) == text(page), NEW
+    assert render(text(page)) == text(page), "run: python -m benchmarks.tables"
     assert len(places(page)) == len(PLACE.findall(text(page))), "a table without its end"
 
 
-def test_every_table_is_generated_and_every_result_shown():
-    """And a page of the embedded model says first how small that is."""
+def test_every_table_is_generated_and_used():
     assert {table for page in PAGES for table in places(page)} == set(TABLES)
-    for page in MEASUREMENTS:
-        assert not re.search(r"^\|", PLACE.sub("", text(page)), re.MULTILINE), name(page)
-        said_first = text(page).split("<!-- table", 1)[0]
-        assert EMBEDDED not in text(page) or "million weights" in said_first, name(page)
-    shown = "".join(map(text, MEASUREMENTS))
-    assert [path.name for path in RESULTS.glob("*.json") if f"results/{path.name}" not in shown] == []
+    for page in (ROOT / "docs" / "measurements").glob("*.md"):
+        assert page.name in HAND_WRITTEN or not re.search(r"^\|", PLACE.sub("", text(page)), re.MULTILINE), name(page)
     with pytest.raises(ValueError, match="do not fit"):
         lines(["one", "two"], [["1"]])
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", sorted(set(TABLES) - {"profiles", "formats"}))
 def test_a_table_names_model_machine_and_command(table):
-    found = TABLES[table]()
-    if isinstance(found, Table):
-        assert all((found.model, found.machine, found.command))
-        assert (RESULTS / found.source).exists()
+    shown = TABLES[table]()
+    command, caption = re.match(r"```\n(.+?)\n```\n\n\*(.+?)\*\n", shown, re.DOTALL).groups()
+    assert re.search(r"python (-m |benchmarks)|make |mlx_tq", command)
+    assert re.match(r"Measured on .+; .+(mlx|cores of).+results/", caption)
 
 
-def test_what_is_compared_over_a_text_was_read_over_the_same_one():
-    """Of the fp16 cache all cells of a text have the same perplexity."""
+def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
+    """All records of a text imply one perplexity of the fp16 cache."""
     for path in RESULTS.glob("*.json"):
         about, whole = json.loads(path.read_text()), {}
-        for key, row in about["results"].items() if about.get("command") == "sweep" else ():
+        for row in about["rows"] if about.get("command") == "sweep" else ():
             if "delta" in row:
-                whole.setdefault(key.partition(" | text ")[2], set()).add(row["ppl"] / (1 + row["delta"] / 100))
+                whole.setdefault(row["text"], set()).add(row["ppl"] / (1 + row["delta"] / 100))
         assert all(max(each) < 1.0001 * min(each) for each in whole.values()), path.name
 
 
 def test_a_number_that_changes_changes_its_table(monkeypatch):
     """Nothing in between remembers a figure."""
-    before = str(TABLES["perplexity"]())
-    report = json.loads((RESULTS / "quality_perplexity.json").read_text())
-    report["results"]["balanced"]["ppl"] += 1
-    monkeypatch.setattr("benchmarks.tables.quality.report", lambda _: report)
-    after = str(TABLES["perplexity"]())
-    changed = [line for line in after.splitlines() if line not in before]
-    assert len(changed) == 1
-    assert changed[0].startswith("| balanced ")
+    before, source = TABLES["divergence"](), "quality_profiles_smollm2.json"
+    changed = json.loads((RESULTS / source).read_text())
+    changed["results"]["balanced"]["kld"] += 1
+    report = tables.report
+    monkeypatch.setattr(tables, "report", lambda found: changed if found == source else report(found))
+    differ = [line for line in TABLES["divergence"]().splitlines() if line not in before]
+    assert len(differ) == 1
+    assert differ[0].startswith("| q8/tq4 ")
 
 
-def test_readme_shows_every_room_with_its_first_line():
-    shown = dict(re.findall(r"^  (\w+)/ +(\S.*)$", text(README), re.MULTILINE))
-    assert shown == {room.name: first_line(room) for room in rooms()}
-    assert all(len(line.split()) > 3 for line in shown.values())
+def test_results_keep_no_record_of_a_single_question():
+    assert sum(path.stat().st_size for path in RESULTS.iterdir()) < 3e6
+    for path in RESULTS.glob("*.json"):
+        assert '"answer": "' not in path.read_text("utf-8"), f"{path.name}: see benchmarks/summarize.py"

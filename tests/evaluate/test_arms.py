@@ -3,12 +3,11 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_tq.commands.args import add_cache_arguments
-from mlx_tq.config import PROFILES, KVConfig
+from mlx_tq.cli.args import add_cache_arguments
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import arms_from_args, parse_arm
-from mlx_tq.evaluate.flags import add_arm_arguments
-from mlx_tq.policies import EvictConfig
+from mlx_tq.evaluate.command import add_arm_arguments
 
 
 def arms(*words):
@@ -18,23 +17,23 @@ def arms(*words):
     return arms_from_args(parser.parse_args(words))
 
 
-def test_a_profile_a_pair_and_a_pair_with_scale_rules():
+def test_an_arm_is_a_profile_or_a_pair_with_scale_rules():
     assert parse_arm("small").config == PROFILES["small"]
     long = PROFILES["long"]
     assert parse_arm("long", evict=None).config == replace(long, evict=replace(long.evict, recall="off"))
     assert parse_arm("k8v4").config == KVConfig(key="fp8", value="tq4")
-    pair = parse_arm("q8/tq3", prefix=7).config
-    assert (pair.key, pair.value, pair.prefix) == ("q8", "tq3", 7)
+    pair = parse_arm("q8/tq3", sinks=7).config
+    assert (pair.key, pair.value, pair.sinks) == ("q8", "tq3", 7)
     ruled = parse_arm("tq3:matched/tq4:raw").config
     assert (ruled.key, ruled.key_scale, ruled.value, ruled.value_scale) == ("tq3", "matched", "tq4", "raw")
 
 
-def test_some_arms_evict_and_the_others_keep_all():
-    words = ("--profiles", "off,off@90%,small@300", "--kv-evict", "triattention:trigger=32", "--kv-prefix", "32")
+def test_some_arms_evict_and_the_others_do_not():
+    words = ("--profiles", "off,off@90%,small@300", "--kv-evict", "triattention:trigger=32", "--kv-sinks", "32")
     off, alone, both = (arm.config for arm in arms(*words))
     assert off.is_off
     assert (alone.key, alone.value, alone.evict.budget, alone.evict.policy.trigger) == ("fp16", "fp16", "90%", 32)
-    assert (both.key, both.evict.budget, both.prefix) == ("tq4", "300", 32)
+    assert (both.key, both.evict.budget, both.sinks) == ("tq4", "300", 32)
     assert parse_arm("q8/tq3@75%").config.evict == EvictConfig(budget="75%", recall="off")
 
 
@@ -49,10 +48,7 @@ def test_the_default_the_list_and_the_flags():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--profiles", "bold"],
-            "profile 'bold' is unknown; valid are .*, tiny, long, or a pair",
-        ),
+        (["--profiles", "bold"], "profile 'bold' is unknown; valid are .*, tiny, long, or a pair"),
         (["--profiles", "q8/tq9"], "format 'tq9' is unknown"),
         (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
         (["--profiles", ","], "--profiles is empty"),
@@ -60,7 +56,7 @@ def test_the_default_the_list_and_the_flags():
         (["--profiles", "small", "--kv-key", "q8"], "--profiles and --kv-key both"),
     ],
 )
-def test_what_cannot_be_met(words, message):
+def test_invalid_arms_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         arms(*words)
 

@@ -1,25 +1,13 @@
 import json
+import shlex
 
 import pytest
 
-from mlx_tq.cli import main
-from mlx_tq.commands.environment import environment
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.__main__ import main
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import load_text
 
-READ = [
-    "--dtype",
-    "float32",
-    "--chunks",
-    "1",
-    "--length",
-    "256",
-    "--step",
-    "144",
-    "--kv-prefix",
-    "16",
-    "--kv-window",
-    "16",
-]
+READ = shlex.split("--dtype float32 --chunks 1 --length 256 --step 144 --kv-sinks 16 --kv-window 16")
 
 
 def test_json_on_stdout_and_nothing_else(capsys):
@@ -30,7 +18,7 @@ def test_json_on_stdout_and_nothing_else(capsys):
     assert set(found) == {"command", "settings", "versions", "blas", "results"}
     assert found["command"] == "divergence"
     assert {"model", "dtype", "text", "chunks", "length", "step", "arms"} == set(found["settings"])
-    assert found["settings"]["arms"]["tq2/tq2"]["prefix"] == 16
+    assert found["settings"]["arms"]["tq2/tq2"]["sinks"] == 16
     assert set(found["versions"]) == {"mlx_tq", "mlx", "mlx_lm"}
     assert found["blas"] == environment()["blas"]
     assert set(found["results"]) == {"off", "tq2/tq2"}
@@ -47,9 +35,11 @@ def test_a_table_on_stdout_and_json_in_a_file(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_formats_resume_and_refuse_other_settings(tmp_path, monkeypatch, capsys):
-    target = tmp_path / "formats.json"
-    words = ["evaluate", "formats", "--keys", "tq2", "--values", "q8,tq2", *READ, "--json", str(target)]
+def test_formats_resume_and_refuse_other_settings(tmp_path, capsys):
+    text, target = tmp_path / "text.txt", tmp_path / "formats.json"
+    text.write_text(load_text())
+    words = ["evaluate", "formats", "--keys", "tq2", "--values", "q8,tq2", *READ, "--text", str(text)]
+    words += ["--json", str(target)]
     assert main(words) == 0
     first = json.loads(target.read_text())
     assert set(first["results"]) == {"tq2/q8", "tq2/tq2"}
@@ -57,29 +47,21 @@ def test_formats_resume_and_refuse_other_settings(tmp_path, monkeypatch, capsys)
     assert [line.split()[0] for line in lines[-2:]] == ["tq2/tq2", "tq2/q8"]  # sorted by bytes
 
     del first["results"]["tq2/tq2"]
-    first["results"]["tq2/q8"]["ppl"] = 123.25  # kept, not measured again
+    first["results"]["tq2/q8"]["ppl"] = 123.25  # not measured again
     target.write_text(json.dumps(first))
-    assert main(words) == 0
-    assert json.loads(target.read_text())["results"]["tq2/q8"]["ppl"] == 123.25
-    assert set(json.loads(target.read_text())["results"]) == {"tq2/q8", "tq2/tq2"}
+    assert main(words) == main(words) == 0
+    before = target.read_text()
+    results = json.loads(before)["results"]
+    assert (set(results), results["tq2/q8"]["ppl"]) == ({"tq2/q8", "tq2/tq2"}, 123.25)
 
     assert main([*words, "--step", "48"]) == 2
-    assert "holds results of other settings" in capsys.readouterr().err
+    text.write_text(load_text()[1:])
+    assert main(words) == 2
+    assert capsys.readouterr().err.count("holds results of other settings") == 2
+    assert target.read_text() == before
     target.write_text("{")
     assert main(words) == 2
     assert "no results to resume" in capsys.readouterr().err
-
-
-def test_results_of_a_text_that_has_changed_since_are_refused(tmp_path, capsys):
-    text, target = tmp_path / "text.txt", tmp_path / "formats.json"
-    words = ["evaluate", "formats", "--pairs", "q8/q8", *READ, "--text", str(text), "--json", str(target)]
-    text.write_text(load_text())
-    assert main(words) == main(words) == 0
-    text.write_text(load_text()[1:])
-    before = target.read_text()
-    assert main(words) == 2
-    assert "holds results of other settings" in capsys.readouterr().err
-    assert target.read_text() == before
 
 
 @pytest.mark.full
@@ -90,7 +72,32 @@ def test_formats_ask_for_needles_once(tmp_path, capsys):
     assert main(words) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["3/3", "-"]
     found = json.loads(target.read_text())
-    found["results"]["q8/q8"]["found"] = 1  # kept, not asked again
+    found["results"]["q8/q8"]["found"] = 1  # not asked again
     target.write_text(json.dumps(found))
     assert main(words) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == ["1/3", "-"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "strict", "code"),
+    [
+        (("PASS", "PASS"), True, 0),
+        (("PASS", "PARTIAL_WORD"), True, 1),
+        (("PASS", "TITLE_CASE"), True, 1),
+        (("PASS", "FAIL"), False, 0),
+        (("FAIL", "VOID"), True, 0),
+    ],
+)
+def test_strict_fails_if_a_compressed_cache_misses_a_needle(tmp_path, capsys, verdicts, strict, code):
+    """The records are read from the file of an earlier run."""
+    target = tmp_path / "needles.json"
+    words = shlex.split("evaluate needle --dtype float32 --lengths 300 --depths 0.5 --seeds 1 --max-tokens 1")
+    words += shlex.split(f"--profiles small --kv-sinks 16 --kv-window 16 --json {target}")
+    assert main(words) == 0
+    saved = json.loads(target.read_text())
+    assert list(saved["results"]) == ["off 300 0.5 0", "small 300 0.5 0"]
+    for record, verdict in zip(saved["results"].values(), verdicts, strict=True):
+        record["verdict"] = verdict
+    target.write_text(json.dumps(saved))
+    assert main([*words, *(["--strict"] if strict else [])]) == code
+    assert "Needles found" in capsys.readouterr().out

@@ -4,13 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.reasoning import final_number, problem_samples, read_problems
-from mlx_tq.evaluate.thoughts import without_thoughts
+from mlx_tq.evaluate.reasoning import final_number, problem_samples, read_problems, without_thoughts
 
-# Thinks, as far as its marks tell.
-THINKS = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
+THINKING = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +23,7 @@ THINKS = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</
         ("", None),
     ],
 )
-def test_the_number_that_an_answer_ends_with(answer, number):
+def test_the_final_number_of_an_answer(answer, number):
     assert final_number(answer) == (None if number is None else Decimal(number))
 
 
@@ -39,23 +37,19 @@ def test_the_number_that_an_answer_ends_with(answer, number):
         ("a question <think>\n", "It is 3.</think> 4", " 4"),
     ],
 )
-def test_thoughts_are_no_answer(prompt, text, answer):
-    assert without_thoughts(THINKS, prompt, text) == answer
+def test_thinking_is_removed_from_an_answer(prompt, text, answer):
+    assert without_thoughts(THINKING, prompt, text) == answer
 
 
 @pytest.fixture
 def problems(tmp_path):
     path = tmp_path / "problems.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"question": f"What is {n} and {n}?", "answer": f"Twice.\n#### {2 * n}"}) + "\n"
-            for n in range(9)
-        )
-    )
+    lines = [{"question": f"What is {n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def test_problems_stand_behind_worked_ones(problems, embedded):
+def test_a_prompt_has_worked_problems_before_the_question(problems, embedded):
     _, tokenizer = embedded
     found = read_problems(str(problems))
     options = {"shots": 5, "count": 3, "seeds": 2, "chat": False}
@@ -65,10 +59,8 @@ def test_problems_stand_behind_worked_ones(problems, embedded):
     assert text.count("Answer: Twice.") == 5
     assert text.rstrip().endswith("What is 5 and 5?\nAnswer:")
     assert samples[0].shared == samples[1].shared > 0
-    assert (
-        samples[0].ids[: samples[0].shared] != samples[3].ids[: samples[0].shared]
-    )  # another order of the worked ones
-    assert [samples[0].judge(said).score for said in ("5 and 5 is 10.", "11")] == [1, 0]
+    assert samples[0].ids[: samples[0].shared] != samples[3].ids[: samples[0].shared]  # another order of the shots
+    assert [samples[0].judge(answer)[1] for answer in ("5 and 5 is 10.", "11")] == [1, 0]
     chat = problem_samples(tokenizer, found, **{**options, "chat": True})
     assert "Question:" not in tokenizer.decode(chat[0].ids)
     with pytest.raises(ConfigError, match="none is left"):
@@ -79,19 +71,19 @@ def test_problems_stand_behind_worked_ones(problems, embedded):
 def test_a_line_of_another_format_is_named(tmp_path, line):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "a", "answer": "#### 1"}\n' + line)
-    with pytest.raises(ConfigError, match=r"line 2 of .* is no problem"):
+    with pytest.raises(ConfigError, match=r"line 2 of .* is not a problem"):
         read_problems(str(path))
 
 
 def test_the_command_compares_and_resumes(problems, tmp_path, capsys):
     target = tmp_path / "out.json"
     words = ["evaluate", "reasoning", "--data", str(problems), "--dtype", "float32", "--shots", "5", "--samples", "2"]
-    words += ["--max-tokens", "8", "--profiles", "off,tq2/tq2", "--kv-prefix", "16", "--kv-window", "16"]
+    words += ["--max-tokens", "8", "--profiles", "off,tq2/tq2", "--kv-sinks", "16", "--kv-window", "16"]
     words += ["--json", str(target)]
     assert main(words) == 0
     found = json.loads(target.read_text())
     assert set(found["results"]) == {f"{name} 0 {place}" for name in ("off", "tq2/tq2") for place in (0, 1)}
-    found["results"]["off 0 0"] |= {"score": 1.0}  # kept, not asked again
+    found["results"]["off 0 0"] |= {"score": 1.0}  # not asked again
     found["results"]["tq2/tq2 0 0"] |= {"score": 0.0}
     target.write_text(json.dumps(found))
     capsys.readouterr()

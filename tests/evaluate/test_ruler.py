@@ -3,9 +3,9 @@ from collections import Counter
 
 import pytest
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.ruler import TASKS, ruler_samples, share_named
+from mlx_tq.evaluate.ruler import TASKS, named_words_judge, ruler_samples
 
 LENGTH = 600
 
@@ -24,10 +24,10 @@ def of(made, task):
     return [value for key, value in made.items() if key.startswith(task)]
 
 
-def test_all_facts_stand_in_the_text(made):
+def test_the_text_contains_all_facts(made):
     for text, codes, judge in of(made, "needles"):
         assert re.findall(r"The access code of \w+ is (\d+)\.", text) == codes
-        assert judge(f"{codes[0]}, {codes[2]}").score == 0.5
+        assert judge(f"{codes[0]}, {codes[2]}")[1] == 0.5
 
 
 def test_variables_are_a_chain_from_the_number(made):
@@ -41,22 +41,22 @@ def test_variables_are_a_chain_from_the_number(made):
                 value = values[value]
             followed += [name] if value == number else []
         assert followed == names
-        assert judge(" ".join(reversed(names))).score == 1
+        assert judge(" ".join(reversed(names)))[1] == 1
 
 
 @pytest.mark.parametrize("task", ["common", "frequent"])
-def test_the_expected_words_are_those_that_stand_most_often(made, task):
+def test_the_expected_words_are_the_most_frequent_ones(made, task):
     for text, words, _ in of(made, task):
         counts = Counter(re.findall(r"[a-z]+", text.partition("Which")[0])).most_common()
         assert {word for word, _ in counts[: len(words)]} == set(words)
         assert counts[len(words) - 1][1] > counts[len(words)][1]
 
 
-def test_words_count_whole():
-    assert share_named("Red, BLUE and greenish.", ["red", "blue", "green", "pink"]) == 0.5
+def test_only_whole_words_count():
+    assert named_words_judge(["red", "blue", "green", "pink"])("Red, BLUE and greenish.") == ("red blue", 0.5)
 
 
-def test_what_cannot_be_set_is_refused(embedded):
+def test_unknown_tasks_and_short_lengths_are_refused(embedded):
     with pytest.raises(ConfigError, match="valid are needles, variables, common, frequent"):
         ruler_samples(embedded[1], load_text(), ["qa"], [LENGTH], 1)
     with pytest.raises(ConfigError, match="too few for this task"):

@@ -2,91 +2,85 @@ import json
 
 import pytest
 
-from mlx_tq.cli import main
-from mlx_tq.commands.calibrating import queries_of_text, save_queries
-from mlx_tq.commands.needles.haystack import load_text
-from mlx_tq.config import KVConfig
+from benchmarks.studies import sweep
+from benchmarks.studies.sweep import Setting, check_settings, grid, sweep_needles, sweep_text, tabulate
+from mlx_tq.cli.calibrating import queries_of_text, save_queries
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import Arm
-from mlx_tq.evaluate.flags import DEFAULT_VARIANTS
-from mlx_tq.evaluate.passes import cut_chunks, read_side_by_side
-from mlx_tq.evaluate.scenes import questions
-from mlx_tq.evaluate.settings import Setting, grid
-from mlx_tq.evaluate.sweep import check_protected, check_settings, sweep_needles, text_passes
-from mlx_tq.evaluate.sweep_table import sweep_lines
-from mlx_tq.policies import EvictConfig, Random, TriAttention
+from mlx_tq.evaluate.results import Results
+from mlx_tq.evaluate.teacher_forced import cut_chunks
+from mlx_tq.policies import Published, Random, TriAttention
 
-BASE = KVConfig(prefix=0, window=32)
+BASE = KVConfig(sinks=0, window=32)
 
 
 def test_variants_are_policies_with_options_that_win():
-    setting = Setting("triattention:evict=highest:trigger=8", 90, granularity=16, trigger=64)
-    assert setting.config(BASE, 32).evict == EvictConfig(
-        TriAttention(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
+    setting = Setting("published:evict=highest:trigger=8", 90, granularity=16, trigger=64)
+    assert setting.arm(BASE, 32).config.evict == EvictConfig(
+        Published(evict="highest", trigger=8, granularity=16, warmup=32), "90%", "off"
     )
-    assert Setting("knorm", 50).config(BASE, 32).evict == EvictConfig("knorm:granularity=1", "50%", "off")
-    for variant in DEFAULT_VARIANTS.split(","):
-        assert grid([variant], [90], [1], [128], [0])[0].config(BASE, 64).evict.budget == "90%"
+    assert Setting("knorm", 50).arm(BASE, 32).config.evict == EvictConfig("knorm:granularity=1", "50%", "off")
+    for variant in sweep.POLICIES.split(","):
+        assert grid([variant], [90], [1], [128], [0])[0].arm(BASE, 64).config.evict.budget == "90%"
 
 
-def test_the_grid_gives_v1_and_v2_no_prefix_and_names_each_setting_once():
-    found = grid(["knorm:mode=v1", "triattention:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
-    assert {setting.prefix for setting in found if setting.variant == "knorm:mode=v1"} == {0}
-    assert len(found) == len({setting.name for setting in found}) == 4 + 8
+def test_the_grid_gives_v1_and_v2_no_sinks_and_names_each_setting_once():
+    settings = grid(["published:mode=v1", "published:recalibrate=256"], [90, 50], [1, 8], [32], [16, 64])
+    assert {setting.sinks for setting in settings if setting.variant == "published:mode=v1"} == {0}
+    assert len(settings) == len({setting.name for setting in settings}) == 4 + 8
 
 
-def test_what_would_measure_nothing_is_refused():
-    with pytest.raises(ConfigError, match="evicts nothing of 1,000 tokens"):
-        check_settings([Setting("random", 95, trigger=64)], 64, [1000, 2000], 256, 128)
-    with pytest.raises(ConfigError, match="after 1,024 tokens of calibration"):
-        check_settings([Setting("triattention:stats=text", 50, trigger=64)], 64, [1000], 1024, 128)
-    check_settings([Setting("random", 50, trigger=64)], 64, [1000], 1024, 128)
-    with pytest.raises(ConfigError, match=r"more than an eighth of 1,000 tokens.*from 1,536"):
-        check_protected(128, 64, 1000)
-    check_protected(61, 64, 1000)
+@pytest.mark.parametrize(
+    ("variant", "budget", "message"),
+    [
+        ("random", 95, "evicts nothing of 1,000 tokens"),
+        ("triattention:calibration=text", 50, "after 1,024 tokens of calibration"),
+        ("random", 50, None),
+    ],
+)
+def test_a_setting_that_would_evict_nothing_is_refused(variant, budget, message):
+    setting = Setting(variant, budget, trigger=64)
+    arms = [setting.arm(KVConfig(window=64), 1024)]
+    if message is None:
+        check_settings(arms, [setting], 1000, 1024, 128)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_settings(arms, [setting], 1000, 1024, 128)
 
 
-class Records(dict):
-    """What a sweep reports, and how much of it was fresh."""
-
-    fresh = 0
-
-    def __call__(self, key, record, fresh):
-        self.fresh += fresh
-        self[key] = record
-
-
-def ask(model, tokenizer, settings, records, **changes):
-    options = {"prefix": max(setting.prefix for setting in settings), "kinds": ["single"]}
-    options |= {"lengths": [512], "depths": [0.5], "seeds": [0]}
-    options |= {"warmup": 64, "step": 64, "max_tokens": 8, "known": records.get, "report": records}
-    sweep_needles(model, tokenizer, load_text(), settings, BASE, **{**options, **changes})
+def ask(model, tokenizer, settings, results=None, base=BASE, **changes):
+    """Return the records by key."""
+    results = results or Results(None, "sweep", {})
+    options = {"sinks": max(setting.sinks for setting in settings), "kinds": ["single"], "lengths": [512]}
+    options |= {"depths": [0.5], "seeds": [0], "warmup": 64, "step": 64, "max_tokens": 8}
+    sweep_needles(model, tokenizer, load_text(), settings, base, results, **{**options, **changes})
+    return results.rows
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_what_leaves_at_random_is_drawn_anew_for_each_text(tiny, embedded, monkeypatch, once):
-    """Else all texts lose the same blocks, and however many there are, they are one draw."""
+def test_random_eviction_is_drawn_again_for_each_text(tiny, embedded, monkeypatch, once):
+    """Otherwise all texts lose the same blocks, and are a single draw."""
     drawn, score = [], Random.score
 
-    def heard(policy, body):
+    def recording_score(policy, body):
         drawn.append(policy.seed)
         return score(policy, body)
 
-    monkeypatch.setattr(Random, "score", heard)
-    setting = Setting("random:seed=3", 50, trigger=16, prefix=0, once=once)
-    ask(tiny, embedded[1], [setting], Records(), seeds=[4, 5])
+    monkeypatch.setattr(Random, "score", recording_score)
+    setting = Setting("random:seed=3", 50, trigger=16, sinks=0, once=once)
+    ask(tiny, embedded[1], [setting], seeds=[4, 5])
     assert list(dict.fromkeys(drawn)) == [7, 8]
     drawn.clear()
     chunks = cut_chunks(embedded[1], load_text(), 2, 256)
-    read_side_by_side(tiny, chunks, [Arm("random", setting.config(BASE, 32))], 64)
+    sweep_text(tiny, chunks, [setting], BASE, Results(None, "sweep", {}), warmup=32, step=64)
     assert list(dict.fromkeys(drawn)) == [3, 4]
 
 
-def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_ones(tiny, embedded):
+def test_random_eviction_keeps_its_share_of_the_needles_and_recency_the_last_ones(tiny, embedded):
     """The model passes nothing, so its cells are void; how much of the needles survived is measured all the same."""
-    settings = [Setting("random", 50, trigger=16, prefix=0), Setting("recency", 50, trigger=16, prefix=0)]
-    records = Records()
-    ask(tiny, embedded[1], settings, records, kinds=["multi"], seeds=range(3))
+    settings = [Setting("random", 50, trigger=16, sinks=0), Setting("recency", 50, trigger=16, sinks=0)]
+    records = ask(tiny, embedded[1], settings, kinds=["multi"], seeds=range(3))
     assert {record["verdict"] for key, record in records.items() if not key.startswith("off")} == {"VOID"}
     alive = {
         name: [r["live"] / (r["needle"][1] - r["needle"][0]) for r in records.values() if r["name"] == name]
@@ -101,59 +95,53 @@ def test_random_eviction_spares_its_share_of_the_needles_and_recency_the_last_on
             assert 0.5 <= record["kept"] <= (256 + 16 + 64) / 512
 
 
-def test_known_cells_are_not_measured_again(tiny, embedded):
-    settings = [Setting("random", 50, trigger=16, prefix=0)]
-    records = Records()
-    ask(tiny, embedded[1], settings, records)
-    assert (len(records), records.fresh) == (2, 2)
-    before = dict(records)
-    ask(tiny, embedded[1], [*settings, Setting("random", 75, trigger=16, prefix=0)], records)
-    assert (len(records), records.fresh) == (3, 3)
-    assert {key: records[key] for key in before} == before
-    with pytest.raises(ConfigError, match="evicts nothing of 512 tokens"):
-        ask(tiny, embedded[1], [Setting("random", 99, trigger=16, prefix=0)], Records())
-    assert len(records) == questions(["single"], 1) + 2
-    assert text_passes(settings * 10, {}.get, 3, 512) == 12  # of the progress bar
-    assert text_passes(settings, lambda key: {}, 3, 512) == 0
+def test_needles_that_cannot_be_measured_are_refused(tiny, embedded):
+    for setting, changes, message in (
+        (Setting("random", 99, trigger=16, sinks=0), {}, "evicted nothing in 511 tokens"),
+        (
+            Setting("random", 50),
+            {"base": KVConfig(window=64), "lengths": [1000]},
+            r"more than an eighth of 1,000 tokens.*from 1,536",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ask(tiny, embedded[1], [setting], **changes)
 
 
-@pytest.mark.parametrize("variant", ["triattention", "triattention:mode=v1"])
-def test_once_is_a_text_that_is_read_at_once(tiny, embedded, variant, monkeypatch):
-    """Where a text is read in one step, nothing leaves before the question either way; settings share no cache."""
-    found = []
-    rounds = []
+@pytest.mark.parametrize("variant", ["triattention", "published:mode=v1"])
+def test_once_equals_a_single_prefill_step(tiny, embedded, variant, monkeypatch):
+    """With a single prefill step nothing is evicted before the question either way; settings share no cache."""
+    live, rounds = [], []
     score = TriAttention.score
     monkeypatch.setattr(TriAttention, "score", lambda self, body: rounds.append(0) or score(self, body))
     for once in (False, True):
         rounds.clear()
         settings = grid([variant], [75, 50], [1], [16], [16], once=once)
-        records = Records()
-        ask(tiny, embedded[1], settings, records, kinds=["multi"], step=512, prefix=16)
-        found.append([{**r, "name": "", "once": None} for r in records.values() if r["name"] != "off"])
-    assert found[0] == found[1]
+        records = ask(tiny, embedded[1], settings, kinds=["multi"], step=512, sinks=16)
+        live.append([{**r, "name": "", "once": None} for r in records.values() if r["name"] != "off"])
+    assert live[0] == live[1]
     assert len(rounds) == 2  # of both settings, and not again for every question
-    assert {record["rounds"] for record in found[1]} == {1}
-    assert len({record["live"] for record in found[1]}) > 1
+    assert {record["rounds"] for record in live[1]} == {1}
+    assert len({record["live"] for record in live[1]}) > 1
 
 
-def test_once_takes_statistics_from_a_file_and_refuses_what_changes_while_reading(tiny, embedded, tmp_path):
+def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_during_prefill(tiny, embedded, tmp_path):
     path = tmp_path / "stats.safetensors"
     save_queries(tiny, path, queries_of_text(tiny, list(range(100, 164))))
     lives = []
-    for variant in ("triattention", f"triattention:stats={path}"):
-        records = Records()
-        ask(tiny, embedded[1], grid([variant], [50], [1], [16], [16], once=True), records, kinds=["multi"], prefix=16)
+    for variant in ("triattention", f"triattention:calibration={path}"):
+        settings = grid([variant], [50], [1], [16], [16], once=True)
+        records = ask(tiny, embedded[1], settings, kinds=["multi"], sinks=16)
         lives.append([record["live"] for record in records.values() if record["name"] != "off"])
     assert lives[0] != lives[1]
-    with pytest.raises(ConfigError, match="ema and recalibrate change the scores while a text is read"):
-        ask(tiny, embedded[1], grid(["triattention:ema=0.1"], [50], [1], [16], [16], once=True), Records())
+    with pytest.raises(ConfigError, match="calibrates again changes its scores"):
+        ask(tiny, embedded[1], grid(["published:ema=0.1"], [50], [1], [16], [16], once=True))
 
 
 def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(exact):
-    """The older part of each segment goes. The sinks stay in both arms, so that the needle alone differs."""
-    settings = [Setting("recency", 55, trigger=32, prefix=32)]
-    records = Records()
-    ask(*exact, settings, records, depths=[0, 1], max_tokens=24)
+    """Recency evicts the older part. Both arms have the sinks, so only the needle differs."""
+    settings = [Setting("recency", 55, trigger=32, sinks=32)]
+    records = ask(*exact, settings, depths=[0, 1], max_tokens=24)
     cells = {(record["name"] == "off", record["depth"]): record for record in records.values()}
     verdicts = {key: cell["verdict"] for key, cell in cells.items()}
     live = {key: cell["live"] for key, cell in cells.items()}
@@ -164,38 +152,43 @@ def test_the_embedded_model_answers_with_most_of_the_needle_and_not_without_it(e
 
 
 def needle_record(name, kind, live, verdict):
-    about = {"name": name, "variant": name, "retention": 50.0, "granularity": 1, "trigger": 32, "prefix": 0}
+    about = {"name": name, "variant": name, "retention": 50.0, "granularity": 1, "trigger": 32, "sinks": 0}
     return {**about, "kind": kind, "needle": [100, 120], "live": live, "rounds": 4, "kept": 0.5, "verdict": verdict}
 
 
 def test_the_table():
-    records = [
-        needle_record("a", "single", 20, "PASS"),
-        needle_record("a", "single", 10, "FAIL"),
-        needle_record("a", "decoys", 0, "VOID"),
-        {**needle_record("b", "single", 20, "PASS")},
-        dict.fromkeys(("name", "variant"), "b")
-        | {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2},
-    ]
-    columns, lines = sweep_lines(records)
-    assert columns[-4:] == ["alive %", "whole", "single", "decoys"]
+    cells = (("a", "single", 20, "PASS"), ("a", "single", 10, "FAIL"), ("a", "decoys", 0, "VOID"))
+    records = [needle_record(*cell) for cell in (*cells, ("b", "single", 20, "PASS"))]
+    text = {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2}
+    columns, rows = tabulate([*records, {"name": "b", "variant": "b", **text}])
+    lines = [[show(row) for show in columns.values()] for row in rows]
+    assert list(columns)[-4:] == ["alive %", "whole", "single", "decoys"]
     assert lines[0] == ["a", "50", "1", "32", "0", "50", "4", "-", "-", "-", "50", "1/3", "1/2", "0/0"]
     assert lines[1][7:] == ["+1.23", "0.10", "0.5000", "100", "1/1", "1/1", "0/0"]
 
 
-def test_the_command_writes_one_record_a_cell_and_takes_up_more(tmp_path, capsys):
+def test_the_program_writes_a_record_for_each_cell_and_adds_to_them(tmp_path, capsys):
     target = tmp_path / "sweep.json"
-    words = ["evaluate", "sweep", "--dtype", "float32", "--policies", "triattention,random", "--retentions", "60"]
-    words += ["--triggers", "16", "--prefixes", "8", "--seeds", "0", "--kv-window", "16", "--warmup", "64"]
-    words += ["--chunks", "1", "--length", "256", "--step", "64", "--json", str(target)]
-    assert main(words) == 0
-    first = json.loads(target.read_text())["results"]
+    flags = "--dtype float32 --policies triattention,random --budgets 60 --triggers 16 --sinks 8 --seeds 0 "
+    flags += "--kv-window 16 --warmup 64 --chunks 1 --length 256 --step 64 --json"
+
+    def run(*words):
+        sweep.run(sweep.build_parser().parse_args([*flags.split(), str(target), *words]))
+        return json.loads(target.read_text())["results"]
+
+    first = run()
     assert len(first) == 2
-    assert all(f"  {json.dumps(key)}: {json.dumps(row)}" in target.read_text() for key, row in first.items())  # a line
     assert all(cell["rounds"] > 0 and 0.6 <= cell["kept"] < 0.95 and cell["kld"] > 0 for cell in first.values())
-    assert "What eviction costs" in capsys.readouterr().out
-    assert main([*words, "--policies", "knorm"]) == 0
-    grown = json.loads(target.read_text())["results"]
-    assert len(grown) == 3
-    assert first.items() < grown.items()
-    assert main([*words, "--warmup", "32"]) == 2
+    assert "Cost of eviction" in capsys.readouterr().out
+    more = run("--policies", "knorm")
+    assert len(more) == 3
+    assert first.items() < more.items()
+    for words, message in (
+        (["--warmup", "32"], "results of other settings"),
+        (["--budgets", "110"], "above 0 and below 100"),
+        (["--budgets", "99"], "evicts nothing"),
+        (["--policies", "best"], "policy 'best' is unknown"),
+        (["--chunks", "0"], "nothing to measure"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(*words)

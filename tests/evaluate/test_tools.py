@@ -56,12 +56,12 @@ def test_a_call_is_right_as_a_whole(calls, right):
         ("pythonic", '<|tool_call_start|>[f(x=1, y="a")]<|tool_call_end|>', [("f", {"x": 1, "y": "a"})]),
     ],
 )
-def test_calls_are_read_by_mlx_lms_parsers(parser, text, calls):
+def test_mlx_lms_parsers_parse_the_calls(parser, text, calls):
     found = choose_parser(PLAIN, parser).calls(text, [])
     assert found == (None if calls is None else [{"name": name, "arguments": given} for name, given in calls])
 
 
-def test_a_model_without_functions_is_told_them_where_a_parser_is_named(embedded):
+def test_a_system_prompt_describes_the_functions_if_a_parser_is_named(embedded):
     _, tokenizer = embedded
     with pytest.raises(ConfigError, match="--tool-parser json_tools"):
         choose_parser(PLAIN, None)
@@ -72,15 +72,14 @@ def test_a_model_without_functions_is_told_them_where_a_parser_is_named(embedded
     assert samples[0].expected == "no call"
     text = tokenizer.decode(samples[0].ids)
     assert text.count('"name": "set_timer", "arguments": {"minutes": 12') == 1
-    said = '<tool_call>{"name": "get_weather", "arguments": {"city": "Nairobi", "unit": "fahrenheit"}}</tool_call>'
-    assert [sample.judge(said).score for sample in samples] == [0, 1, 0, 0]
+    answer = '<tool_call>{"name": "get_weather", "arguments": {"city": "Nairobi", "unit": "fahrenheit"}}</tool_call>'
+    assert [sample.judge(answer)[1] for sample in samples] == [0, 1, 0, 0]
     with pytest.raises(ConfigError, match="none is left"):
         tool_samples(tokenizer, None, shots=99, count=1, parser_name="json_tools")
 
 
 @pytest.mark.parametrize(
-    "record",
-    [{}, {"functions": [], "cases": []}, {"functions": [], "cases": [{"ask": "a", "call": WEATHER}]}],
+    "record", [{}, {"functions": [], "cases": []}, {"functions": [], "cases": [{"ask": "a", "call": WEATHER}]}]
 )
 def test_a_file_of_another_shape_is_refused(tmp_path, record):
     path = tmp_path / "calls.json"

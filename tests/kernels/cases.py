@@ -1,25 +1,23 @@
-"""For all tests of kernels: random caches, what is asked of them, the answer in float64, and the error that is allowed.
+"""Random caches for the tests of kernels, attention over them in float64, and the error that is allowed.
 
-Attention is right when its error is at most twice that of mx.fast attention, in the same type, over the decoded cache.
-The error is the root mean square over the output, which is steady; the largest is bounded too, so that no part hides.
+Attention is right if its error is at most twice that of mx.fast attention over the decoded cache in the same dtype. The
+error is the root mean square over the output, which varies little; the largest error is bounded too.
 """
 
 import math
-import random as chance
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from codec.reference import hadamard_matrix
 
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
-from mlx_tq.codec.conditioning import MEAN_TOKENS, Conditioning, block_means, decode
-from mlx_tq.codec.dtypes import dtype_name, dtype_of
-from mlx_tq.codec.exact import hadamard_matrix, split_order
+from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.codec.formats.trellis import TrellisCodec
+from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, decode_keys
 from mlx_tq.codec.packing import split_words, unpack
 from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.kernels.regions import Regions
@@ -27,47 +25,49 @@ from mlx_tq.kernels.regions import Regions
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # half an ulp of 1
 DTYPES = tuple(ROUNDING)
 FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2")
-TRELLIS = ("tcq4", "tcq3", "tcq2")  # whose encoding takes long: in fewer cases
+TRELLIS = ("tcq4", "tcq3", "tcq2")  # in fewer cases, because encoding takes long
 DIMS = (48, 64, 80, 96, 112, 128, 192, 256, 512)
 GROUPS = (1, 2, 4, 7, 8, 16)
-# Of attention; `make_problem` explains them.
+# Parameters of attention; `make_problem` explains them.
 PARAMETERS: dict[str, Sequence] = {
     "dims": (*((dim, dim) for dim in DIMS), (192, 128)),
-    "body": (0, 1, 2, 31, 32, 33, 97, 255, 256, 257, 1025),
+    "packed": (0, 1, 2, 31, 32, 33, 97, 255, 256, 257, 1025),
     "batch": (1, 3),
     "groups": GROUPS,
     "length": (1, 2, 3, 4, 5, 6, 7, 8),
     "key": FORMATS,
     "value": FORMATS,
     "dtype": DTYPES,
-    "conditioned": (None, "blocks", "gaps"),
-    "prefix": (0, 5, 128),
+    "normalized": (None, "blocks", "gaps"),
+    "sink_tokens": (0, 5, 128),
     "recent": (0, 6, 70),
     "mask": (None, "causal"),
     "sinks": (False, True),
 }
 ALL_FORMATS = {"key": FORMATS + TRELLIS, "value": FORMATS + TRELLIS}
-# Pairs that have a trellis: on either side, on both.
-RINGS = (("tcq3", "tcq2"), ("tcq4", "q8"), ("fp16", "tcq4"), ("tcq2", "tcq3"), ("tq4", "tcq3"), ("tcq4", "tcq4"))
+# Pairs of formats with a trellis for keys, values, or both.
+TRELLIS_PAIRS = (
+    ("tcq3", "tcq2"),
+    ("tcq4", "q8"),
+    ("fp16", "tcq4"),
+    ("tcq2", "tcq3"),
+    ("tq4", "tcq3"),
+    ("tcq4", "tcq4"),
+)
 HEADS = 2
-ORDERS = 4  # of the dims, in which the reference may sum too
+DIM_ORDERS = 4  # orders of the dims in which the reference may sum too
 SPARE = 3  # tokens of unused capacity
-REGIONS = ("rows", "body", "layout", "keys", "values", "prefix", "beside", "conditioning")
+REGIONS = ("packed_rows", "packed_tokens", "layout", "full_keys", "full_values", "sink_tokens", "full_tokens")
+REGIONS += ("normalization",)
 
 
 class Problem(NamedTuple):
-    """A random cache and a question.
+    """A random cache and the arguments of attention over it."""
 
-    arguments: of attention; behind what is stored, its buffers are NaN.
-    packed: what the body's rows hold, keys and values in the model's type, [B, H, body, D].
-    decoded: keys and values of all tokens in logical order as stored, float64 [B, H, S, D].
-    plain: the same in the model's type, decoded by the codec.
-    """
-
-    arguments: dict[str, Any]
-    packed: tuple[mx.array, mx.array]
-    decoded: tuple[np.ndarray, np.ndarray]
-    plain: tuple[mx.array, mx.array]
+    arguments: dict[str, Any]  # fields of Regions and arguments of `attend`; unused capacity of buffers is NaN
+    packed: tuple[mx.array, mx.array]  # keys and values of the packed region before encoding, [B, H, packed, D]
+    decoded: tuple[np.ndarray, np.ndarray]  # all keys and values as stored, in logical order, float64 [B, H, S, D]
+    plain: tuple[mx.array, mx.array]  # the same in the model's dtype, decoded by the codec
 
     @property
     def tokens(self) -> int:
@@ -78,28 +78,24 @@ class Problem(NamedTuple):
         return self.arguments["layout"]
 
     @property
-    def conditioning(self) -> Conditioning | None:
-        return self.arguments["conditioning"]
+    def rows(self) -> mx.array:
+        return self.arguments["packed_rows"]
 
     @property
-    def full(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of prefix and tail."""
-        return self.regions().keys, self.regions().values
+    def normalization(self) -> KeyNormalization | None:
+        return self.arguments["normalization"]
 
-    def regions(self, **changed: Any) -> Regions:
-        """What attention reads."""
-        given = {**self.arguments, **changed}
-        return Regions(*(given[name] for name in REGIONS))
+    def regions(self, **changes: Any) -> Regions:
+        arguments = {**self.arguments, **changes}
+        return Regions(*(arguments[name] for name in REGIONS))
 
-    def asked(self, **changed: Any) -> "Problem":
-        """The same cache with other arguments."""
-        return self._replace(arguments={**self.arguments, **changed})
+    def replace(self, **changes: Any) -> "Problem":
+        return self._replace(arguments={**self.arguments, **changes})
 
-    def solve(self, kernel: Callable[..., mx.array], **changed: Any) -> mx.array:
-        """What a kernel of attention answers."""
-        given = {**self.arguments, **changed}
-        asked = {name: value for name, value in given.items() if name not in REGIONS}
-        return kernel(asked.pop("queries"), self.regions(**changed), **asked)
+    def solve(self, kernel: Callable[..., mx.array], **changes: Any) -> mx.array:
+        arguments = {**self.arguments, **changes}
+        options = {name: arguments[name] for name in ("scale", "mask", "sinks")}
+        return kernel(arguments["queries"], self.regions(**changes), **options)
 
 
 def double(x: mx.array) -> np.ndarray:
@@ -110,14 +106,14 @@ def random(shape: Sequence[int], dtype: str = "float16", seed: int = 0) -> mx.ar
     return mx.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(dtype_of(dtype))
 
 
-def same_bits(a: mx.array, b: mx.array) -> bool:
-    """Equal, NaN to NaN and zero of either sign to its like."""
+def has_same_bits(a: mx.array, b: mx.array) -> bool:
+    """Return whether arrays are equal, with NaN equal to NaN and zeros of different signs unequal."""
     kind = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.dtype.size]
     return a.shape == b.shape and a.dtype == b.dtype and mx.array_equal(a.view(kind), b.view(kind)).item()
 
 
-def spared(x: mx.array, spare: int = SPARE) -> mx.array:
-    """The same, behind its tokens garbage in which every number is NaN."""
+def add_spare(x: mx.array, spare: int = SPARE) -> mx.array:
+    """Append unused tokens in which every number is NaN."""
     word = mx.array([0xFFFFFFFF], mx.uint32).view(x.dtype)[:1]
     return mx.concatenate([x, mx.broadcast_to(word, (*x.shape[:2], spare, x.shape[3]))], axis=2)
 
@@ -132,14 +128,14 @@ def make_layout(dims: Sequence[int], key: str, value: str, dtype: str, **options
 
 def make_problem(
     dims: tuple[int, int] = (64, 64),
-    body: int = 97,
+    packed: int = 97,
     batch: int = 2,
     groups: int = 2,
     length: int = 3,
     key: str = "q8",
     value: str = "tq4",
     dtype: str = "float16",
-    prefix: int = 5,
+    sink_tokens: int = 5,
     recent: int = 6,
     mask: Any = None,
     sinks: bool = False,
@@ -147,16 +143,16 @@ def make_problem(
     rotation: str = "wht",
     rule: str = "ls",
     wide: bool = False,
-    conditioned: str | None = None,
+    normalized: str | None = None,
 ) -> Problem:
-    """A random cache of `prefix | body | tail`; the tail is `recent` tokens and the `length` queries' own.
+    """Make a random cache of `sink_tokens | packed | window`; the window is `recent` tokens and those of the queries.
 
     Args:
-        dims: of keys and values, stored as `key` and `value` with that `rotation`, `rule` and `wide` scales.
+        dims: head sizes of keys and values, stored as `key` and `value` with that `rotation`, `rule` and `wide` scales.
         groups: query heads of each of two KV heads.
         mask: None, "causal", "bool" or "additive" for a random array [L, S], or an array.
-        conditioned: keys have means and channels of high energy, and are conditioned: "blocks" of a body from which no
-            token has left, or with "gaps".
+        normalized: keys have means and channels of high energy and are normalized: in whole "blocks", or with "gaps" as
+            after an eviction.
     """
     rng = np.random.default_rng(seed)
 
@@ -164,62 +160,62 @@ def make_problem(
         return mx.array(rng.standard_normal((batch, heads, tokens, dim)).astype(np.float32)).astype(dtype_of(dtype))
 
     layout = make_layout(dims, key, value, dtype, rotation=rotation, scale=rule, fp32_scales=wide)
-    tokens = prefix + recent + length
+    tokens = sink_tokens + recent + length
     full = [gaussian(HEADS, tokens, dim) for dim in dims]
-    packed = [gaussian(HEADS, body, dim) for dim in dims]
-    conditioning = None
-    if conditioned:
+    vectors = [gaussian(HEADS, packed, dim) for dim in dims]
+    normalization = None
+    if normalized:
         energy, mean = (gaussian(HEADS, 1, dims[0]) for _ in range(2))
         channels = mx.exp(energy.astype(mx.float32) * 0.7)
-        full[0], packed[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], packed[0]))
-        conditioning = make_conditioning(layout.key, packed[0], 1 / mx.sqrt(channels)[:, :, 0], conditioned, seed)
-    rows = layout.encode(*packed, conditioning).rows
+        full[0], vectors[0] = (((x + 2 * mean) * channels).astype(x.dtype) for x in (full[0], vectors[0]))
+        normalization = make_normalization(layout.key, vectors[0], 1 / mx.sqrt(channels)[:, :, 0], normalized, seed)
+    rows = layout.encode(*vectors, normalization).rows
     decoded, plain = [], []
     for codec, x, encoded, means in (
-        (layout.key, full[0], layout.keys(rows), conditioning),
+        (layout.key, full[0], layout.keys(rows), normalization),
         (layout.value, full[1], layout.values(rows), None),
     ):
-        body_of = unrotated(codec, exact(codec, encoded, means), means)
-        decoded.append(np.concatenate([double(x[:, :, :prefix]), body_of, double(x[:, :, prefix:])], axis=2))
-        parts = [x[:, :, :prefix], decode(codec, encoded, means).astype(x.dtype), x[:, :, prefix:]]
+        middle = unrotate(codec, decode_exactly(codec, encoded, means), means)
+        decoded.append(np.concatenate([double(x[:, :, :sink_tokens]), middle, double(x[:, :, sink_tokens:])], axis=2))
+        parts = [x[:, :, :sink_tokens], decode_keys(codec, encoded, means).astype(x.dtype), x[:, :, sink_tokens:]]
         plain.append(mx.concatenate(parts, axis=2))
     unused = mx.full((batch, HEADS, SPARE, layout.words), 0xFFFFFFFF, mx.uint32)
     queries = gaussian(HEADS * groups, length, dims[0])
     arguments = {
         "queries": queries,
-        "rows": mx.concatenate([rows, unused], axis=2),
-        "body": body,
+        "packed_rows": mx.concatenate([rows, unused], axis=2),
+        "packed_tokens": packed,
         "layout": layout,
-        "keys": spared(full[0]),
-        "values": spared(full[1]),
-        "prefix": prefix,
-        "beside": tokens,
-        "conditioning": conditioning,
+        "full_keys": add_spare(full[0]),
+        "full_values": add_spare(full[1]),
+        "sink_tokens": sink_tokens,
+        "full_tokens": tokens,
+        "normalization": normalization,
         "scale": 1 / math.sqrt(dims[0]),
-        "mask": random_mask(mask, (length, tokens + body), dtype) if mask in ("bool", "additive") else mask,
+        "mask": random_mask(mask, (length, tokens + packed), dtype) if mask in ("bool", "additive") else mask,
         "sinks": random((HEADS * groups,), dtype, seed=9) if sinks else None,
     }
-    return Problem(arguments, tuple(packed), tuple(decoded), tuple(plain))
+    return Problem(arguments, tuple(vectors), tuple(decoded), tuple(plain))
 
 
-def make_conditioning(codec: Codec, keys: mx.array, scale: mx.array, kind: str, seed: int = 0) -> Conditioning:
-    """Of keys [B, H, S, D]; unused means are NaN, unused places of an index are far out of bounds."""
+def make_normalization(codec: Codec, keys: mx.array, scale: mx.array, kind: str, seed: int = 0) -> KeyNormalization:
+    """Normalize keys [B, H, S, D]; unused means are NaN, unused entries of an index are far out of bounds."""
     rng, tokens = np.random.default_rng(seed), keys.shape[2]
     first = 32 * int(rng.integers(0, 5))
     index = (first + np.arange(tokens)) // MEAN_TOKENS
     if kind == "gaps":
         index = np.sort(rng.integers(0, 2 + tokens // 9, tokens))
     members = [np.flatnonzero(index == number) for number in range(max(index, default=0) + 1)]
-    blocks = [mx.take(keys, mx.array(places, mx.int32), axis=2) for places in members]
+    blocks = [mx.take(keys, mx.array(rows, mx.int32), axis=2) for rows in members]
     blocks = [block if block.shape[2] else mx.ones_like(scale)[:, :, None] for block in blocks]
-    means = [block_means(block[:, :, None], scale, codec.rotation).means for block in blocks]
+    means = [compute_block_means(block[:, :, None], scale, codec.rotation).means for block in blocks]
     spare = mx.full((*scale.shape[:2], 1, scale.shape[2]), mx.nan, mx.float16)
     which = mx.array(np.append(index, [1 << 30] * SPARE), mx.int32) if kind == "gaps" else None
-    return Conditioning(scale, mx.concatenate([*means, spare], axis=2), which, first)
+    return KeyNormalization(scale, mx.concatenate([*means, spare], axis=2), which, first)
 
 
 def random_mask(kind: str, shape: Sequence[int], dtype: str) -> mx.array:
-    """A "bool" or an "additive" mask array; every query sees the last token."""
+    """Make a "bool" or an "additive" mask array in which every query sees the last token."""
     rng = np.random.default_rng(8)
     visible = rng.random(shape) < 0.6
     visible[..., -1] = True
@@ -228,26 +224,26 @@ def random_mask(kind: str, shape: Sequence[int], dtype: str) -> mx.array:
     return mx.array(np.where(visible, rng.standard_normal(shape), -np.inf)).astype(dtype_of(dtype))
 
 
-def exact(codec: Codec, encoded: Encoded, conditioning: Conditioning | None = None) -> np.ndarray:
-    """The decoded vectors in rotated space, with their means, in float64."""
-    if conditioning is not None:
-        places = np.array(conditioning.which(encoded.codes.shape[2]))
-        return exact(codec, encoded) + double(conditioning.means)[:, :, places]
+def decode_exactly(codec: Codec, encoded: Encoded, normalization: KeyNormalization | None = None) -> np.ndarray:
+    """Decode vectors in rotated space, with their means, in float64."""
+    if normalization is not None:
+        index = np.array(normalization.mean_index(encoded.codes.shape[2]))
+        return decode_exactly(codec, encoded) + double(normalization.means)[:, :, index]
     if encoded.scale is None:
         return double(codec.decode_rotated(encoded))
     scale = double(encoded.scale)[..., None]
     if not hasattr(codec, "bits"):
         return np.array(encoded.codes.view(mx.int8), np.float64) * scale / 127
     if isinstance(codec, TrellisCodec):
-        return _on_the_ring(np.array(encoded.codes), codec.bits) * scale / np.sqrt(codec.head_dim)
+        return _decode_ring(np.array(encoded.codes), codec.bits) * scale / np.sqrt(codec.head_dim)
     planes = unpack(split_words(encoded.codes, codec.bits), codec.bits)
     u = np.concatenate([np.array(plane) for plane in planes], axis=-1) - (2**codec.bits - 1) / 2
     level = sum(c * u ** (2 * i + 1) for i, c in enumerate(POLYNOMIALS[codec.bits]))
     return level * scale / np.sqrt(codec.head_dim)
 
 
-def _on_the_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
-    """Levels [..., D] of trellis codes [..., D bits / 16], from the ring's bits one by one."""
+def _decode_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
+    """Decode trellis codes [..., D bits / 16] to levels [..., D], from the ring's bits one by one."""
     table = double(mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))[str(bits)])
     lead, count = words.shape[:-1], words.shape[-1]
     of_unit, values, size = (3, 16, 16 * count // 3) if bits == 3 else (1, 16 // bits, 16 * count // bits)
@@ -258,28 +254,19 @@ def _on_the_ring(words: np.ndarray, bits: int, window: int = 8) -> np.ndarray:
     return table[state].reshape(*lead, size // values, values).swapaxes(-1, -2).reshape(*lead, size)
 
 
-def unrotated(codec: Codec, y: np.ndarray, conditioning: Conditioning | None = None) -> np.ndarray:
-    """R^T y in float64, from the definition of the rotation; over the weights of conditioned keys."""
-    if conditioning is not None:
-        return unrotated(codec, y) / double(conditioning.scale)[:, :, None]
+def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None = None) -> np.ndarray:
+    """Return R^T y in float64, from the definition of the rotation, divided by the scale of normalized keys."""
+    if normalization is not None:
+        return unrotate(codec, y) / double(normalization.scale)[:, :, None]
     if codec.rotation is None:
         return y
     if not isinstance(codec.rotation, WalshHadamard):
         return y @ double(codec.rotation.matrix)
-    return (y @ _hadamard(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
+    return (y @ hadamard_matrix(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
 
 
-@cache
-def _hadamard(dim: int) -> np.ndarray:
-    order, power = split_order(dim)
-    matrix = hadamard_matrix(order)
-    for _ in range(power.bit_length() - 1):
-        matrix = np.kron(matrix, [[1, 1], [1, -1]])
-    return matrix
-
-
-def expected(problem: Problem, mask: mx.array | str | None, sinks: mx.array | None) -> np.ndarray:
-    """Attention in float64 over the decoded cache."""
+def attend_exactly(problem: Problem, mask: mx.array | str | None, sinks: mx.array | None) -> np.ndarray:
+    """Attend to the decoded cache in float64."""
     keys, values = problem.decoded
     queries = double(problem.arguments["queries"])
     batch, query_heads, length, dim = queries.shape
@@ -299,33 +286,28 @@ def expected(problem: Problem, mask: mx.array | str | None, sinks: mx.array | No
 
 
 def check_attention(problem: Problem, out: mx.array, *, peak: float = 2.0) -> None:
-    """Compare errors with those of mx.fast attention in the same type: mean at most 2x, of a query at most `peak`x.
+    """Compare errors with those of mx.fast attention in the same dtype: mean at most 2x, one query at most `peak`x.
 
-    Half an ulp of the largest output is granted: both are rounded to the type, and the reference may be exact by luck.
-    The query of the largest error is that of the largest score, whose sum over dims is lucky in one order and not in
-    another, so the reference takes its dims in a few: of few queries, its mean is of all of these. Of one number in
-    thousands, which chance decides more than of a query's, twice as much.
-
-    Args:
-        problem: that was solved.
-        out: the answer.
-        peak: in a thousand cases 2x is passed by chance.
+    Both are rounded to the dtype and the reference may be exact by chance, so half an ulp of the largest output is
+    added. The largest error is that of the query with the largest score, and the order of the dims in that sum matters.
+    So the reference is computed in several orders: the mean error is that of all of them, and `peak` may hold for any.
+    A single value, which varies more than a query, may differ twice as much. In a thousand cases, some exceed 2x.
     """
-    truth = expected(problem, problem.arguments["mask"], problem.arguments["sinks"])
+    truth = attend_exactly(problem, problem.arguments["mask"], problem.arguments["sinks"])
     dims = problem.plain[0].shape[-1]
-    orders = [slice(None), *(mx.array(np.random.default_rng(seed).permutation(dims)) for seed in range(ORDERS))]
+    orders = [slice(None), *(mx.array(np.random.default_rng(seed).permutation(dims)) for seed in range(DIM_ORDERS))]
     references = [_reference(problem, order) for order in orders]
     assert out.shape == references[0].shape
     assert out.dtype == references[0].dtype == problem.arguments["queries"].dtype
-    error, *allowed = (np.abs(double(found) - truth) for found in (out, *references))
+    error, *allowed = (np.abs(double(result) - truth) for result in (out, *references))
     assert np.isfinite(error).all()
     floor = ROUNDING[dtype_name(out.dtype)] * np.abs(truth).max()
     assert rms(error) <= 2 * rms(np.stack(allowed)) + floor / 2
-    assert any(_is_within(error, each, peak, floor) for each in allowed)
+    assert any(_is_within(error, reference_error, peak, floor) for reference_error in allowed)
 
 
 def _reference(problem: Problem, order: Any) -> mx.array:
-    """mx.fast attention over the decoded cache, with the dims of queries and keys in another order."""
+    """Attend to the decoded cache with mx.fast, with the dims of queries and keys in another order."""
     queries, mask, sinks, scale = (problem.arguments[name] for name in ("queries", "mask", "sinks", "scale"))
     keys, values = problem.plain
     return mx.fast.scaled_dot_product_attention(
@@ -334,14 +316,9 @@ def _reference(problem: Problem, order: Any) -> mx.array:
 
 
 def _is_within(error: np.ndarray, allowed: np.ndarray, peak: float, floor: float) -> bool:
-    worst, worst_allowed = (np.sqrt((found**2).mean(axis=-1)).max() for found in (error, allowed))
+    worst, worst_allowed = (np.sqrt((x**2).mean(axis=-1)).max() for x in (error, allowed))
     return worst <= peak * worst_allowed + floor and error.max() <= 2 * peak * allowed.max() + floor
 
 
 def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x * x)))
-
-
-def random_cases(parameters: Mapping[str, Sequence], count: int, seed: int = 0) -> list[dict]:
-    rng = chance.Random(seed)
-    return [{name: rng.choice(values) for name, values in parameters.items()} for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Covering arrays: few cases, among which all values of any two, or any three, parameters meet."""
+"""Covering arrays: few cases that contain all combinations of values of any two, or three, parameters."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,33 +10,33 @@ Case = dict[str, Any]
 
 
 def covering(parameters: Mapping[str, Sequence[Any]], ways: int = 2, whole: Sequence[str] = ()) -> list[Case]:
-    """Cases in which every combination of values of any `ways` parameters occurs, and of the `whole` ones together.
+    """Return cases with every combination of values of any `ways` parameters, and of all `whole` ones together.
 
-    Greedy, and always the same.
+    The choice is greedy and deterministic.
     """
-    found = _covering(tuple((name, tuple(values)) for name, values in parameters.items()), ways, tuple(whole))
-    return [dict(case) for case in found]
+    cases = _covering(tuple((name, tuple(values)) for name, values in parameters.items()), ways, tuple(whole))
+    return [dict(case) for case in cases]
 
 
 @cache
 def _covering(parameters: tuple[tuple[str, tuple]], ways: int, whole: tuple[str, ...]) -> list[Case]:
     rng = random.Random(0)
     values = dict(parameters)
-    first = list(product(*([(name, value) for value in values[name]] for name in whole))) if whole else []
+    whole_cases = list(product(*([(name, value) for value in values[name]] for name in whole))) if whole else []
     missing = dict.fromkeys(
         group
         for names in combinations(values, ways)
         for group in product(*([(name, value) for value in values[name]] for name in names))
     )
     cases = []
-    while first or missing:
-        case = dict(first.pop() if first else next(iter(missing)))
+    while whole_cases or missing:
+        case = dict(whole_cases.pop() if whole_cases else next(iter(missing)))
         rest = [name for name in values if name not in case]
         for name in rng.sample(rest, len(rest)):
             order = rng.sample(values[name], len(values[name]))
-            with_it = _groups([n for n in values if n in case or n == name], name, ways)
-            case[name] = max(order, key=lambda x: sum(g in missing for g in _of({**case, name: x}, with_it)))
-        for group in _of(case, combinations(values, ways)):
+            groups = _groups([n for n in values if n in case or n == name], name, ways)
+            case[name] = max(order, key=lambda x: sum(g in missing for g in _combinations({**case, name: x}, groups)))
+        for group in _combinations(case, combinations(values, ways)):
             missing.pop(group, None)
         cases.append({name: case[name] for name in values})
     return cases
@@ -46,10 +46,10 @@ def _groups(names: list[str], name: str, ways: int) -> list[tuple[str, ...]]:
     return [group for group in combinations(names, ways) if name in group]
 
 
-def _of(case: Case, groups: Any) -> Iterator[tuple]:
+def _combinations(case: Case, groups: Any) -> Iterator[tuple]:
     return (tuple((name, case[name]) for name in group) for group in groups)
 
 
 def case_id(case: Mapping[str, Any]) -> str:
-    """The values of a case, for the name of a test."""
+    """Return the values of a case as the name of a test."""
     return "-".join("x".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in case.values())

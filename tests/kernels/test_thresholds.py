@@ -1,4 +1,4 @@
-"""Thresholds: the built-in tables, the file of this machine, and the command that measures it."""
+"""Thresholds: the built-in tables, the file of measured ones, and the command that measures them."""
 
 import json
 from dataclasses import asdict, replace
@@ -7,9 +7,9 @@ from unittest import mock
 import mlx.core as mx
 import pytest
 
-from mlx_tq import cli
+from mlx_tq import __main__
 from mlx_tq.errors import ConfigError
-from mlx_tq.kernels import build, impl, thresholds, tuning
+from mlx_tq.kernels import backend, gpu, thresholds, tuning
 from mlx_tq.kernels.thresholds import TABLES, KernelThresholds, ThresholdsWarning
 
 TUNED = KernelThresholds(packed_queries=16, simdgroups=300)
@@ -17,15 +17,15 @@ TUNED = KernelThresholds(packed_queries=16, simdgroups=300)
 
 @pytest.fixture(autouse=True)
 def file(monkeypatch, tmp_path):
-    """Where the table is kept, out of the way of this machine's own."""
+    """Use another file than that of this machine."""
     path = tmp_path / "mlx_tq" / "thresholds.json"
     monkeypatch.setattr(thresholds, "file", lambda: path)
-    thresholds._in_use.cache_clear()
+    thresholds._table.cache_clear()
     yield path
-    thresholds._in_use.cache_clear()
+    thresholds._table.cache_clear()
 
 
-def keep(path, content) -> None:
+def write_file(path, content) -> None:
     path.parent.mkdir()
     path.write_text(content if isinstance(content, str) else json.dumps(content))
 
@@ -36,17 +36,17 @@ def keep(path, content) -> None:
 )
 def test_each_chip_has_a_table(chip, table):
     with (
-        mock.patch.object(build, "backend", return_value="metal"),
+        mock.patch.object(gpu, "gpu_backend", return_value="metal"),
         mock.patch.object(mx, "device_info", return_value={"device_name": chip}),
     ):
         assert thresholds.chip_class() == table
         assert thresholds.current() is TABLES[table]
         assert thresholds.machine() == f"{chip}, metal"
-        with impl.using("ops"):
-            assert thresholds.chip_class() == "ops"
+        with backend.using("reference"):
+            assert thresholds.chip_class() == "reference"
 
 
-def test_what_was_written_is_taken_until_it_is_gone(file):
+def test_written_thresholds_are_used(file):
     assert thresholds.table().origin == f"built in for {thresholds.chip_class()!r}"
     assert thresholds.write(TUNED) == file
     assert thresholds.table() == (TUNED, f"measured, {file}")
@@ -57,7 +57,7 @@ def test_what_was_written_is_taken_until_it_is_gone(file):
 
 
 def test_other_machines_keep_their_tables(file):
-    keep(file, {"version": 2, "tables": {"Apple M1, metal": asdict(TUNED)}})
+    write_file(file, {"version": 1, "tables": {"Apple M1, metal": asdict(TUNED)}})
     assert thresholds.current() == TABLES[thresholds.chip_class()]
     thresholds.write(replace(TUNED, packed_queries=32))
     tables = json.loads(file.read_text())["tables"]
@@ -67,78 +67,75 @@ def test_other_machines_keep_their_tables(file):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("{", "this is no JSON"),
-        ([], "an object with version 2"),
-        ({"version": 1, "tables": {}}, "an object with version 2"),
-        ({"version": 2, "tables": 3}, "an object with version 2"),
-        ({"packed_queries": 9}, "a table has the values packed_queries, short, simdgroups, least_block"),
-        (asdict(TUNED) | {"packed_queries": 0}, "packed_queries is 0; valid are whole numbers from 1 to 64"),
-        (asdict(TUNED) | {"short": -1}, "short is -1; valid are whole numbers from 0 to 65536"),
-        (asdict(TUNED) | {"merging": True}, "merging is True; valid are whole numbers from 1 to 8"),
-        (asdict(TUNED) | {"least_block": "64"}, "least_block is '64'"),
+        ("{", "not valid JSON"),
+        ([], "an object with version 1"),
+        ({"version": 2, "tables": {}}, "an object with version 1"),
+        ({"version": 1, "tables": 3}, "an object with version 1"),
+        ({"packed_queries": 9}, "a table must have the values packed_queries, short_tokens, simdgroups, min_block"),
+        (asdict(TUNED) | {"packed_queries": 0}, "packed_queries is 0; valid are integers from 1 to 64"),
+        (asdict(TUNED) | {"short_tokens": -1}, "short_tokens is -1; valid are integers from 0 to 65536"),
+        (asdict(TUNED) | {"merge_simdgroups": True}, "merge_simdgroups is True; valid are integers from 1 to 8"),
+        (asdict(TUNED) | {"min_block": "64"}, "min_block is '64'"),
     ],
 )
 def test_a_bad_file_is_ignored_with_its_reason(file, content, why):
     if isinstance(content, dict) and "version" not in content:
-        content = {"version": 2, "tables": {thresholds.machine(): content}}
-    keep(file, content)
+        content = {"version": 1, "tables": {thresholds.machine(): content}}
+    write_file(file, content)
     with pytest.warns(
-        ThresholdsWarning, match=f"{file} are ignored: .*{why}.*--tune again, or delete the file"
+        ThresholdsWarning, match=f"thresholds in {file}: .*{why}.*--tune again, or delete the file"
     ) as caught:
         assert [thresholds.current() for _ in range(3)] == [TABLES[thresholds.chip_class()]] * 3
     assert len(caught) == 1
 
 
-def test_where_nothing_can_be_written(file):
-    keep(file, "mine")
-    with pytest.raises(ConfigError, match="no JSON"):
+def test_a_file_that_cannot_be_written_is_an_error(file):
+    write_file(file, "other content")
+    with pytest.raises(ConfigError, match="not valid JSON"):
         thresholds.write(TUNED)
-    assert file.read_text() == "mine"
+    assert file.read_text() == "other content"
     file.unlink()
     file.parent.rmdir()
     file.parent.write_text("no folder")
-    with pytest.raises(ConfigError, match=r"cannot be kept in .*thresholds\.json: .*Make its folder writable"):
+    with pytest.raises(
+        ConfigError, match=r"cannot save the thresholds in .*thresholds\.json: .*Make its folder writable"
+    ):
         thresholds.write(TUNED)
 
 
-def test_the_command_measures_and_keeps(file, monkeypatch, capsys):
-    """Of what a CPU has: up to how many queries attend to packed rows."""
-    monkeypatch.setattr(tuning, "_TARGET", 0)
-    monkeypatch.setattr(tuning, "QUERIES", (8,))
-    assert cli.main(["bench", "--tune", "--tokens", "64", "--rounds", "1", "--json", "-"]) == 0
+def test_the_command_measures_and_saves(file, monkeypatch, capsys):
+    """On a CPU it measures `packed_queries` only."""
+    monkeypatch.setattr(tuning, "_SECONDS", 0)
+    monkeypatch.setattr(tuning, "PACKED_QUERIES", (8,))
+    assert __main__.main(["bench", "--tune", "--tokens", "64", "--rounds", "1", "--json", "-"]) == 0
     out, err = capsys.readouterr()
     assert str(file) in err.replace("\n", "")
     assert json.loads(out)["thresholds"] == asdict(thresholds.current()) == asdict(KernelThresholds(packed_queries=8))
     assert thresholds.table().origin == f"measured, {file}"
-    assert cli.main(["doctor", "--json"]) == 0
+    assert __main__.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["environment"]["thresholds"] == f"measured, {file}"
 
 
-def test_the_fastest_is_chosen(monkeypatch):
-    """With times that are made up: 512 simdgroups, blocks of 128, one kernel up to 512 tokens, and up to 12 queries."""
+def test_the_fastest_candidates_are_chosen(monkeypatch):
+    """The times are made up: 512 simdgroups, blocks of 128, one kernel up to 512 tokens, and 12 queries are fastest."""
 
     def seconds(cases, rounds):
         return [
             1
-            + abs(cut.simdgroups - 512)
-            + abs(cut.least_block - 128)
-            + cut.merging
-            + (cut.short > 512)
-            - (0 < cut.short <= 512) * (run is tuning.attend)
-            + (2 if count > 12 else -2) * (run is tuning.attend)
-            for _, run, count, cut in cases
+            + abs(case.limits.simdgroups - 512)
+            + abs(case.limits.min_block - 128)
+            + case.limits.merge_simdgroups
+            + (case.limits.short_tokens > 512)
+            - (0 < case.limits.short_tokens <= 512) * (case.run is tuning.attend)
+            + (2 if case.queries > 12 else -2) * (case.run is tuning.attend)
+            for case in cases
         ]
 
-    monkeypatch.setattr(tuning, "_seconds", seconds)
-    monkeypatch.setattr(impl, "current", lambda: "ops")
-    monkeypatch.setattr(tuning, "_Problem", lambda tokens: tokens)
-    monkeypatch.setattr(tuning.impl, "current", lambda: "metal")
-    monkeypatch.setattr(tuning.thresholds, "current", KernelThresholds)
+    monkeypatch.setattr(tuning, "_time_cases", seconds)
+    monkeypatch.setattr(tuning, "_make_cache", lambda tokens: tokens)
+    monkeypatch.setattr(backend, "current", lambda: "metal")
+    monkeypatch.setattr(thresholds, "current", KernelThresholds)
     steps = list(tuning.tune([64, 4096], 1))
-    assert steps[-1][-1].simdgroups == 512
-    assert steps[-1][-1].least_block == 128
-    assert steps[-1][-1].merging == 1
-    assert steps[-1][-1].short == 512
-    assert steps[-1][-1].packed_queries == 12
-    names = [*["simdgroups"] * 7, *["least_block"] * 4, *["merging"] * 4, *["short"] * 4, *["packed_queries"] * 6]
-    assert [name for name, *_ in steps] == names
+    assert steps[-1][-1] == KernelThresholds(12, 512, 512, 128, 256, 1)
+    sweeps = {"simdgroups": 7, "min_block": 4, "merge_simdgroups": 4, "short_tokens": 4, "packed_queries": 6}
+    assert [name for name, *_ in steps] == [name for name, count in sweeps.items() for _ in range(count)]

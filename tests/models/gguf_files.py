@@ -40,7 +40,7 @@ MODELS = {
 
 
 def make_model(name):
-    """A random model of mlx-lm in float32; without `output` gemma3 is tied, as its files are."""
+    """Make a random model of mlx-lm in float32; without `output` gemma3 is tied, as its files are."""
     architecture, config = MODELS[name]
     config = {"model_type": architecture, **config}
     module = import_module(f"mlx_lm.models.{config['model_type']}")
@@ -56,7 +56,7 @@ def make_model(name):
 
 
 def round_weights(model, kind):
-    """The model with the weights that a file of that kind holds, by the package's own arithmetic."""
+    """Round weights to what a file of that kind holds, with the arithmetic of the gguf package."""
     kind = GGMLQuantizationType[kind]
     for name, weight in tree_flatten(model.parameters()):
         if weight.ndim == 2:
@@ -66,14 +66,13 @@ def round_weights(model, kind):
 
 
 def permuted(weight, heads):
-    """As llama.cpp's converter does with q and k of llama."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
+    """Permute rows of q and k as llama.cpp's converter does for llama."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def frequency_factors(config):
-    """As llama.cpp's converter writes them for Llama 3.1, from its loop."""
+    """Return the factors that llama.cpp's converter writes for Llama 3.1, from its loop."""
     scaling, factors = config["rope_scaling"], []
     trained = scaling["original_max_position_embeddings"]
     for dim in range(0, config["head_dim"], 2):
@@ -89,7 +88,7 @@ def frequency_factors(config):
 
 
 def hyperparameters(name):
-    """The keys of a file, as the converter writes them."""
+    """Return the hyperparameters of a file, as the converter writes them."""
     architecture, config = MODELS[name]
     keys = {
         "block_count": config["num_hidden_layers"], "context_length": config["max_position_embeddings"],
@@ -111,7 +110,7 @@ def hyperparameters(name):
 
 
 def vocabulary():
-    """The embedded model's, as the converter writes it."""
+    """Return the vocabulary of the embedded model, as the converter writes it."""
     tokenizer = json.loads((embedded_path() / "tokenizer.json").read_text("utf-8"))
     template = json.loads((embedded_path() / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
     ids = tokenizer["model"]["vocab"]
@@ -127,10 +126,7 @@ def vocabulary():
 
 
 def write_gguf(path, name="llama", kind="F32", model=None, keys=None, tensors=None):
-    """Write a model of MODELS.
-
-    kind: of its matrices. keys: that are changed, or dropped where None. tensors: changed, by name.
-    """
+    """Write a model of MODELS with matrices of a kind; `keys` and `tensors` replace those of the file."""
     architecture, config = MODELS[name]
     model = model or make_model(name)
     writer = GGUFWriter(path, architecture)
@@ -148,10 +144,8 @@ def write_gguf(path, name="llama", kind="F32", model=None, keys=None, tensors=No
             weight = permuted(weight, heads[part])
         if architecture == "gemma3" and weight.ndim == 1:
             weight = weight + 1
-        stored, tensor = (
-            GGMLQuantizationType[kind if weight.ndim == 2 else "F32"],
-            names.get_name(mlx_name, (".weight",)),
-        )
+        stored = GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
+        tensor = names.get_name(mlx_name, (".weight",))
         if tensor not in (tensors or {}):
             writer.add_tensor(tensor, quantize(weight, stored), raw_dtype=stored)
     factors = {"rope_freqs.weight": frequency_factors(config)} if config["rope_scaling"] == LLAMA3 else {}

@@ -1,4 +1,4 @@
-"""GGUF files as mlx-lm's models: the same weights, the same logits; and files that cannot be read."""
+"""GGUF files load as mlx-lm's models with the same weights and logits, or say why they cannot."""
 
 import random
 from contextlib import suppress
@@ -19,7 +19,7 @@ DENSE, PACKED = ("F32", "F16", "BF16", "Q5_0"), ("Q4_0", "Q4_1", "Q8_0")
 
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, "F32") for name in MODELS), *(("gemma3", kind) for kind in DENSE)])
-def test_dense_files_are_the_model_that_they_were_made_from(tmp_path, name, kind):
+def test_dense_files_load_as_the_model_that_they_were_made_from(tmp_path, name, kind):
     model = round_weights(make_model(name), kind)
     loaded, _ = mlx_tq.load(write_gguf(tmp_path / "model.gguf", name, kind, model), dtype="float32")
     assert vars(loaded.args) == vars(model.args)
@@ -30,7 +30,7 @@ def test_dense_files_are_the_model_that_they_were_made_from(tmp_path, name, kind
     ("name", "kind"), [("llama", kind) for kind in PACKED] + [("qwen3", "Q4_1"), ("gemma3", "Q4_0")]
 )
 def test_blocks_stay_packed_and_lose_nothing(tmp_path, name, kind):
-    """The packed bits are those that mlx itself reads; logits err as the dense model's do, against float64."""
+    """The packed bits are those that mlx reads; logits are as near to float64 as the dense model's."""
     path = write_gguf(tmp_path / "model.gguf", name, kind)
     theirs = mx.load(str(path))
     packed, _ = mlx_tq.load(path, dtype="float32")
@@ -70,7 +70,7 @@ def test_the_type_is_that_of_the_numbers_in_the_file(tmp_path):
         assert model(IDS).dtype == dtype, kind
 
 
-# What is changed in a file, whose error it is, and what that says.
+# The changed keys, and the error that they cause.
 U, C = UnsupportedModelError, ConfigError
 REFUSED = {
     "architecture": ({"general.architecture": "mamba"}, U, "'mamba'; GGUF files of llama, qwen3, gemma3 can"),
@@ -91,13 +91,13 @@ REFUSED = {
 }
 PARTS = {
     "tensor": ({"blk.0.gate_inp.weight": np.zeros((8, 64), np.float32)}, "no place for its tensor blk.0.gate_inp"),
-    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, "cannot be dequantised"),
+    "kind": ({"blk.0.attn_norm.weight": np.zeros(64, np.int32)}, "cannot be dequantized"),
     "frequencies": ({"rope_freqs.weight": np.array([1, 2, 3, 4, 5, 6, 7, 8], np.float32)}, "factors in rope_freqs"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_said_by_name(tmp_path, name):
+def test_unsupported_and_damaged_keys_are_named(tmp_path, name):
     keys, error, says = REFUSED[name]
     with pytest.raises(error, match=says) as raised:
         mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
@@ -105,14 +105,13 @@ def test_what_cannot_be_read_is_said_by_name(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_tensors_that_cannot_be_read_are_said_by_name(tmp_path, name):
+def test_unsupported_tensors_are_named(tmp_path, name):
     tensors, says = PARTS[name]
     with pytest.raises(UnsupportedModelError, match=says):
         mlx_tq.load(write_gguf(tmp_path / "model.gguf", tensors=tensors))
 
 
-def test_a_file_that_was_cut_off_or_changed_says_so(tmp_path):
-    """Wherever it ends, and whatever byte of its header is another one: an error of ours, or a model."""
+def test_truncated_and_changed_files_raise_errors_of_mlx_tq(tmp_path):
     data = (path := write_gguf(tmp_path / "model.gguf", kind="Q4_0")).read_bytes()
     keys, infos = data.index(b"tokenizer.ggml.tokens"), data.index(b"tokenizer.chat_template")
     rng = random.Random(0)

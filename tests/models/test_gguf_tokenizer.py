@@ -11,7 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import mlx_tq
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 
 from .gguf_files import vocabulary, write_gguf
 
@@ -37,7 +37,7 @@ CUTS = {
 
 
 def pieces(texts, pattern):
-    """Matches of a pattern and what lies between them."""
+    """Yield the matches of a pattern and the texts between them."""
     for text in texts:
         end = 0
         for found in regex.finditer(pattern, text):
@@ -48,7 +48,7 @@ def pieces(texts, pattern):
 
 
 def merged(word, ranks):
-    """Pairs become one, the pair of the lowest rank first."""
+    """Merge pairs, that with the lowest rank first."""
     parts = list(word)
     while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
         _, i = min(pairs)
@@ -86,7 +86,7 @@ def test_byte_pairs(tmp_path, pre):
 
 
 def trained(prefix):
-    """SentencePiece of a small vocabulary with bytes and tokens of its user, and the keys that the converter writes."""
+    """Train SentencePiece with byte and user tokens, and return it with the keys that the converter writes."""
     made = BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(load_text()[:60_000].splitlines()), model_writer=made, model_type="bpe", vocab_size=900,
@@ -125,7 +125,7 @@ def test_sentencepiece(tmp_path, prefix):
         ({"add_bos_token": True, "add_eos_token": True}, [1], [2]),
     ],
 )
-def test_what_begins_and_ends_every_text(tmp_path, keys, begins, ends):
+def test_tokens_that_start_and_end_every_text(tmp_path, keys, begins, ends):
     keys = {f"tokenizer.ggml.{key}": value for key, value in {"bos_token_id": 1, **keys}.items()}
     _, tokenizer = mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
     bare = tokenizer.encode("hello", add_special_tokens=False)
@@ -134,16 +134,11 @@ def test_what_begins_and_ends_every_text(tmp_path, keys, begins, ends):
 
 @pytest.mark.parametrize(
     ("keys", "ends"),
-    [
-        ({}, {2}),
-        ({"eos_token_id": 0}, {0, 2}),
-        ({"eos_token_id": 0, "eot_token_id": 5}, {0, 5}),
-        ({"eom_token_id": 6}, {2, 6}),
-    ],
+    [({}, {2}), ({"eos": 0}, {0, 2}), ({"eos": 0, "eot": 5}, {0, 5}), ({"eom": 6}, {2, 6})],
 )
-def test_what_ends_an_answer(tmp_path, keys, ends):
-    """A turn's end that the file does not name is the token that llama.cpp takes for it."""
-    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+def test_tokens_that_end_a_completion(tmp_path, keys, ends):
+    """If the file does not name the end of a turn, it is the token that llama.cpp looks for."""
+    keys = {f"tokenizer.ggml.{name}_token_id": token for name, token in keys.items()}
     _, tokenizer = mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
     assert tokenizer.eos_token_ids == ends
     assert tokenizer.chat_template == vocabulary()["tokenizer.chat_template"]

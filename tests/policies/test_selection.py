@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tq.policies import KeyNorm, Recency
+from mlx_tq.policies import KeyNorm, Published, Recency
 from mlx_tq.policies.selection import PositionRange, select
 
 
 def by_hand(scores, positions, count, span, mode, segments):
-    """The published rule, token by token: the positions that leave."""
+    """Apply the published rule token by token, and return the evicted positions."""
     tokens = list(zip(scores, positions, strict=True))
     eligible = [(w, p) for w, p in tokens if span.start <= p < span.stop]
     count = min(count, len(eligible))
-    gone = []
+    evicted = []
     if mode != "v1" and count > 0:
         stop = max(span.stop, span.start + 1)
         width = (stop - span.start) / segments
@@ -24,15 +24,15 @@ def by_hand(scores, positions, count, span, mode, segments):
         for w, p in eligible:
             buckets.setdefault(min(max(int((p - span.start) / width), 0), segments - 1), []).append((w, p))
         for _, bucket in sorted(buckets.items()):
-            share = min(math.floor(len(bucket) * count / len(eligible)), len(bucket), count - len(gone))
-            gone += [p for _, p in sorted(bucket)[:share]]
-    rest = sorted((w, p) for w, p in eligible if p not in gone)
-    return sorted(gone + [p for _, p in rest[: count - len(gone)]])
+            share = min(math.floor(len(bucket) * count / len(eligible)), len(bucket), count - len(evicted))
+            evicted += [p for _, p in sorted(bucket)[:share]]
+    rest = sorted((w, p) for w, p in eligible if p not in evicted)
+    return sorted(evicted + [p for _, p in rest[: count - len(evicted)]])
 
 
 @st.composite
-def bodies(draw):
-    """Live positions with gaps, few distinct scores so that ties abound, a count and a span."""
+def cases(draw):
+    """Draw live positions with gaps, few distinct scores so that ties abound, a count and a range."""
     levels = draw(st.sampled_from([1, 3, 1000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     live = rng.random(draw(st.integers(1, 300))) < draw(st.sampled_from([0.1, 0.6, 1.0]))
@@ -45,64 +45,64 @@ def bodies(draw):
 @pytest.mark.parametrize("examples", [150, pytest.param(1500, marks=pytest.mark.full)])
 def test_equals_the_rule_by_hand(examples):
     @settings(max_examples=examples, deadline=None, derandomize=True)
-    @given(bodies(), st.sampled_from(["v1", "v2", "v3"]), st.integers(1, 12))
-    def check(body, mode, segments):
-        scores, positions, count, span = body
-        found = select(scores, positions, count, span, KeyNorm(mode=mode, segments=segments, granularity=1))
-        assert positions[found].tolist() == by_hand(scores, positions, count, span, mode, segments)
+    @given(cases(), st.sampled_from(["v1", "v2", "v3"]), st.integers(1, 12))
+    def check(case, mode, segments):
+        scores, positions, count, span = case
+        indices = select(scores, positions, count, span, Published(mode=mode, segments=segments, granularity=1))
+        assert positions[indices].tolist() == by_hand(scores, positions, count, span, mode, segments)
 
     check()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
-    bodies(),
+    cases(),
     st.sampled_from(["v1", "v2", "v3"]),
     st.sampled_from([0, 7, 100]),
     st.sampled_from([1, 8, 16, 64]),
     st.sampled_from(["mean", "max", "top"]),
 )
-def test_invariants(body, mode, width, granularity, pooling):
-    scores, positions, count, span = body
-    policy = KeyNorm(mode=mode, segment_tokens=width, granularity=granularity, pooling=pooling, segments=4)
-    found = select(scores, positions, count, span, policy)
-    assert np.all(np.diff(found) > 0)
-    gone = positions[found]
-    assert np.all((gone >= span.start) & (gone < span.stop))
+def test_invariants(case, mode, width, granularity, pooling):
+    scores, positions, count, span = case
+    policy = Published(mode=mode, segment_tokens=width, granularity=granularity, pooling=pooling, segments=4)
+    indices = select(scores, positions, count, span, policy)
+    assert np.all(np.diff(indices) > 0)
+    evicted = positions[indices]
+    assert np.all((evicted >= span.start) & (evicted < span.stop))
     eligible = int(((positions >= span.start) & (positions < span.stop)).sum())
     if granularity == 1:
-        assert len(gone) == min(count, eligible)
+        assert len(evicted) == min(count, eligible)
     else:
-        assert len(gone) < count + granularity
-    blocks = set((gone // granularity).tolist())
-    assert set(gone.tolist()) == {p for p in positions.tolist() if p // granularity in blocks}
+        assert len(evicted) < count + granularity
+    blocks = set((evicted // granularity).tolist())
+    assert set(evicted.tolist()) == {p for p in positions.tolist() if p // granularity in blocks}
 
 
-def test_each_segment_gives_its_share():
+def test_each_segment_loses_its_share():
     """The worst tokens all lie in the last quarter; segments spread the loss, v1 does not."""
     positions = np.arange(400)
     scores = np.where(positions >= 300, 0.0, 1.0)
-    spread = select(scores, positions, 40, PositionRange(0, 400), KeyNorm(mode="v3", segments=4, granularity=1))
+    spread = select(scores, positions, 40, PositionRange(0, 400), KeyNorm(segments=4, granularity=1))
     assert np.bincount(spread // 100).tolist() == [10, 10, 10, 10]
-    for policy in (KeyNorm(mode="v1", granularity=1), Recency(segments=4, granularity=1)):  # recency takes no segments
+    for policy in (Published(mode="v1", granularity=1), Recency(segments=4, granularity=1)):  # recency ignores segments
         assert (select(scores, positions, 40, PositionRange(0, 400), policy) >= 300).all()
 
 
-@pytest.mark.parametrize(("pooling", "leaves"), [("mean", 0), ("max", 1), ("top", 1)])
-def test_pooling(pooling, leaves):
-    """A block with one peak among zeros, and one that is even: their mean and their maximum disagree."""
+@pytest.mark.parametrize(("pooling", "evicted"), [("mean", 0), ("max", 1), ("top", 1)])
+def test_pooling(pooling, evicted):
+    """The mean and the maximum of a block with one peak among zeros, and of an even one, disagree."""
     scores = np.concatenate([[1.0, 0.8], np.zeros(14), np.full(16, 0.5)])
-    policy = KeyNorm(mode="v1", granularity=16, pooling=pooling)
-    found = select(scores, np.arange(32), 1, PositionRange(0, 32), policy)
-    assert found.tolist() == list(range(16 * leaves, 16 * leaves + 16))
+    policy = Published(mode="v1", granularity=16, pooling=pooling)
+    indices = select(scores, np.arange(32), 1, PositionRange(0, 32), policy)
+    assert indices.tolist() == list(range(16 * evicted, 16 * evicted + 16))
 
 
-def test_a_block_that_is_not_complete_stays():
-    """One at the end grows on; one that reaches into the prefix or the window is protected."""
+def test_incomplete_blocks_are_not_evicted():
+    """The last block still grows; one that reaches into the sinks or the window is protected."""
     positions = np.arange(4, 60)
-    policy = KeyNorm(mode="v3", granularity=8)
+    policy = KeyNorm(granularity=8)
     for stop in (59, 100):
-        gone = positions[select(np.zeros(56), positions, 100, PositionRange(4, stop), policy)]
-        assert gone.tolist() == list(range(4, 56))
+        evicted = positions[select(np.zeros(56), positions, 100, PositionRange(4, stop), policy)]
+        assert evicted.tolist() == list(range(4, 56))
     inside = positions[select(np.zeros(56), positions, 100, PositionRange(10, 52), policy)]
     assert inside.tolist() == list(range(16, 48))

@@ -1,6 +1,6 @@
 """Any history of appends, trims, copies, files and rounds leaves a cache that equals a plain list of tokens.
 
-In every format that does not learn from what it stores; keys of one format, of two, conditioned, and with tokens that
+In every format that does not learn from what it stores; keys of one format, of two, normalized, and with tokens that
 leave, for good or to come back.
 """
 
@@ -16,22 +16,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cache.conditioner import SKIP, Conditioner
-from mlx_tq.codec.conditioning import Conditioning, block_means, decode, unconditioned
+from mlx_tq.cache.normalizer import SKIP, KeyNormalizer
 from mlx_tq.codec.formats import CodecOptions, format_names, get_format
-from mlx_tq.config import KVConfig
+from mlx_tq.codec.normalization import KeyNormalization, compute_block_means, decode_keys, denormalize
+from mlx_tq.config import Budget, EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
-from mlx_tq.sequence.build import make_cache
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.files import load_prompt_cache, save_prompt_cache
-from mlx_tq.sequence.passes import before_pass, sequence_in
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.prompt_cache.build import make_cache
+from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.passes import before_pass, sequence_in
 
 BLOCK, HEADS, DIMS, LONGEST = 32, 2, (128, 64), 400
 LEARNED, READY, MEAN = 128, 136, 128  # tokens that weights come from, the length at which they are known, of a mean
-RECENT, ROOM, TRIGGER = 32, 20, 8  # packed tokens with recent keys; budget above prefix and window
+RECENT, ROOM, TRIGGER = 32, 20, 8  # packed tokens with recent keys; budget above sinks and window
 KEYS, VALUES = random_pair(1000, dims=DIMS)  # the tokens that ever arrive, in this order
 QUERIES = random(1000, heads=2 * HEADS, dim=DIMS[0], seed=9)  # theirs
 LAYERS = 2
@@ -59,12 +57,12 @@ class Model:
 
     def __init__(self, spec):
         self.spec, self.tokens, self.gone = spec, [], frozenset()  # indices into KEYS; positions that left
-        self.originals = self.recents = spec.prefix
+        self.originals = self.recents = spec.sinks
         self.floor = 0
         self.archived, self.back = frozenset(), frozenset()  # positions that can come back, and that are back for now
         self.alone = False  # layers from a state, which are no sequence until the next pass
         self.stored = []  # of each packed position: its key, value and cold key as they are read, [H, D] each
-        self.weights, self.means = None, {}  # of conditioned keys; the means by block
+        self.weights, self.means = None, {}  # of normalized keys; the means by block
         self.forgets = True  # the weights, in a trim to where they were unknown
 
     def copy(self):
@@ -75,8 +73,8 @@ class Model:
     def by_rule(self, length):
         """Tokens before this are packed at a length: whole blocks older than the window, once weights are known."""
         packed = (length - self.spec.window) // BLOCK * BLOCK
-        early = self.spec.condition and packed + self.spec.window < READY
-        return self.spec.prefix if early else max(self.spec.prefix, packed)
+        early = self.spec.normalize and packed + self.spec.window < READY
+        return self.spec.sinks if early else max(self.spec.sinks, packed)
 
     @property
     def packed(self):
@@ -85,7 +83,7 @@ class Model:
 
     @property
     def cold(self):
-        return max(self.packed - RECENT, self.recents) if self.spec.cold else self.spec.prefix
+        return max(self.packed - RECENT, self.recents) if self.spec.cold else self.spec.sinks
 
     @property
     def live(self):
@@ -93,9 +91,9 @@ class Model:
 
     def append(self, tokens):
         self.tokens += tokens
-        if self.spec.condition and self.weights is None and len(self.tokens) >= READY:
+        if self.spec.normalize and self.weights is None and len(self.tokens) >= READY:
             first = mx.array(self.tokens[:LEARNED])
-            known = Conditioner().observe(mx.take(QUERIES, first, axis=2), HEADS, 0)
+            known = KeyNormalizer().observe(mx.take(QUERIES, first, axis=2), HEADS, 0)
             self.weights = known.learn(mx.take(KEYS, first, axis=2), PAIRS).scale
         self.forgets = self.forgets and len(self.tokens) < READY + BLOCK
         self.pack()
@@ -105,31 +103,33 @@ class Model:
         self.recents = max(self.recents, earlier - RECENT)
 
     def pack(self):
-        start, stop = self.spec.prefix + len(self.stored), self.packed
+        start, stop = self.spec.sinks + len(self.stored), self.packed
         if stop == start:
             return
-        layout, conditioning = self.spec.layout(*DIMS, mx.float16), None
+        layout, normalization = self.spec.layout(*DIMS, mx.float16), None
         keys, values = (self.taken(x, start, stop) for x in (KEYS, VALUES))
-        if self.spec.condition:
-            which = [(position - self.spec.prefix) // MEAN for position in range(start, stop)]
+        if self.spec.normalize:
+            which = [(position - self.spec.sinks) // MEAN for position in range(start, stop)]
             means = mx.concatenate([self.mean(block, layout.key.rotation) for block in sorted(set(which))], axis=2)
-            conditioning = Conditioning(self.weights, means, mx.array(which) - which[0])
-        rows = layout.encode(keys, values, conditioning).rows
-        found = [decode(layout.key, layout.keys(rows), conditioning), layout.value.decode(layout.values(rows))]
+            normalization = KeyNormalization(self.weights, means, mx.array(which) - which[0])
+        rows = layout.encode(keys, values, normalization).rows
+        found = [decode_keys(layout.key, layout.keys(rows), normalization), layout.value.decode(layout.values(rows))]
         found.append(found[0])
         if self.spec.cold:
             codec = self.spec.cold_layout(layout, mx.float16).key
             again = codec.decode(codec.encode(layout.key.decode(layout.keys(rows))))
-            found[2] = unconditioned(again, conditioning, layout.key.rotation) if conditioning else again
+            found[2] = denormalize(again, normalization, layout.key.rotation) if normalization else again
         found = [np.array(x[0].swapaxes(0, 1).astype(mx.float16)) for x in found]
         self.stored += zip(*found, strict=True)
 
     def mean(self, block, rotation):
         """Of a block's first tokens: as many as are there when the first of them are packed."""
         if block not in self.means:
-            first = self.spec.prefix + block * MEAN
+            first = self.spec.sinks + block * MEAN
             stop = min(first + MEAN, (first // BLOCK + 1) * BLOCK + self.spec.window)
-            self.means[block] = block_means(self.taken(KEYS, first, stop)[:, :, None], self.weights, rotation).means
+            self.means[block] = compute_block_means(
+                self.taken(KEYS, first, stop)[:, :, None], self.weights, rotation
+            ).means
         return self.means[block]
 
     def taken(self, array, start, stop):
@@ -140,10 +140,10 @@ class Model:
     def trim(self, count):
         del self.tokens[max(0, len(self.tokens) - count) :]
         self.originals, self.recents = (
-            max(self.spec.prefix, min(lost, len(self.tokens))) for lost in (self.originals, self.recents)
+            max(self.spec.sinks, min(lost, len(self.tokens))) for lost in (self.originals, self.recents)
         )
-        del self.stored[self.packed - self.spec.prefix :]
-        self.means = {b: mean for b, mean in self.means.items() if self.spec.prefix + b * MEAN < self.packed}
+        del self.stored[self.packed - self.spec.sinks :]
+        self.means = {b: mean for b, mean in self.means.items() if self.spec.sinks + b * MEAN < self.packed}
         if len(self.tokens) < (READY if self.forgets else SKIP + 1) and not self.stored:
             self.weights, self.forgets = None, True
 
@@ -164,7 +164,7 @@ class Model:
     def rewind(self, count):
         """Before a trim: blocks that the window then reaches come back, for good. False where they cannot."""
         length = len(self.tokens) - count
-        since = self.spec.prefix + max(0, length - self.spec.window - self.spec.prefix) // BLOCK * BLOCK
+        since = self.spec.sinks + max(0, length - self.spec.window - self.spec.sinks) // BLOCK * BLOCK
         needed = {p for p in self.gone if since <= p < length}
         if needed - self.archived or self.alone:
             return length >= self.floor
@@ -191,21 +191,21 @@ class CacheMachine(RuleBasedStateMachine):
         key=st.sampled_from(formats_of(DIMS[0], keys=True)),
         kind=st.sampled_from(["plain", "tq2", "q8_0", *["evicts"] * 2, "evicts tq2", "evicts q8_0", *RECALLS]),
         value=st.sampled_from(formats_of(DIMS[1], keys=False)),
-        prefix=st.sampled_from([0, 1, 40]),
+        sinks=st.sampled_from([0, 1, 40]),
         window=st.sampled_from([0, 1, 31]),
-        condition=st.booleans(),
+        normalize=st.booleans(),
     )
-    def start(self, key, kind, value, prefix, window, condition):
+    def start(self, key, kind, value, sinks, window, normalize):
         self.recalls, cold = kind.startswith("recalls"), kind.split()[-1]
         evicts = self.recalls or kind.startswith("evicts")
         key = f"{key}~{cold}" if cold in format_names() and cold != key else key
-        sizes = {"prefix": prefix, "window": window, "recent": RECENT, "condition": condition}
+        sizes = {"sinks": sinks, "window": window, "recent": RECENT, "normalize": normalize}
         self.config, self.spec = KVConfig(key=key, value=value, **sizes), make_spec(key, value, **sizes)
         self.exact = MULTIPLIED.isdisjoint({self.spec.key, self.spec.cold}), self.spec.value not in MULTIPLIED
         sequence = None
         if evicts:
             config = EvictConfig(f"random:trigger={TRIGGER}:granularity=1", recall="auto" if self.recalls else "off")
-            sequence = Sequence(EvictionPlan(config, Budget(tokens=prefix + self.spec.window + ROOM), LAYERS), {})
+            sequence = LayerGroup(EvictionPlan(config, Budget(tokens=sinks + self.spec.window + ROOM), LAYERS), {})
         self.caches = [make_cache(self.spec, number, sequence) for number in range(LAYERS)]
         self.model = Model(self.spec)
         self.other = None  # a copy and its model, which must not notice anything
@@ -253,9 +253,9 @@ class CacheMachine(RuleBasedStateMachine):
         gone = sequence.take_departed().tolist()
         tiers = self.recalls and self.spec.cold  # of which only cold rows leave
         latest = self.spec.window + (RECENT + BLOCK if tiers else 0)
-        allowed = max(self.spec.prefix + self.spec.window + ROOM, latest + 1)
+        allowed = max(self.spec.sinks + self.spec.window + ROOM, latest + 1)
         end = min(model.packed, length - self.spec.window, model.cold if tiers else length)
-        eligible = [p for p in model.live if self.spec.prefix <= p < end]
+        eligible = [p for p in model.live if self.spec.sinks <= p < end]
         eligible = [p for p in eligible if p not in model.back]
         excess = len(model.live) - len(model.back) - allowed
         assert len(gone) == (min(excess, len(eligible)) if excess > TRIGGER else 0)
@@ -326,9 +326,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.check(cache, model)
 
     def check(self, cache, model):
-        prefix, live = self.spec.prefix, model.live
+        sinks, live = self.spec.sinks, model.live
         assert (cache.offset, cache.size(), cache.positions.tolist()) == (len(model.tokens), len(live), live)
-        body = [p for p in range(prefix, model.packed) if p not in model.gone]
+        body = [p for p in range(sinks, model.packed) if p not in model.gone]
         assert cache.body_tokens == len(body)
         assert cache.body_positions.tolist() == [p for p in body if p < len(model.tokens)]
         cache.check_health()
@@ -338,8 +338,8 @@ class CacheMachine(RuleBasedStateMachine):
         for number, (handle, original) in enumerate(zip(cache.keys_and_values(), (KEYS, VALUES), strict=True)):
             wanted = np.array(original)[0][:, np.array(model.tokens, int)[live]]  # [H, S, D]
             for row, position in enumerate(live):
-                if prefix <= position < model.packed:
-                    wanted[:, row] = model.stored[position - prefix][number or 2 * (position < model.cold)]
+                if sinks <= position < model.packed:
+                    wanted[:, row] = model.stored[position - sinks][number or 2 * (position < model.cold)]
             found = np.array(handle.materialize())[0]
             if self.exact[number]:
                 assert np.array_equal(found, wanted)
@@ -362,11 +362,11 @@ TestCacheMachine = histories(40)
 TestCacheMachineAtLength = pytest.mark.full(histories(60))
 
 
-@pytest.mark.parametrize("condition", [False, True])
-def test_tokens_of_both_tiers_leave(condition):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_tokens_of_both_tiers_leave(normalize):
     """In several rounds, with tokens in between that go cold behind those that left."""
     state = CacheMachine()
-    state.start(key="q8", kind="evicts tq2", value="tq4", prefix=1, window=31, condition=condition)
+    state.start(key="q8", kind="evicts tq2", value="tq4", sinks=1, window=31, normalize=normalize)
     for _ in range(4):
         state.append_many(count=61, times=1)
         state.append_a_few(count=1)
@@ -378,11 +378,11 @@ def test_tokens_of_both_tiers_leave(condition):
     state.teardown()
 
 
-@pytest.mark.parametrize("condition", [False, True])
-def test_a_trim_past_a_round_is_refused_and_changes_nothing(condition):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_trim_past_a_round_is_refused_and_changes_nothing(normalize):
     """Histories by chance seldom trim so deep after a round."""
     state = CacheMachine()
-    state.start(key="q8", kind="evicts", value="tq4", prefix=1, window=31, condition=condition)
+    state.start(key="q8", kind="evicts", value="tq4", sinks=1, window=31, normalize=normalize)
     state.append_many(count=70, times=3)
     state.append_many(count=1, times=1)  # a pass begins with the round
     assert state.model.gone
@@ -395,11 +395,11 @@ def test_a_trim_past_a_round_is_refused_and_changes_nothing(condition):
     state.teardown()
 
 
-@pytest.mark.parametrize("condition", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("kind", RECALLS[2:])
-def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(kind, condition):
+def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(kind, normalize):
     state = CacheMachine()
-    state.start(key="tq4", kind=kind, value="tq4", prefix=1, window=31, condition=condition)
+    state.start(key="tq4", kind=kind, value="tq4", sinks=1, window=31, normalize=normalize)
     for then in (
         lambda: state.recall(which={0, 2}),
         lambda: state.append_many(count=70, times=1),
@@ -431,7 +431,7 @@ def test_what_comes_back_is_trimmed_copied_saved_and_leaves_again(kind, conditio
 def test_means_leave_with_the_tokens_of_their_blocks():
     """In a trim of whole blocks, and in rounds: the next tokens have means of their own."""
     state = CacheMachine()
-    state.start(key="tq4", kind="plain", value="q8", prefix=0, window=0, condition=True)
+    state.start(key="tq4", kind="plain", value="q8", sinks=0, window=0, normalize=True)
     state.append_many(count=100, times=3)
     state.trim(count=200)
     state.equals_the_list()

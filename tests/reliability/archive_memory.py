@@ -1,4 +1,4 @@
-"""What a process takes that has archived so many tokens and looked for something among them, as JSON: one argument."""
+"""Print as JSON what a process uses that has archived N tokens and searched them: `archive_memory.py N`."""
 
 import gc
 import json
@@ -8,28 +8,26 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.config import KVConfig
-from mlx_tq.policies import EvictConfig
-from mlx_tq.policies.config import Budget
-from mlx_tq.sequence.build import make_cache
-from mlx_tq.sequence.eviction import EvictionPlan
-from mlx_tq.sequence.passes import before_pass
-from mlx_tq.sequence.recall import looking
-from mlx_tq.sequence.sequence import Sequence
+from mlx_tq.config import Budget, EvictConfig, KVConfig
+from mlx_tq.prompt_cache.build import make_cache
+from mlx_tq.prompt_cache.eviction import EvictionPlan
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.passes import before_pass
+from mlx_tq.prompt_cache.recall import looking
 
 LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
 
 
 def anonymous():
-    """Bytes of this process that no file holds."""
+    """Return the bytes of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def main(archived):
     config = EvictConfig("recency:trigger=64:granularity=32", LIVE, "auto")
-    sequence = Sequence(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
-    spec = CacheSpec.for_layer(KVConfig(prefix=32, window=64), 0, "q8", "tq4")
+    sequence = LayerGroup(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
+    spec = CacheSpec.for_layer(KVConfig(sinks=32, window=64), 0, "q8", "tq4")
     caches = [make_cache(spec, number, sequence) for number in range(LAYERS)]
     shape = (1, HEADS, STEP, DIM)
     for start in range(0, archived + 2 * LIVE, STEP):

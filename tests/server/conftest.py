@@ -1,16 +1,18 @@
-"""The embedded model in float32, where greedy choices do not hang on rounding, and a server of it."""
+"""The embedded model in float32, where greedy choices do not depend on rounding, and a server of it."""
+
+from contextlib import ExitStack
 
 import pytest
-from commands.tools import float32_model
+from cli.tools import PACKED, float32_model
 from rescue.harness import Server as RescueService
 
 from mlx_tq.models import load
 
 from .harness import running
 
-# Small regions, so that a page of text is mostly packed.
-PACKED = ("--kv-profile", "small", "--kv-prefix", "16", "--kv-window", "32")
-# The end-of-text tokens of the embedded model, as a bias that lets an answer run on to its limit.
+FACT = "The access code is 417295."
+QUESTION = f"{FACT} What is the access code?"
+# A bias against the end-of-text tokens of the embedded model: answers are as long as their limit.
 ENDLESS = {"0": -100, "2": -100}
 
 
@@ -29,20 +31,32 @@ def loaded(folder):
 @pytest.fixture(scope="session")
 def server(folder, tmp_path_factory):
     """A server that most tests share."""
-    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as made:
-        yield made
+    with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def start(folder, tmp_path_factory):
+    """Return a function that starts a server with small regions; all end with the module."""
+    with ExitStack() as stack:
+
+        def start(*flags, model=folder, **options):
+            log = tmp_path_factory.mktemp("server") / "log"
+            return stack.enter_context(running(model, log, *PACKED, *flags, **options))
+
+        yield start
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A rescue service that finds by words."""
-    made = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
-    yield made
-    made.stop()
+    """A rescue service with keyword search only."""
+    rescue_service = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield rescue_service
+    rescue_service.stop()
 
 
 def question(count, key):
-    """A text with a fact in it, and the question for it."""
+    """Return a text with a fact in it, and the question for it."""
     lines = [f"Item {n} weighs {n * 37 % 91} grams and costs {n * 13 % 29} coins." for n in range(count)]
     lines.insert(count // 2, f"The access code is {key}.")
     return "\n".join([*lines, "What is the access code?"])

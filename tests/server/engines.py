@@ -1,58 +1,83 @@
-"""Engines in this process, and jobs for them."""
+"""Engines in this process, jobs for them, and ways to watch them from outside."""
 
 import asyncio
+from dataclasses import replace
 
 from mlx_lm.sample_utils import make_sampler
 
+from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.config import profile
-from mlx_tq.prefixes.store import PrefixStore
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.server.conversation import Prompt
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.server.admission import EngineLimits
 from mlx_tq.server.engine import Engine
-from mlx_tq.server.jobs import Failed, Job
-from mlx_tq.server.limits import EngineLimits
+from mlx_tq.server.job import Failed, Job, Piece
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.prefixes import salt_of
+from mlx_tq.server.prompt_builder import Prompt
+from mlx_tq.server.stored_prompts import salt_of
 
-CONFIG = profile("small", prefix=16, window=32)
+CONFIG = profile("small", sinks=16, window=32)
 LIMITS = {
     "concurrency": 8, "prompt_concurrency": 8, "queue": 8, "prefill_step_size": 64, "prompt_cache_size": 4,
-    "prompt_cache_bytes": 2**40, "memory": None,
+    "prompt_cache_bytes": 2**40, "memory": None, "metrics_interval_s": 0,
 }  # fmt: skip
 GREEDY = make_sampler(0.0)
 
 
 def make_engine(loaded, config=CONFIG, folder=None, warn=print, key=None, **limits):
-    """With a store of prefixes where there is a folder."""
+    """Return an engine, with a prefix cache if there is a folder."""
     model, tokenizer = loaded
     plan = None if config.is_off else plan_caches(model, config)
-    store = PrefixStore(model, plan, folder, warn, salt_of(key, shared=False)) if folder else None
-    limits = EngineLimits(**{**LIMITS, **limits})
-    return Engine(model, tokenizer, config, plan, limits, Metrics(), store=store)
+    cache = PrefixCache(model, plan, folder, warn, salt_of(key, shared=False)) if folder else None
+    return Engine(model, tokenizer, config, plan, EngineLimits(**LIMITS | limits), Metrics(), prefix_cache=cache)
 
 
-def make_job(length, max_tokens=4, seed=1, sampler=GREEDY):
-    ids = [(7 * i * i + seed * i) % 4000 + 50 for i in range(length)]
-    return Job(Prompt(ids, [ids], ["assistant"]), max_tokens, sampler, [])
+def random_ids(length, seed=1):
+    return [(7 * i * i + seed * i) % 4000 + 50 for i in range(length)]
+
+
+def job_of(*segments, max_tokens=4, sampler=GREEDY, processors=(), kinds=None, **fields):
+    """Return a job whose prompt has these segments."""
+    prompt = Prompt(
+        [token for segment in segments for token in segment], list(segments), kinds or ["user"] * len(segments)
+    )
+    return Job(prompt, max_tokens, sampler, list(processors), **fields)
+
+
+def make_job(length, seed=1, **fields):
+    return job_of(random_ids(length, seed), kinds=["assistant"], **fields)
+
+
+def with_others(job, count):
+    """Return the job with `count` more answers, as the service makes them."""
+    return replace(job, others=tuple(replace(job, index=1 + n) for n in range(count)))
 
 
 async def outcome(job):
-    """All events up to the last, of all of its answers."""
-    events, left = [], 1 + len(job.others)
-    while left and not (events and isinstance(events[-1], Failed)):
+    """Return all events of a job and of the other answers to its prompt."""
+    events, unfinished = [], len(job.answers)
+    while unfinished and not (events and isinstance(events[-1], Failed)):
         events.append(await asyncio.wait_for(job.events.get(), 300))
-        left -= bool(getattr(events[-1], "finish", None))
+        unfinished -= bool(getattr(events[-1], "finish_reason", None))
     return events
 
 
+async def run_job(engine, job):
+    engine.submit(job)
+    return await outcome(job)
+
+
+def text_of(events, index=0):
+    return "".join(event.text for event in events if isinstance(event, Piece) and event.index == index)
+
+
 def serve(engine, jobs, then=None):
-    """The events of jobs that were all there before the engine began, and of what `then` does."""
+    """Return the events of jobs that are all in the queue before the first step, and the result of `then`."""
 
     async def main():
-        with engine._changed:  # the thread waits until all are in the queue
-            engine.start(asyncio.get_running_loop())
-            for job in jobs:
-                engine.submit(job)
+        engine.start(asyncio.get_running_loop())
+        if jobs:
+            engine.submit(*jobs)
         events = await asyncio.gather(*map(outcome, jobs))
         return events if then is None else (events, await then())
 
@@ -60,3 +85,33 @@ def serve(engine, jobs, then=None):
         return asyncio.run(main())
     finally:
         engine.join(30)
+
+
+def metric(engine, name):
+    return engine.metrics.registry.get_sample_value(f"mlx_tq_{name}")
+
+
+def record_gauge(monkeypatch, gauge):
+    """Return a list to which all values of a gauge are appended."""
+    values, set_value = [], gauge.set
+    monkeypatch.setattr(gauge, "set", lambda value: (values.append(value), set_value(value)))
+    return values
+
+
+def watch_passes(monkeypatch, model, on_pass):
+    """Call `on_pass` with the rows of each layer's batch cache before every forward pass of the model."""
+    kind = type(model)
+    forward = kind.__call__
+
+    def watched(model, tokens, cache=None, **options):
+        layers = [layer.rows for layer in cache or () if isinstance(layer, BatchCompressedKVCache)]
+        if layers:
+            on_pass(layers)
+        return forward(model, tokens, cache=cache, **options)
+
+    monkeypatch.setattr(kind, "__call__", watched)
+
+
+def distinct_nbytes(layers):
+    """Return the bytes of the rows' arrays; shared ones count once."""
+    return sum({id(array): array.nbytes for rows in layers for row in rows for array in row.arrays()}.values())

@@ -6,12 +6,12 @@ import threading
 from contextlib import contextmanager
 
 import openai
-from commands.tools import command, environment
+from cli.tools import command, environment
 from http_harness import ServerProcess
 
 
 class Server(ServerProcess):
-    """A running server with the clients that ask it."""
+    """A running server with its clients."""
 
     listening = re.compile(r"listening on (\S+)")
 
@@ -24,14 +24,14 @@ class Server(ServerProcess):
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or "none", max_retries=0, timeout=120)
 
     def metrics(self):
-        """Numbers of /metrics by name, without labels."""
+        """Return the values of /metrics by name."""
         lines = self.http.get("/metrics").text.splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def chat(self, *messages, **options):
-        """An answer of /v1/chat/completions; a message that is only text is the user's."""
-        said = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
-        return self.openai.chat.completions.create(**{"model": "default_model", "messages": said, **options})
+        """Return an answer of /v1/chat/completions; a message that is only text is the user's."""
+        sent = [{"role": "user", "content": text} if isinstance(text, str) else text for text in messages]
+        return self.openai.chat.completions.create(**{"model": "default_model", "messages": sent, **options})
 
     def post(self, path="/v1/chat/completions", **body):
         return self.http.post(path, json=body)
@@ -43,7 +43,7 @@ class Server(ServerProcess):
 
 @contextmanager
 def running(*args, **options):
-    """A server that is ended afterwards, whatever happens."""
+    """Run a server until the context ends."""
     server = Server(*args, **options)
     try:
         yield server
@@ -52,7 +52,7 @@ def running(*args, **options):
 
 
 def together(calls):
-    """The results of functions that run at once, in their own threads."""
+    """Return the results of functions that run at once, in their own threads."""
     results = [None] * len(calls)
 
     def run(place, call):

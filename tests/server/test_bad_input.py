@@ -1,4 +1,4 @@
-"""What a client gets wrong is answered 4xx, in OpenAI's shape, with a word on what would be right."""
+"""Invalid requests get a 4xx status and an error in OpenAI's shape that says what would be valid."""
 
 import json
 import time
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from http_harness import polled
 
-from mlx_tq.cli import main
+from mlx_tq.__main__ import main
 
 LINES = Path(__file__).with_name("refused.txt").read_text().split("# POST ")[1:]
 REFUSED = [(part.split()[0], line) for part in LINES for line in part.splitlines()[1:] if line]
 
 
 def error_of(response):
-    """The error of an answer, which has OpenAI's fields and no others."""
+    """Return the error of a response, which has OpenAI's fields and no others."""
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
@@ -22,9 +22,8 @@ def error_of(response):
 
 @pytest.mark.parametrize(("path", "line"), REFUSED)
 def test_wrong_argument(server, path, line):
-    """As an answer and as a stream."""
-    asked, param, word = line.split("  =>  ")
-    content = asked.replace("<5000>", "yes " * 5000)
+    body, param, words = line.split("  =>  ")
+    content = body.replace("<5000>", "yes " * 5000).replace("<digits>", "9" * 5000)
     if "chat" in path and '"messages"' not in content:
         content = '{"messages": [{"role": "user", "content": "hi"}], ' + content[1:]
     for streamed in (content, content[:-1] + ', "stream": true}'):
@@ -34,7 +33,7 @@ def test_wrong_argument(server, path, line):
         assert response.status_code == (404 if '"model"' in content else 400), response.text
         error = error_of(response)
         assert error["type"] == "invalid_request_error"
-        assert word in error["message"]
+        assert words in error["message"]
         assert param in ("-", error["param"])
 
 
@@ -85,47 +84,44 @@ def test_wrong_route(server, method, path, status):
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+PATH = "/v1/chat/completions"
 KEYS = {f"key{n}": 1 for n in range(100_000)}
 LISTS = [[]] * 100_000
 MANY_FAULTS = {
-    "messages": ("/v1/chat/completions", {"messages": [1] * 100_000}),
-    "unknown arguments": ("/v1/chat/completions", CHAT | KEYS),
-    "unknown keys of a format": ("/v1/chat/completions", CHAT | {"response_format": {"type": "text", **KEYS}}),
-    "unknown keys of a part": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **KEYS}]}]},
-    ),
-    "unknown keys of options": ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": KEYS}),
-    "logit_bias": ("/v1/chat/completions", CHAT | {"logit_bias": dict.fromkeys(KEYS, "high")}),
-    "chat_template_kwargs": ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {key: [] for key in KEYS}}),
-    "stop": ("/v1/chat/completions", CHAT | {"stop": LISTS}),
-    "tools": ("/v1/chat/completions", CHAT | {"tools": LISTS}),
+    "messages": (PATH, {"messages": [1] * 100_000}),
+    "unknown arguments": (PATH, CHAT | KEYS),
+    "unknown keys of a format": (PATH, CHAT | {"response_format": {"type": "text", **KEYS}}),
+    "unknown keys of a part": (PATH, {"messages": [{"role": "user", "content": [{"type": "text", **KEYS}]}]}),
+    "unknown keys of options": (PATH, CHAT | {"stream": True, "stream_options": KEYS}),
+    "logit_bias": (PATH, CHAT | {"logit_bias": dict.fromkeys(KEYS, "high")}),
+    "chat_template_kwargs": (PATH, CHAT | {"chat_template_kwargs": {key: [] for key in KEYS}}),
+    "stop": (PATH, CHAT | {"stop": LISTS}),
+    "tools": (PATH, CHAT | {"tools": LISTS}),
     "prompt": ("/v1/completions", {"prompt": LISTS}),
     "tokens": ("/v1/completions", {"prompt": [1] * 100_000 + ["a"] * 100_000}),
     "input of responses": ("/v1/responses", {"input": [{"type": "image"}] * 100_000}),
     "input of embeddings": ("/v1/embeddings", {"input": [None] * 100_000}),
-    "a long name": ("/v1/chat/completions", CHAT | {"k" * 1_000_000: 1}),
-    "a long type": ("/v1/chat/completions", CHAT | {"response_format": {"type": "k" * 1_000_000}}),
+    "a long name": (PATH, CHAT | {"k" * 1_000_000: 1}),
+    "a long type": (PATH, CHAT | {"response_format": {"type": "k" * 1_000_000}}),
     "a type that is a list": ("/v1/responses", {"input": [{"type": LISTS}]}),
 }
 
 
 @pytest.mark.parametrize(("path", "body"), MANY_FAULTS.values(), ids=MANY_FAULTS)
 def test_many_faults(server, path, body):
-    """The server names a few of them at once, and answers others meanwhile."""
+    """The error names a few of them, and other requests are not delayed."""
     content = json.dumps(body)
     with polled(server, "/health") as health:
-        began = time.monotonic()
+        started = time.monotonic()
         response = server.http.post(path, content=content)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
     assert response.status_code == 400
     assert len(error_of(response)["message"]) < 1000
     assert seconds < 3
     assert max(health) < 2
 
 
-def test_a_large_body(server):
-    """Parsing it does not block other requests."""
+def test_parsing_a_large_body_does_not_block_other_requests(server):
     content = b'{"model": "x", "prompt": [' + b",".join([b"1"] * 900_000) + b"]}"
     with polled(server, "/health") as health:
         assert server.http.post("/v1/completions", content=content).status_code == 404

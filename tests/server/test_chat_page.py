@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser, over a real server whose sessions lose tokens and get back what they need."""
+"""The chat page in a real browser, with a real server whose sessions evict and recall tokens."""
 
 import json
 import re
@@ -8,10 +8,9 @@ from browser import SCRIPT, assert_fits_and_can_be_read, needs_chromium, refused
 from http_harness import wait_for
 from playwright.sync_api import expect
 
-from .conftest import ENDLESS
+from .conftest import ENDLESS, QUESTION
 from .harness import running
-from .test_sessions import EVICTS, FACT, QUESTION, stored
-from .test_sessions import page as long_text
+from .test_sessions import ASK, EVICTS, long_text, stored
 
 pytestmark = needs_chromium
 KEY = "correct-horse-battery"
@@ -19,24 +18,23 @@ FLAGS = (*EVICTS, "--kv-recall", "96", "--max-tokens", "16")
 
 
 @pytest.fixture(scope="module")
-def server(folder, service, tmp_path_factory):
-    with running(folder, tmp_path_factory.mktemp("page") / "log", *FLAGS, "--rescue", service.url) as made:
-        yield made
+def server(start, service):
+    return start(*FLAGS, "--rescue", service.url)
 
 
 def say(page, text):
-    """Send a message as a person does; returns when it was answered, with the answer's item."""
-    items = page.locator("#talk > li")
+    """Send a message as a user does; return the item of its complete answer."""
+    items = page.locator("#messages > li")
     count = items.count()
     page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
     expect(items).to_have_count(count + 2)
-    expect(page.locator("#talk")).to_have_attribute("aria-busy", "false", timeout=60_000)
+    expect(page.locator("#messages")).to_have_attribute("aria-busy", "false", timeout=60_000)
     return items.last
 
 
-def never_ends(page):
-    """Requests of this page from now on forbid the tokens that end an answer."""
+def never_end(page):
+    """Make further requests of this page forbid the tokens that end an answer."""
 
     def change(route):
         body = {**json.loads(route.request.post_data), "logit_bias": ENDLESS, "max_tokens": 3000}
@@ -45,31 +43,31 @@ def never_ends(page):
     page.route("**/v1/chat/completions", change)
 
 
-def test_a_conversation_is_a_session_and_shows_what_became_of_it(server, service, open_page):
+def test_a_chat_is_a_session_and_shows_its_cache(server, service, open_page):
     page = open_page(server)
     expect(page.locator("#model")).to_have_text("needle32")
-    page.get_by_text("How the cache is stored").click()
-    expect(page.locator("#stored")).to_contain_text("6 layers: keys in q8, values in q8")
-    expect(page.locator("#stored")).to_contain_text("recency keeps 64 tokens")
+    page.get_by_text("Cache layout").click()
+    expect(page.locator("#layout")).to_contain_text("6 layers: keys q8, values q8")
+    expect(page.locator("#layout")).to_contain_text("Eviction: recency, budget 64 tokens")
     say(page, long_text())
     wait_for(lambda: stored(service))
-    answer = say(page, QUESTION)
-    expect(answer.locator(".words")).to_have_text("417295")
-    figures = re.compile(r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, fp16 [\d.]+ MB")
-    expect(page.locator("#figures")).to_have_text(figures)
+    answer = say(page, ASK)
+    expect(answer.locator(".content")).to_have_text("417295")
+    usage = re.compile(r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, fp16 [\d.]+ MB")
+    expect(page.locator("#usage")).to_have_text(usage)
     live, archived = (page.locator(f"#bar .{name}").evaluate("e => e.offsetWidth") for name in ("live", "archived"))
     assert live > 10 < archived
     facts = answer.locator(".facts").inner_text()
-    assert re.search(r"[1-9]\d* tokens recalled, [1-9]\d* of them by search in [\d,.]+ ms", facts)
-    assert int(facts.split()[0]) < 200, f"what the session had was read again: {facts}"
+    assert re.search(r"recalled [1-9]\d* tokens \([1-9]\d* by search\) in [\d,.]+ ms", facts)
+    assert int(facts.split()[1]) < 200, f"cached tokens were prefilled again: {facts}"
     page.reload()
-    expect(page.locator("#talk > li")).to_have_count(4)
-    expect(page.locator("#figures")).to_have_text(figures)
-    expect(say(page, QUESTION).locator(".words")).to_have_text("417295")
-    page.get_by_role("button", name="New conversation").click()
-    expect(page.get_by_role("button", name="Keep")).to_be_focused()
-    page.get_by_role("button", name="Begin anew").click()
-    expect(page.locator("#talk > li")).to_have_count(0)
+    expect(page.locator("#messages > li")).to_have_count(4)
+    expect(page.locator("#usage")).to_have_text(usage)
+    expect(say(page, ASK).locator(".content")).to_have_text("417295")
+    page.locator("#new-chat").click()
+    expect(page.get_by_role("button", name="Cancel")).to_be_focused()
+    page.get_by_role("dialog").get_by_role("button", name="New chat").click()
+    expect(page.locator("#messages > li")).to_have_count(0)
     wait_for(lambda: server.metrics()["mlx_tq_sessions"] == 0 and not stored(service))
 
 
@@ -80,17 +78,17 @@ def test_keyboard_only(server, open_page):
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("there")
     expect(page.get_by_label("Message")).to_have_value("Hello\nthere")
-    never_ends(page)
+    never_end(page)
     page.keyboard.press("Enter")
-    expect(page.locator("#talk > li .words").last).to_have_text(re.compile(r"\w{2}"), timeout=60_000)
-    expect(page.locator("#talk")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#messages > li .content").last).to_have_text(re.compile(r"\w{2}"), timeout=60_000)
+    expect(page.locator("#messages")).to_have_attribute("aria-busy", "true")
     page.keyboard.press("Escape")
-    expect(page.locator("#talk")).to_have_attribute("aria-busy", "false")
-    expect(page.locator("#talk > li").last.locator(".facts")).to_have_text("stopped")
-    expect(page.locator("#state")).to_have_text("Stopped")
+    expect(page.locator("#messages")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#messages > li").last.locator(".facts")).to_have_text("stopped")
+    expect(page.locator("#status")).to_have_text("Stopped")
     wait_for(lambda: server.metrics()["mlx_tq_running"] == 0)
     page.unroute("**/v1/chat/completions")
-    expect(say(page, f"{FACT} {QUESTION}").locator(".words")).to_have_text("417295")
+    expect(say(page, QUESTION).locator(".content")).to_have_text("417295")
     page.keyboard.press("Shift+Tab")
     expect(page.get_by_role("button", name="Settings")).to_be_focused()
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -102,57 +100,46 @@ def test_keyboard_only(server, open_page):
     page.keyboard.press("Enter")
     expect(page.get_by_label("Message")).to_be_focused()
     with page.expect_request("**/v1/chat/completions") as sent:
-        answer = say(page, QUESTION)
-    expect(answer.locator(".facts")).to_contain_text("1 said, ended at the limit of tokens")
+        answer = say(page, ASK)
+    expect(answer.locator(".facts")).to_contain_text("generated 1, stopped at max tokens")
     body = json.loads(sent.value.post_data)
     assert body["messages"][0] == {"role": "system", "content": "You are terse."}
     assert (body["temperature"], body["max_tokens"]) == (0, 1)
 
 
-def test_what_others_wrote_is_never_code(server, open_page):
-    """A user's words, and a model's that nobody can foresee: the stream is one that a server could send."""
+def test_untrusted_text_is_not_executed(server, open_page):
     page = open_page(server)
-    say(page, f"{SCRIPT} and an innocent \u202eneighbour\x1b]0;owned\x07")
+    say(page, f"{SCRIPT} and an innocent \u202eneighbor\x1b]0;owned\x07")
     hostile = {"choices": [{"index": 0, "delta": {"content": f"{SCRIPT} \u202e\x9b31m"}, "finish_reason": "stop"}]}
-    counts = (
-        "positions",
-        "tokens",
-        "live",
-        "evicted",
-        "archived",
-        "recalled",
-        "recall_ms",
-        "rescued",
-        "bytes",
-        "fp16_bytes",
-    )
-    session = dict.fromkeys(counts, 9) | {"quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]}
-    stream = (
-        f"data: {json.dumps(hostile)}\n\ndata: {json.dumps({'choices': [], 'session': session})}\n\ndata: [DONE]\n\n"
-    )
+    numbers = ("context_length", "tokens", "live", "evicted", "archived", "recalled", "recall_ms", "rescued")
+    session = dict.fromkeys((*numbers, "bytes", "fp16_bytes"), 9) | {
+        "quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]
+    }
+    events = json.dumps(hostile), json.dumps({"choices": [], "session": session}), "[DONE]"
+    stream = "".join(f"data: {event}\n\n" for event in events)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
     say(page, "Go on")
-    for _ in range(2):  # as it was streamed, and as it is shown again
-        expect(page.locator("#talk .words").first).to_contain_text("[U+202E]neighbour[U+001B]]0;owned[U+0007]")
-        expect(page.locator("#talk .words").last).to_have_text(f"{SCRIPT} [U+202E][U+009B]31m")
-        page.get_by_text("Brought back: 9 tokens").click()
+    for _ in range(2):  # streamed, and after a reload
+        expect(page.locator("#messages .content").first).to_contain_text("[U+202E]neighbor[U+001B]]0;owned[U+0007]")
+        expect(page.locator("#messages .content").last).to_have_text(f"{SCRIPT} [U+202E][U+009B]31m")
+        page.get_by_text("Quoted: 9 tokens").click()
         expect(page.locator(".quotes")).to_contain_text(SCRIPT)
-        assert page.locator("#talk img, #talk script").count() == 0
+        assert page.locator("#messages img, #messages script").count() == 0
         page.reload()
     assert page.title() == "mlx-tq"
 
 
-def test_an_injected_script_would_not_run(server, browser):
+def test_an_injected_script_does_not_run(server, browser):
     page = browser.new_page()
     page.goto(server.url)
     assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq")
     page.close()
 
 
-def test_it_fits_and_can_be_read(server, open_page):
+def test_it_fits_narrow_windows_and_has_contrast(server, open_page):
     page = open_page(server)
     say(page, "x" * 400)
-    page.get_by_text("How the cache is stored").click()
+    page.get_by_text("Cache layout").click()
     for width, scheme in ((320, "light"), (320, "dark"), (768, "dark"), (1600, "light")):
         page.set_viewport_size({"width": width, "height": 700})
         page.emulate_media(color_scheme=scheme)
@@ -162,8 +149,8 @@ def test_it_fits_and_can_be_read(server, open_page):
         page.keyboard.press("Escape")
 
 
-def test_the_key_and_the_end(folder, browser, tmp_path):
-    """The page asks for the key, and keeps it in its tab alone; when the server has gone, nothing is lost."""
+def test_the_key_and_a_stopped_server(folder, browser, tmp_path):
+    """The page stores the key in its tab only; a message that cannot be sent is not lost."""
     context = browser.new_context()  # its console may show errors
     page = context.new_page()
     with running(folder, tmp_path / "log", "--sessions", "0", key=KEY) as server:
@@ -171,20 +158,20 @@ def test_the_key_and_the_end(folder, browser, tmp_path):
         expect(page.get_by_label("API key")).to_be_focused()
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        expect(page.locator("#fault")).to_contain_text("the API key is missing or wrong")
+        expect(page.locator("#error")).to_contain_text("the API key is missing or wrong")
         expect(page.get_by_label("API key")).to_be_focused()
         page.get_by_label("API key").fill(KEY)
         page.keyboard.press("Enter")
-        expect(page.locator("#stored")).to_contain_text("This server keeps no conversation")
-        expect(page.locator("#fault")).to_be_hidden()
-        expect(say(page, f"{FACT} {QUESTION}").locator(".words")).to_have_text("417295")
+        expect(page.locator("#layout")).to_contain_text("Sessions are off")
+        expect(page.locator("#error")).to_be_hidden()
+        expect(say(page, QUESTION).locator(".content")).to_have_text("417295")
         page.reload()
         expect(page.locator("#model")).to_have_text("needle32")
         assert KEY not in page.content()
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
     page.get_by_label("Message").fill("Are you there?")
     page.keyboard.press("Enter")
-    expect(page.locator("#fault")).to_contain_text("The server does not answer")
+    expect(page.locator("#error")).to_contain_text("Cannot reach the server")
     expect(page.get_by_label("Message")).to_have_value("Are you there?")
-    expect(page.locator("#talk > li")).to_have_count(2)
+    expect(page.locator("#messages > li")).to_have_count(2)
     context.close()

@@ -1,4 +1,4 @@
-"""/v1/embeddings by the openai client, over a real rescue service."""
+"""/v1/embeddings with the openai client and a real rescue service."""
 
 import asyncio
 
@@ -8,39 +8,36 @@ import pytest
 from rescue.harness import Server as RescueService
 
 from mlx_tq.rescue import RescueClient, open_service
-from mlx_tq.server.embeddings import EmbeddingRequest, embed
-from mlx_tq.server.errors import UnavailableError
-from mlx_tq.server.schemas import parse
+from mlx_tq.server.api_errors import UnavailableError
+from mlx_tq.server.embeddings import embed
+from mlx_tq.server.schemas import EmbeddingRequest, parse
 from rescue_svc.embed.hashing import HashingEmbedder
-
-from .harness import running
 
 TEXTS = ["the access code is 481729", "rain in the mountains"]
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    made = RescueService(tmp_path_factory.mktemp("rescue") / "data")
-    yield made
-    made.stop()
+    rescue_service = RescueService(tmp_path_factory.mktemp("rescue") / "data")
+    yield rescue_service
+    rescue_service.stop()
 
 
 @pytest.fixture(scope="module")
-def embedding(folder, service, tmp_path_factory):
-    with running(folder, tmp_path_factory.mktemp("embedding") / "log", "--rescue", service.url) as made:
-        yield made
+def embedding(start, service):
+    return start("--rescue", service.url)
 
 
 @pytest.mark.parametrize("encoding", ["float", openai.NOT_GIVEN])
-def test_vectors_are_those_of_the_embedder(embedding, encoding):
-    """More texts than go into one call; as numbers, and as the bytes that the client asks for by itself."""
+def test_vectors_equal_those_of_the_embedder(embedding, encoding):
+    """For more texts than one call of the service accepts, as numbers and as base64."""
     texts = [f"{text} {n}" for n in range(20) for text in TEXTS]
     answer = embedding.openai.embeddings.create(model="hashing-1", input=texts, encoding_format=encoding)
     assert (answer.model, [entry.index for entry in answer.data]) == ("hashing-1", list(range(40)))
-    found = np.array([entry.embedding for entry in answer.data])
-    np.testing.assert_allclose(found, HashingEmbedder().embed(texts), atol=1e-6)
+    vectors = np.array([entry.embedding for entry in answer.data])
+    np.testing.assert_allclose(vectors, HashingEmbedder().embed(texts), atol=1e-6)
     one = embedding.openai.embeddings.create(model="default_model", input=texts[1], dimensions=384)
-    np.testing.assert_allclose(one.data[0].embedding, found[1], atol=1e-6)
+    np.testing.assert_allclose(one.data[0].embedding, vectors[1], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -53,30 +50,29 @@ def test_vectors_are_those_of_the_embedder(embedding, encoding):
         ({"input": "a", "model": "text-embedding-3-small"}, 404, "model", "hashing-1"),
     ],
 )
-def test_what_cannot_be_met(embedding, body, status, param, word):
+def test_invalid_requests(embedding, body, status, param, word):
     response = embedding.post("/v1/embeddings", **body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert word in error["message"]
 
 
-def test_without_a_service(server):
+def test_without_a_rescue_service(server):
     response = server.post("/v1/embeddings", input="a")
     assert (response.status_code, "--rescue auto" in response.text) == (404, True)
 
 
-def test_without_an_embedder_and_of_a_service_that_has_ended(tmp_path):
-    """What is missing is said, as 503; asking for it does not keep spans from being found."""
+def test_a_service_without_an_embedder_or_that_has_ended(tmp_path):
+    """The failures do not open the circuit breaker, which would stop retrieval."""
     plain = RescueService(tmp_path / "data", embedder="none")
-    asked = parse(EmbeddingRequest, b'{"input": "a"}')
+    request = parse(EmbeddingRequest, b'{"input": "a"}')
     try:
         with RescueClient(open_service(plain.url)) as client:
-            for _ in range(4):
+            for _ in range(8):
                 with pytest.raises(UnavailableError, match="no embedder"):
-                    asyncio.run(embed(asked, client, "default_model"))
-            assert client._transport.breaker.allows
+                    asyncio.run(embed(request, client, "default_model"))
             plain.stop()
             with pytest.raises(UnavailableError, match="cannot be reached"):
-                asyncio.run(embed(asked, client, "default_model"))
+                asyncio.run(embed(request, client, "default_model"))
     finally:
         plain.stop()

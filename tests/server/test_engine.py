@@ -1,4 +1,4 @@
-"""The engine in this process, where its caches and every call of attention can be seen."""
+"""The engine in this process, driven by jobs and observed through events, metrics and forward passes."""
 
 import asyncio
 import math
@@ -8,65 +8,59 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from commands.tools import facts
+from cli.tools import facts
 from contract.spies import watch
+from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.config import PROFILES, KVConfig
-from mlx_tq.conversation.recall import recall
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
-from mlx_tq.policies import EvictConfig
-from mlx_tq.sequence.compressed import plan_caches
-from mlx_tq.sequence.passes import sequence_in
-from mlx_tq.server.conversation import Prompt
-from mlx_tq.server.errors import ModelFailedError, QueueFullError, UnavailableError
-from mlx_tq.server.jobs import Job, Left, Piece, Started
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.server.api_errors import ModelFailedError, UnavailableError
+from mlx_tq.server.job import Piece, SessionResult, Started
+from mlx_tq.session.restore import recall_rows
 
-from .engines import CONFIG, GREEDY, LIMITS, make_engine, make_job, outcome, serve
+from .engines import (
+    CONFIG,
+    LIMITS,
+    job_of,
+    make_engine,
+    make_job,
+    metric,
+    outcome,
+    record_gauge,
+    run_job,
+    serve,
+    text_of,
+    watch_passes,
+)
 
-
-def gauge(engine, name):
-    return engine._metrics.registry.get_sample_value(f"mlx_tq_{name}")
+RECALL = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
 
 
 def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
-    """Each token of each answer runs over packed rows in each layer, and nothing is decoded to arrays."""
-    engine = make_engine(loaded)
-    monkeypatch.setattr("mlx_tq.server.engine._MEASURE_S", 0)
-    seen = watch(monkeypatch)
-    held, sizes = [], []
-    measure = engine._measure
-
-    def look():
-        held.append([(type(cache), len(cache.rows)) for cache in engine._batch._generation_batch.prompt_cache])
-        measure()
-        planned = sum(engine._plan.nbytes(each.prefilled + each.generated) for each in engine._running.values())
-        sizes.append([*(gauge(engine, name) for name in ("running", "kv_bytes", "kv_fp16_bytes")), planned])
-
-    monkeypatch.setattr(engine, "_measure", look)
-    jobs = [make_job(280 + 5 * n, seed=n) for n in range(5)]
-    for events in serve(engine, jobs):
+    engine, plan = make_engine(loaded), plan_caches(loaded[0], CONFIG)
+    seen, sizes = watch(monkeypatch), []
+    gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_fp16_bytes
+    running, compressed, fp16 = (record_gauge(monkeypatch, gauge) for gauge in gauges)
+    watch_passes(monkeypatch, loaded[0], lambda layers: sizes.append([len(rows) for rows in layers]))
+    for events in serve(engine, [make_job(280 + 5 * n, seed=n) for n in range(5)]):
         assert isinstance(events[0], Started)
-        assert sum(isinstance(event, Piece) for event in events) == 4 or events[-1].finish == "stop"
+        assert sum(isinstance(event, Piece) for event in events) == 4 or events[-1].finish_reason == "stop"
     layers = len(loaded[0].layers)
-    assert [(BatchCompressedKVCache, 5)] * layers in held
+    assert [5] * layers in sizes
     assert seen.materialized == 0
     assert seen.few >= 3 * 5 * layers
     assert seen.many >= 5 * layers
-    assert max(sizes)[0] == 5
-    assert all(compressed <= planned for _, compressed, _, planned in sizes)
-    *_, (running, compressed, native, _), last = sizes
-    assert running == 5
-    assert 2 * native > 1.2 * compressed, "the model's own type is float32"
-    assert last == [0, 0, 0, 0]
+    assert max(running) == 5
+    assert max(compressed) <= 5 * max(map(plan.nbytes, range(305)))
+    assert 2 * max(fp16) > 1.2 * max(compressed), "the model's own type is float32"
+    assert [running[-1], compressed[-1], fp16[-1]] == [0, 0, 0]
 
 
-def test_a_batch_says_what_each_says_alone(loaded):
-    """Prompts of different lengths, that begin at once; each is read in full, alone and in company."""
-
+def test_a_batch_generates_what_each_job_generates_alone(loaded):
     def texts(jobs):
-        said = serve(make_engine(loaded, prompt_cache_size=0), jobs)
-        return ["".join(event.text for event in events if isinstance(event, Piece)) for events in said]
+        return [text_of(events) for events in serve(make_engine(loaded, prompt_cache_size=0), jobs)]
 
     def jobs():
         return [make_job(40 + 70 * n, max_tokens=12, seed=n) for n in range(4)]
@@ -76,104 +70,62 @@ def test_a_batch_says_what_each_says_alone(loaded):
     assert together == [text for job in jobs() for text in texts([job])]
 
 
-def test_jobs_wait_for_memory(loaded):
-    """Two fit, so the third starts when one of them is done."""
+def test_jobs_wait_for_memory(loaded, monkeypatch):
     plan = plan_caches(loaded[0], CONFIG)
-    jobs = [make_job(100, max_tokens=6 + 2 * n, seed=n) for n in range(3)]
-    order = []
     engine = make_engine(loaded, memory=2 * plan.nbytes(110))
-    for place, job in enumerate(jobs):
-        put = job.events.put_nowait
-
-        def note(event, place=place, put=put):
-            order.append((place, "start" if isinstance(event, Started) else getattr(event, "finish", None)))
-            put(event)
-
-        job.events.put_nowait = note
-    serve(engine, jobs)
-    order = [entry for entry in order if entry[1]]
-    assert [place for place, what in order[:2]] == [0, 1]
-    assert order.index((2, "start")) == 3
+    waiting, running = (record_gauge(monkeypatch, g) for g in (engine.metrics.waiting, engine.metrics.running))
+    jobs = [make_job(100, max_tokens=6 + 2 * n, seed=n) for n in range(3)]
+    assert all(events[-1].finish_reason for events in serve(engine, jobs))
+    assert max(running) == 2
+    assert 1 in waiting[1:]
 
 
-def test_the_queue_is_bounded(loaded):
-    """Also of an engine whose caches are mlx-lm's own."""
-    engine = make_engine(loaded, PROFILES["off"], queue=2)
-    jobs = [make_job(8), make_job(8)]
+class Blocker:
+    """A logits processor that blocks the engine's thread until it is released."""
 
-    async def main():
-        with engine._changed:
-            engine.start(asyncio.get_running_loop())
-            for job in jobs:
-                engine.submit(job)
-            with pytest.raises(QueueFullError, match="2 requests are waiting"):
-                engine.submit(make_job(8))
-            engine.cancel(jobs[0])  # leaves its place to another
-            engine.submit(make_job(8))
-        return await outcome(jobs[1])
+    def __init__(self):
+        self.entered, self.release = threading.Event(), threading.Event()
 
-    try:
-        assert asyncio.run(main())[-1].finish
-    finally:
-        engine.join(30)
-    with pytest.raises(UnavailableError):
-        engine.submit(make_job(8))
-
-
-def test_stalled_step_is_reported(loaded):
-    engine = make_engine(loaded, stalled_s=0.2)
-    job = make_job(20, max_tokens=2)
-    entered, goes_on, seen = threading.Event(), threading.Event(), []
-
-    def stuck(tokens, logits):
-        entered.set()
-        goes_on.wait(30)
+    def __call__(self, tokens, logits):
+        self.entered.set()
+        self.release.wait(30)
         return logits
 
-    job.processors.append(stuck)
 
-    def look():
-        entered.wait(30)
-        seen.append(engine.is_stalled)
+def test_a_stalled_step_is_reported(loaded):
+    engine, blocker = make_engine(loaded, stalled_s=0.2), Blocker()
+
+    async def main():
+        engine.start(asyncio.get_running_loop())
+        engine.submit(job := make_job(20, max_tokens=2, processors=[blocker]))
+        await asyncio.to_thread(blocker.entered.wait, 30)
+        stalled = [engine.is_stalled]
         time.sleep(0.5)
-        seen.append(engine.is_stalled)
-        goes_on.set()
-
-    async def idle():
+        stalled.append(engine.is_stalled)
+        blocker.release.set()
+        await outcome(job)
         await asyncio.sleep(0.5)
-        return engine.is_stalled
+        return [*stalled, engine.is_stalled]  # the last one while idle
 
-    looking = threading.Thread(target=look)
-    looking.start()
-    _, stalled_when_idle = serve(engine, [job], idle)
-    looking.join()
-    assert seen == [False, True]
-    assert not stalled_when_idle
+    try:
+        assert asyncio.run(main()) == [False, True, False]
+    finally:
+        engine.join(30)
 
 
-def test_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
-    """A forward pass that raises; and weights that give NaN."""
-    engine = make_engine(loaded)
-    passes, kind = [], type(loaded[0])
-    run = kind.__call__
+def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
+    engine, passes = make_engine(loaded), []
 
-    def broken(*arguments, **options):
-        passes.append(arguments)
+    def fail_at_fourth(layers):
+        passes.append(layers)
         if len(passes) == 4:
             raise RuntimeError("the model is broken")
-        return run(*arguments, **options)
 
-    monkeypatch.setattr(kind, "__call__", broken)
-
-    async def again():
-        job = make_job(20)
-        engine.submit(job)
-        return await outcome(job)
-
+    watch_passes(monkeypatch, loaded[0], fail_at_fourth)
     jobs = [make_job(20, max_tokens=60), make_job(20, max_tokens=60, seed=2)]
-    (one, two), later = serve(engine, jobs, then=again)
-    assert all(isinstance(events[-1].error, ModelFailedError) for events in (one, two))
-    assert later[-1].finish
+    failed, later = serve(engine, jobs, then=lambda: run_job(engine, make_job(20)))
+    assert all(isinstance(events[-1].error, ModelFailedError) for events in failed)
+    assert later[-1].finish_reason
     model, tokenizer = load(folder)
     model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
     (events,) = serve(make_engine((model, tokenizer)), [make_job(20)])
@@ -182,27 +134,26 @@ def test_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
 
 
 def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
-    """Others join it in the same moment, or are in it already."""
     engine = make_engine(loaded)
     impossible = {"max_tokens": 0}  # mlx-lm's batch refuses it
 
-    async def late():
+    async def then():
         running, second = make_job(20, max_tokens=30), make_job(20, **impossible)
         engine.submit(running)
         assert isinstance(await running.events.get(), Started)
         engine.submit(second)
-        return await outcome(running), await outcome(second), await second.left.get(), engine.is_healthy
+        return await outcome(running), await outcome(second), await second.session_result.get(), engine.is_healthy
 
     jobs = [make_job(20), make_job(20, **impossible), make_job(30)]
-    (one, two, three), (running, second, left, healthy) = serve(engine, jobs, then=late)
-    assert one[-1].finish
-    assert three[-1].finish
-    assert running[-1].finish
+    (one, two, three), (running, second, result, healthy) = serve(engine, jobs, then=then)
+    assert one[-1].finish_reason
+    assert three[-1].finish_reason
+    assert running[-1].finish_reason
     assert healthy
     for (event,) in (two, second):
-        with pytest.raises(ModelFailedError, match="could not be begun"):
+        with pytest.raises(ModelFailedError, match="could not be started"):
             raise event.error
-    assert left == Left()
+    assert result == SessionResult()
 
 
 def test_stopping_ends_every_job(loaded):
@@ -211,8 +162,7 @@ def test_stopping_ends_every_job(loaded):
 
     async def main():
         engine.start(asyncio.get_running_loop())
-        for job in jobs:
-            engine.submit(job)
+        engine.submit(*jobs)
         assert isinstance(await jobs[0].events.get(), Started)
         engine.stop()
         return await asyncio.gather(*map(outcome, jobs))
@@ -221,131 +171,106 @@ def test_stopping_ends_every_job(loaded):
         assert isinstance(events[-1].error, UnavailableError)
     engine.join(30)
     assert not engine.is_healthy
+    with pytest.raises(UnavailableError):
+        engine.submit(make_job(8))
 
 
-@pytest.mark.parametrize(("recall", "shared"), [("auto", 60), ("off", 0)])
-def test_with_eviction(loaded, monkeypatch, recall, shared):
-    """Rows lose tokens in a batch; a prompt that shares a beginning which lost some has it back, or is read anew."""
-    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, recall))
-    engine = make_engine(loaded, config)
-    kept = []
-    keep = engine._kept_prompts.keep
+def record_stored_prompts(monkeypatch, note):
+    """Call `note(tokens, caches)` for everything that is stored in memory."""
+    insert = LRUPromptCache.insert_cache
 
-    def look(tokens, caches, kind):
-        kept.append((len(tokens), caches[0].offset, caches[0].size()))
-        keep(tokens, caches, kind)
+    def patched(self, model, tokens, caches, **options):
+        note(tokens, caches)
+        insert(self, model, tokens, caches, **options)
 
-    monkeypatch.setattr(engine._kept_prompts, "keep", look)
+    monkeypatch.setattr(LRUPromptCache, "insert_cache", patched)
+
+
+@pytest.mark.parametrize(("rows", "shared"), [("auto", 60), ("off", 0)])
+def test_eviction_in_a_batch(loaded, monkeypatch, rows, shared):
+    """A prompt whose shared prefix lost tokens has them recalled, or is prefilled in full."""
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, rows))
+    engine, stored = make_engine(loaded, config), []
+    record_stored_prompts(
+        monkeypatch, lambda tokens, caches: stored.append((len(tokens), caches[0].offset, caches[0].size()))
+    )
     first = make_job(300)
-    other = Prompt([*first.prompt.ids[:60], *range(300, 340)], [[*first.prompt.ids[:60], *range(300, 340)]], ["user"])
-
-    async def again():
-        job = Job(other, 4, GREEDY, [])
-        engine.submit(job)
-        return await outcome(job)
-
-    _, later = serve(engine, [first, make_job(280, seed=9)], then=again)
-    assert later[0] == Started(cached=shared)
-    assert later[-1].finish
-    assert all(length == offset for length, offset, _ in kept)
-    assert max(length for length, _, _ in kept) > 300 > 250 > max(stored for _, _, stored in kept)
+    later = job_of([*first.prompt.ids[:60], *range(300, 340)])
+    _, events = serve(engine, [first, make_job(280, seed=9)], then=lambda: run_job(engine, later))
+    assert events[0] == Started(cached_tokens=shared)
+    assert events[-1].finish_reason
+    assert all(length == offset for length, offset, _ in stored)
+    assert max(length for length, _, _ in stored) > 300 > 250 > max(live for _, _, live in stored)
 
 
-def test_an_archive_that_fails_is_logged_once_and_the_tokens_are_those_without_recall(loaded, monkeypatch, caplog):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # in which root can make nothing either
+def test_a_failing_archive_is_logged_once_and_changes_no_token(loaded, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # not even root can write there
     texts = []
     for rows in ("off", 96):
         evict = EvictConfig("recency:granularity=16:trigger=32", 100, rows)
-        engine = make_engine(loaded, KVConfig("q8", "tq4", prefix=16, window=32, evict=evict))
-        (events,) = serve(engine, [make_job(300)])
-        texts.append([event.text for event in events if isinstance(event, Piece)])
+        engine = make_engine(loaded, KVConfig("q8", "tq4", sinks=16, window=32, evict=evict))
+        texts.append(text_of(*serve(engine, [make_job(300)])))
     assert texts[0] == texts[1]
-    (said,) = [record.message for record in caplog.records if "archive" in record.message]
-    assert "no file can be made in /sys/mlx_tq" in said
+    (message,) = [record.message for record in caplog.records if "archive" in record.message]
+    assert "no file can be made in /sys/mlx_tq" in message
 
 
 @pytest.mark.parametrize("step", [LIMITS["prefill_step_size"], pytest.param(2048, marks=pytest.mark.full)])
-def test_rows_come_back_for_the_question_of_a_request(loaded, step):
-    """Of prompts side by side, each its own; before the next one asks they have left again. Also where the whole
-    document is read in one step, whose round is held before the question.
-    """
-    tokenizer = loaded[1]
-    config = KVConfig(
-        "q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:granularity=16:trigger=32", 160, "off")
-    )
+def test_rows_are_recalled_for_the_question_of_a_request(loaded, monkeypatch, step):
+    """Each prompt of a batch recalls its own rows, which are evicted again before the caches are stored."""
+    evict, stored = EvictConfig("recency:granularity=16:trigger=32", 160, "off"), []
+    record_stored_prompts(monkeypatch, lambda tokens, caches: stored.append(sequence_in(caches)))
 
-    def answers(config):
-        engine, jobs = make_engine(loaded, config, prefill_step_size=step), []
+    def answers(evict):
+        engine, jobs = make_engine(loaded, replace(RECALL, evict=evict), prefill_step_size=step), []
         for code in (417295, 860312):
-            text, question = facts(40, code)
-            said = tokenizer.apply_chat_template(
-                [{"role": "user", "content": f"{text}\n\n{question}"}], add_generation_prompt=True
-            )
-            jobs.append(Job(Prompt(said, [said], ["user"]), 8, GREEDY, []))
-        kept = []
-        engine._kept_prompts._kept.insert_cache = lambda model, tokens, caches, cache_type: kept.append(
-            sequence_in(caches)
-        )
-        texts = ["".join(e.text for e in events if isinstance(e, Piece)) for events in serve(engine, jobs)]
-        return texts, kept, engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total")
+            message = {"role": "user", "content": "\n\n".join(facts(40, code))}
+            jobs.append(job_of(loaded[1].apply_chat_template([message], add_generation_prompt=True), max_tokens=8))
+        stored.clear()
+        return [text_of(events) for events in serve(engine, jobs)], metric(engine, "recalled_tokens_total")
 
-    texts, kept, recalled = answers(replace(config, evict=replace(config.evict, recall=96)))
+    texts, recalled = answers(replace(evict, recall=96))
     assert ["417295" in texts[0], "860312" in texts[1]] == [True, True]
     assert 0 < recalled <= 2 * 96
-    assert len(kept) == 4, "at the ends of prompts and answers"
-    assert all(sequence.archived and not len(sequence.recalled) for sequence in kept)
-    texts, _, recalled = answers(config)
+    assert len(stored) == 4, "at the ends of prompts and answers"
+    assert all(sequence.archived and not len(sequence.recalled) for sequence in stored)
+    texts, recalled = answers(evict)
     assert (["417295" in texts[0], "860312" in texts[1]], recalled) == ([False, False], 0)
 
 
-def test_a_look_that_fails_ends_its_request_and_the_next_one_is_answered(loaded, monkeypatch):
-    """It fails between two steps, with the document read and the question not."""
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
-    engine = make_engine(loaded, config)
+def question_job(loaded):
+    text, question = facts(40)
+    return job_of(loaded[1].encode(f"{text}\n{question}"), max_tokens=8)
+
+
+def test_a_failing_recall_ends_its_request_only(loaded, monkeypatch):
+    engine = make_engine(loaded, RECALL)
 
     def fail(*_, **__):
         monkeypatch.undo()
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr("mlx_tq.server.asking.recall", fail)
-    text, question = facts(40)
-    ids = loaded[1].encode(f"{text}\n{question}")
-    first, second = (Job(Prompt(ids, [ids], ["user"]), 8, GREEDY, []) for _ in range(2))
-
-    async def again():
-        engine.submit(second)
-        return await outcome(second)
-
-    (failed,), answered = serve(engine, [first], again)
+    monkeypatch.setattr("mlx_tq.session.restore.recall_rows", fail)
+    (failed,), answered = serve(engine, [question_job(loaded)], lambda: run_job(engine, question_job(loaded)))
     assert isinstance(failed[-1].error, ModelFailedError)
     assert "no room for a copy" in str(failed[-1].error)
     assert any(isinstance(event, Piece) for event in answered)
-    assert engine._metrics.registry.get_sample_value("mlx_tq_recalled_tokens_total") > 0
+    assert metric(engine, "recalled_tokens_total") > 0
 
 
-def test_a_request_that_is_repeated_asks_with_its_whole_question(loaded, monkeypatch):
-    """What is kept of the first time ends before it: its last token alone would bring back something else."""
-    config = KVConfig("q8", "tq4", prefix=16, window=32, evict=EvictConfig("recency:trigger=32", 160, recall=96))
-    engine, asked = make_engine(loaded, config), []
+def test_a_repeated_request_recalls_with_its_whole_question(loaded, monkeypatch):
+    """The stored prompt ends before the question."""
+    engine, calls = make_engine(loaded, RECALL), []
 
     def spied(model, caches, ids, *arguments, **options):
-        found = recall(model, caches, ids, *arguments, **options)
-        asked.append((ids, found.positions))
-        return found
+        recalled = recall_rows(model, caches, ids, *arguments, **options)
+        calls.append((ids, recalled.positions))
+        return recalled
 
-    monkeypatch.setattr("mlx_tq.server.asking.recall", spied)
-    text, question = facts(40)
-    ids = loaded[1].encode(f"{text}\n{question}")
-    first, second = (Job(Prompt(ids, [ids], ["user"]), 8, GREEDY, []) for _ in range(2))
-
-    async def again():
-        engine.submit(second)
-        return await outcome(second)
-
-    (once,), twice = serve(engine, [first], again)
-    assert [event.text for event in once if isinstance(event, Piece)] == [
-        event.text for event in twice if isinstance(event, Piece)
-    ]
-    assert (once[0].cached, twice[0].cached) == (0, len(ids) - len(asked[0][0]))
-    assert asked[0] == asked[1]
-    assert asked[0][1]
+    monkeypatch.setattr("mlx_tq.session.restore.recall_rows", spied)
+    job = question_job(loaded)
+    (first,), second = serve(engine, [job], lambda: run_job(engine, question_job(loaded)))
+    assert text_of(first) == text_of(second)
+    assert (first[0].cached_tokens, second[0].cached_tokens) == (0, len(job.prompt.ids) - len(calls[0][0]))
+    assert calls[0] == calls[1]
+    assert calls[0][1]

@@ -1,23 +1,20 @@
-"""A text is refused by its length before it is tokenized, and long ones do not delay the short ones next to them."""
+"""Too long texts are refused before they are tokenized, and large requests do not delay small ones."""
 
 import asyncio
 import json
 import shutil
-import threading
 import time
 
 import pytest
 
 from mlx_tq import Session
-from mlx_tq.cli import main
-from mlx_tq.conversation.prompt_length import PromptLengthLimit
+from mlx_tq.__main__ import main
 from mlx_tq.errors import ConfigError
-from mlx_tq.server.errors import QueueFullError
-from mlx_tq.server.guard import default_max_body
-from mlx_tq.server.large_requests import LargeRequests
+from mlx_tq.server.api_errors import QueueFullError
+from mlx_tq.server.guard import LargeRequests, default_max_body
+from mlx_tq.session.text import PromptLengthLimit
 
-from .conftest import PACKED
-from .harness import running, together
+from .harness import together
 
 POSITIONS, LONGEST_TOKEN = 4096, 14  # of the embedded model
 FITS = POSITIONS * LONGEST_TOKEN
@@ -26,13 +23,11 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def long_context_server(folder, tmp_path_factory):
-    """A server of the model with more positions."""
+def long_context_server(start, folder, tmp_path_factory):
     large = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "large")
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MANY_POSITIONS}))
-    with running(large, tmp_path_factory.mktemp("server") / "log", *PACKED) as made:
-        yield made
+    return start(model=large)
 
 
 def user(text):
@@ -40,25 +35,23 @@ def user(text):
 
 
 def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
-    """Tokenizing it would take 10 s and delay short requests."""
+    """That would take 10 s and delay short requests."""
     text = "0123456789" * 400_000
-    asked = [
+    requests = [
         ("/v1/chat/completions", {"messages": user(text)}, {}),
         ("/v1/chat/completions", {"messages": user(text)}, {"X-Session-Id": "a"}),
         ("/v1/chat/completions", {"messages": [*HI, {"role": "assistant", "content": text}]}, {}),
         ("/v1/completions", {"prompt": text}, {}),
         ("/v1/responses", {"input": text}, {}),
     ]
-    began = time.monotonic()
-    for path, body, headers in asked:
-        response = long_context_server.http.post(
-            path, json={**body, "max_tokens": 1} if "chat" in path else body, headers=headers
-        )
+    started = time.monotonic()
+    for path, body, headers in requests:
+        response = long_context_server.http.post(path, json=body, headers=headers)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
         assert f"at most {MANY_POSITIONS * LONGEST_TOKEN:,} fit" in error["message"]
         assert error["param"] in body
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - started < 10
 
 
 def test_long_and_short_requests_at_once(long_context_server):
@@ -67,9 +60,9 @@ def test_long_and_short_requests_at_once(long_context_server):
 
     def short():
         time.sleep(0.3)
-        began = time.monotonic()
+        started = time.monotonic()
         assert long_context_server.post(messages=HI, max_tokens=1).status_code == 200
-        return time.monotonic() - began
+        return time.monotonic() - started
 
     def long():
         return long_context_server.post("/v1/completions", prompt="7" * 600_000, max_tokens=1).json()["error"]["code"]
@@ -81,45 +74,34 @@ def test_long_and_short_requests_at_once(long_context_server):
 
 def test_large_requests_are_prepared_one_at_a_time():
     """Others queue, up to 8 MB in total; a failed request frees its share."""
-    at_once, most = [0], []
-    lock = threading.Lock()
+    active, counts = [0], []
 
     def prepare(number):
-        with lock:
-            at_once[0] += 1
-            most.append(at_once[0])
+        active[0] += 1
+        counts.append(active[0])
         time.sleep(0.05)
-        with lock:
-            at_once[0] -= 1
+        active[0] -= 1
         if number == 1:
             raise ValueError("no such prompt")
         return number
 
     async def run():
-        prompts = LargeRequests()
-        size = 2**22
-        ask = [prompts.run(size, prepare, number) for number in range(3)]
-        found = await asyncio.gather(*ask, return_exceptions=True)
-        return [*found, await prompts.run(10**9, prepare, 4)]
+        large_requests = LargeRequests()
+        runs = [large_requests.run(2**22, prepare, number) for number in range(3)]
+        results = await asyncio.gather(*runs, return_exceptions=True)
+        return [*results, await large_requests.run(10**9, prepare, 4)]
 
     first, failed, refused, alone = asyncio.run(run())
-    assert (first, alone, set(most)) == (0, 4, {1})
+    assert (first, alone, set(counts)) == (0, 4, {1})
     assert isinstance(failed, ValueError)
     assert isinstance(refused, QueueFullError)
 
 
-@pytest.mark.parametrize(
-    ("positions", "most"), [(4096, 2_000_000), (131_072, 32 * 131_072), (None, 10_000_000)], ids=str
-)
-def test_default_max_body_depends_on_context_length(positions, most):
-    assert default_max_body(positions) == most
-
-
-def test_the_largest_body_of_a_server(server, long_context_server):
-    """Two megabytes for a model of few positions."""
+def test_the_largest_body_depends_on_the_context_length(server, long_context_server):
     body = {"messages": user("a" * 3_000_000), "max_tokens": 1}
     assert server.post(**body).status_code == 413
     assert long_context_server.post(**body).status_code == 400
+    assert [default_max_body(positions) for positions in (4096, 131_072, None)] == [2_000_000, 2**22, 10_000_000]
 
 
 def test_the_limit_counts_the_longest_token(embedded):
@@ -137,7 +119,7 @@ def test_cli_and_session_reject_long_text(embedded, folder, tmp_path, capsys):
     text = "0123456789" * 900_000
     file = tmp_path / "prompt.txt"
     file.write_text(text)
-    began = time.monotonic()
+    started = time.monotonic()
     for words in (["generate"], ["cache_prompt", "--prompt-cache-file", str(tmp_path / "cache.safetensors")]):
         assert main([*words, "--model", str(folder), "--prompt-file", str(file)]) == 2
         assert f"at most {FITS:,} fit" in capsys.readouterr().err
@@ -145,4 +127,4 @@ def test_cli_and_session_reject_long_text(embedded, folder, tmp_path, capsys):
         next(session.respond(text))
     with pytest.raises(ConfigError, match="the system prompt has 9,000,000 characters"):
         Session(*embedded, system_prompt=text)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - started < 15

@@ -1,4 +1,4 @@
-"""Thoughts and calls are told apart from what is said, with a real tokenizer that has marks for them."""
+"""Reasoning, content and tool calls are told apart, with a real tokenizer; prompts are split for the cache."""
 
 import json
 
@@ -7,13 +7,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from mlx_tq.models import load
-from mlx_tq.server.answers import Answer, MessageReader, TextReader
-from mlx_tq.server.conversation import Conversations
-from mlx_tq.server.errors import InvalidRequestError
-from mlx_tq.server.jobs import Piece
+from mlx_tq.server.answers import Answer, ChunkWriter, MessageReader, TextReader
+from mlx_tq.server.api_errors import InvalidRequestError
+from mlx_tq.server.job import Piece
+from mlx_tq.server.prompt_builder import PromptBuilder
 from mlx_tq.server.schemas import ChatRequest, parse
 
-# As Qwen's: thoughts are opened by the template and left out of earlier turns.
+# Like Qwen's: the template opens the reasoning, and leaves it out of earlier turns.
 TEMPLATE = """\
 {% for m in messages %}<|im_start|>{{ m['role'] }}
 {{ m['content'] }}{{ m['tool_calls'] | tojson if m['tool_calls'] }}<|im_end|>
@@ -34,20 +34,21 @@ def tokenizer():
     )
 
 
-def answer_of(tokenizer, text, size, state="normal", finish="stop"):
-    """An answer whose text comes in pieces of `size` characters, and its chunks."""
+def write(tokenizer, text, size, state="normal", finish_reason="stop"):
+    """Return the body of an answer whose text comes in pieces of `size` characters, and the deltas of its stream."""
     answer = Answer("m", [MessageReader(tokenizer, state, [TOOL])], 5)
-    parts = [text[start : start + size] for start in range(0, len(text), size)]
-    pieces = [*map(Piece, parts), Piece("", finish=finish)]
-    chunks = [answer.add(piece, str) for piece in pieces]
-    return answer.whole(), [chunk["choices"][0]["delta"] for each in chunks for chunk in each]
+    writer = ChunkWriter(answer)
+    pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
+    updates = [answer.add(piece, str) for piece in (*pieces, Piece("", finish_reason=finish_reason))]
+    chunks = [chunk for update in updates if update is not None for chunk in writer.events(update)]
+    return writer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_thoughts_words_and_calls(tokenizer, size):
+def test_reasoning_content_and_calls(tokenizer, size):
     text = f"I add.</think>Let me see < 3.{CALL}{CALL}"
-    whole, deltas = answer_of(tokenizer, text, size, state="reasoning")
-    choice = whole["choices"][0]
+    body, deltas = write(tokenizer, text, size, state="reasoning")
+    choice = body["choices"][0]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
     assert (message["reasoning"], message["content"]) == ("I add.", "Let me see < 3.")
@@ -63,28 +64,27 @@ def test_thoughts_words_and_calls(tokenizer, size):
 
 @pytest.mark.parametrize("text", ["a <thin", "a <tool_cal", "a <"])
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_what_looks_like_the_beginning_of_a_mark_is_text_at_the_end(tokenizer, text, finish):
-    whole, _ = answer_of(tokenizer, text, 3, finish=finish)
-    assert whole["choices"][0]["message"]["content"] == text
-    assert whole["choices"][0]["finish_reason"] == finish
+def test_an_incomplete_marker_at_the_end_is_content(tokenizer, text, finish):
+    body, _ = write(tokenizer, text, 3, finish_reason=finish)
+    assert body["choices"][0]["message"]["content"] == text
+    assert body["choices"][0]["finish_reason"] == finish
 
 
-def test_what_is_handed_over_as_text(tokenizer):
-    """A call that cannot be read; and all of a completion."""
-    choice = answer_of(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
+def test_invalid_calls_and_completions_are_plain_text(tokenizer):
+    choice = write(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
     answer = Answer("m", [TextReader()], 1)
-    answer.add(Piece("<think>a", finish="length"), str)
-    assert answer.whole()["choices"][0]["text"] == "<think>a"
+    answer.add(Piece("<think>a", finish_reason="length"), str)
+    assert ChunkWriter(answer).body()["choices"][0]["text"] == "<think>a"
 
 
 def prompt_of(tokenizer, *messages, **body):
     request = parse(ChatRequest, json.dumps({"messages": messages, **body}).encode())
-    return Conversations(tokenizer, {}).chat(request)
+    return PromptBuilder(tokenizer, {}).chat_prompt(request)
 
 
-def test_a_prompt_is_cut_where_others_begin_the_same_way(tokenizer):
-    """At the end of the system's words, and before the thoughts, which later turns leave out."""
+def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
+    """At the end of the system prompt, and before the reasoning, which later turns omit."""
     system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
     prompt = prompt_of(tokenizer, system, user)
     assert prompt.kinds == ["system", "user", "assistant"]
@@ -105,8 +105,8 @@ def test_tools_reach_the_template(tokenizer):
     assert '"add"' in tokenizer.decode(prompt_of(tokenizer, user, tools=[TOOL]).ids)
     assert '"add"' not in tokenizer.decode(prompt_of(tokenizer, user, tools=[TOOL], tool_choice="none").ids)
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    asked = prompt_of(tokenizer, user, {"role": "assistant", "tool_calls": [call]})
-    assert '"arguments": {"a": 2}' in tokenizer.decode(asked.ids)
+    prompt = prompt_of(tokenizer, user, {"role": "assistant", "tool_calls": [call]})
+    assert '"arguments": {"a": 2}' in tokenizer.decode(prompt.ids)
 
 
 def test_a_template_that_refuses(tokenizer):

@@ -1,11 +1,16 @@
-"""The real openai client against a real server process."""
+"""The openai client and a real server process."""
+
+import json
+from pathlib import Path
 
 import openai
 import pytest
 
-from .conftest import ENDLESS
+from benchmarks.server.requests import REQUESTS, outcome
 
-ASKED = "The access code is 417295. What is the access code?"
+from .conftest import ENDLESS, QUESTION
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "server_conformance.json"
 
 
 def text_of(stream):
@@ -13,7 +18,7 @@ def text_of(stream):
 
 
 def test_chat(server):
-    answer = server.chat(ASKED)
+    answer = server.chat(QUESTION)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "417295", "stop")
     assert (answer.object, answer.model) == ("chat.completion", "needle32")
@@ -22,7 +27,7 @@ def test_chat(server):
 
 
 def test_stream(server):
-    chunks = list(server.chat(ASKED, stream=True, stream_options={"include_usage": True}))
+    chunks = list(server.chat(QUESTION, stream=True, stream_options={"include_usage": True}))
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -31,10 +36,10 @@ def test_stream(server):
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * 7 + ["stop"]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 7
-    plain = list(server.chat(ASKED, stream=True))
+    plain = list(server.chat(QUESTION, stream=True))
     assert plain[-1].choices[0].finish_reason == "stop"
     assert all(chunk.usage is None for chunk in plain)
-    body = {"messages": [{"role": "user", "content": ASKED}], "stream": True}
+    body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
         lines = [line for line in response.iter_lines() if line]
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -54,12 +59,12 @@ def test_completion_of_text_and_of_tokens(server, loaded):
     assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
 
 
-@pytest.mark.parametrize(("stop", "left"), [("72", "41"), (["no", "95"], "4172"), ("417295", ""), ("5x", "417295")])
-def test_stop_texts_over_several_tokens(server, stop, left):
-    """Digits are tokens of their own, so these texts lie across tokens; none is shown, not even its beginning."""
-    answer = server.chat(ASKED, stop=stop)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (left, "stop")
-    assert text_of(server.chat(ASKED, stop=stop, stream=True)) == left
+@pytest.mark.parametrize(("stop", "text"), [("72", "41"), (["no", "95"], "4172"), ("417295", ""), ("5x", "417295")])
+def test_stop_sequences_over_several_tokens(server, stop, text):
+    """Digits are separate tokens, so these sequences span tokens; no part of them is shown."""
+    answer = server.chat(QUESTION, stop=stop)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
+    assert text_of(server.chat(QUESTION, stop=stop, stream=True)) == text
 
 
 def test_limits_and_biases(server, loaded):
@@ -71,23 +76,23 @@ def test_limits_and_biases(server, loaded):
         ({"max_tokens": 3, "stop": "4172x"}, "417"),
         ({"max_tokens": 4, "logit_bias": {str(nine): 100}}, "9999"),
     ):
-        choice = server.chat(ASKED, **options).choices[0]
+        choice = server.chat(QUESTION, **options).choices[0]
         assert (choice.message.content, choice.finish_reason) == (said, "length")
 
 
-def test_what_other_servers_tolerate(server):
-    """Options without a meaning here, an answer longer than there is room for, a message without words."""
-    assert server.chat(ASKED, reasoning_effort="low").choices[0].message.content == "417295"
-    assert server.chat(ASKED, stop=[f"{n}x" for n in range(15)] + ["72"]).choices[0].message.content == "41"
-    assert server.chat({"role": "system", "content": None}, ASKED).choices[0].message.content == "417295"
+def test_tolerated_requests(server):
+    """Bookkeeping fields, max_tokens over the context length, a message without content."""
+    assert server.chat(QUESTION, reasoning_effort="low").choices[0].message.content == "417295"
+    assert server.chat(QUESTION, stop=[f"{n}x" for n in range(15)] + ["72"]).choices[0].message.content == "41"
+    assert server.chat({"role": "system", "content": None}, QUESTION).choices[0].message.content == "417295"
     for argument in ("max_tokens", "max_completion_tokens"):
-        said = server.openai.chat.completions.with_raw_response.create(
-            model="default_model", messages=[{"role": "user", "content": ASKED}], **{argument: 10**6}
+        response = server.openai.chat.completions.with_raw_response.create(
+            model="default_model", messages=[{"role": "user", "content": QUESTION}], **{argument: 10**6}
         )
-        answer = said.parse()
+        answer = response.parse()
         assert answer.choices[0].message.content == "417295"
-        assert said.headers["x-max-tokens"] == str(4096 - answer.usage.prompt_tokens)
-    fits = server.post(messages=[{"role": "user", "content": ASKED}], max_tokens=9)
+        assert response.headers["x-max-tokens"] == str(4096 - answer.usage.prompt_tokens)
+    fits = server.post(messages=[{"role": "user", "content": QUESTION}], max_tokens=9)
     assert "x-max-tokens" not in fits.headers
 
 
@@ -104,20 +109,20 @@ def test_seeds_and_sampling_options_reach_the_sampler(server):
 
 
 def test_messages_of_parts_and_of_tools(server):
-    """As mlx-lm's own server takes them: parts are the text that they make, a call may come without words."""
+    """As in mlx-lm's own server: parts are joined, and a call may come without content."""
     parts = [{"role": role, "content": [{"type": "text", "text": "Hello!"}]} for role in ("system", "user")]
     plain = [{**message, "content": "Hello!"} for message in parts]
-    counts = [server.chat(*said, max_tokens=1).usage.prompt_tokens for said in (parts, plain)]
+    counts = [server.chat(*messages, max_tokens=1).usage.prompt_tokens for messages in (parts, plain)]
     assert counts[0] == counts[1]
     add = {"type": "function", "id": "123", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
-    called = {"role": "assistant", "content": None, "tool_calls": [add]}
-    answer = server.chat("what is 2+3?", called, {"role": "tool", "content": "5", "tool_call_id": "123"}, max_tokens=9)
+    call = {"role": "assistant", "content": None, "tool_calls": [add]}
+    answer = server.chat("what is 2+3?", call, {"role": "tool", "content": "5", "tool_call_id": "123"}, max_tokens=9)
     assert answer.id.startswith("chatcmpl-")
     assert 0 < answer.usage.completion_tokens <= 9
 
 
 def test_logprobs(server):
-    answer = server.chat(ASKED, logprobs=True, top_logprobs=2)
+    answer = server.chat(QUESTION, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
     assert [entry.token for entry in content] == [*"417295", "<|im_end|>"]
     for entry in content:
@@ -126,23 +131,32 @@ def test_logprobs(server):
         assert second.logprob <= best.logprob <= 0
     streamed = [
         entry
-        for chunk in server.chat(ASKED, logprobs=True, top_logprobs=0, stream=True)
+        for chunk in server.chat(QUESTION, logprobs=True, top_logprobs=0, stream=True)
         if chunk.choices[0].logprobs
         for entry in chunk.choices[0].logprobs.content
     ]
     assert [entry.token for entry in streamed] == [entry.token for entry in content]
-    assert server.chat(ASKED).choices[0].logprobs is None
+    assert server.chat(QUESTION).choices[0].logprobs is None
 
 
 def test_models_and_health(server, folder):
-    """The default model has a name, which mlx-lm's clients may leave out; nothing tells where it lies."""
+    """Clients may use the default name or none; no response contains the model's path."""
     (model,) = server.openai.models.list().data
     assert model.id == "needle32"
-    for named in ({}, {"model": "default_model"}, {"model": "needle32"}, {"model": None}):
-        answer = server.post(messages=[{"role": "user", "content": "hi"}], max_tokens=1, **named)
+    for fields in ({}, {"model": "default_model"}, {"model": "needle32"}, {"model": None}):
+        answer = server.post(messages=[{"role": "user", "content": "hi"}], max_tokens=1, **fields)
         assert answer.json()["model"] == "needle32"
     assert str(folder.parent) not in server.http.get("/v1/models").text + answer.text
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.openai.models.retrieve("needle32").id == "needle32"
     with pytest.raises(openai.NotFoundError, match="not served"):
         server.openai.models.retrieve("gpt-9")
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)
+def test_answers_match_the_recorded_conformance(server, request_):
+    as_documented, seen = outcome(request_, server.openai)
+    assert as_documented or request_.why, seen
+    (row,) = [row for row in json.loads(RECORDED.read_text())["rows"] if row["request"] == request_.name]
+    assert row["ours"] == {"as_documented": as_documented, "seen": seen}
+    assert (row["documented"], row["why"]) == (request_.documented, "" if as_documented else request_.why)

@@ -1,4 +1,4 @@
-"""Sessions by header: one cache between requests, and what left it comes back. Real server, service and client."""
+"""Sessions by header: one cache between requests, with evicted text quoted from a real rescue service."""
 
 import threading
 import time
@@ -8,21 +8,20 @@ import openai
 import pytest
 from http_harness import wait_for
 
-from mlx_tq.commands.needles.haystack import load_text
+from mlx_tq.cli.haystack import load_text
 
-from .conftest import ENDLESS
-from .harness import running, together
+from .conftest import ENDLESS, FACT, QUESTION
+from .harness import together
 
-FACT = "The access code is 417295."
-QUESTION = "What is the access code?"
-# What is read in steps of 64 tokens loses all but the newest on the way.
+ASK = "What is the access code?"
+# Prefill in steps of 64 tokens evicts all but the newest.
 EVICTS = (
-    "--kv-profile", "safe", "--kv-prefix", "16", "--kv-window", "32", "--kv-evict", "recency:granularity=16",
+    "--kv-profile", "safe", "--kv-sinks", "16", "--kv-window", "32", "--kv-evict", "recency:granularity=16",
     "--kv-budget", "64", "--prefill-step-size", "64", "--kv-recall", "off",
 )  # fmt: skip
 
 
-def page(letters=700, fact=FACT):
+def long_text(letters=700, fact=FACT):
     text = load_text()[:letters]
     return f"{text[:300]} {fact} {text[300:]}"
 
@@ -32,56 +31,51 @@ def user(text):
 
 
 def ask(server, session, *messages, **options):
-    """An answer of a session, and the message that it is."""
+    """Return an answer of a session, and its message."""
     answer = server.chat(*messages, extra_headers={"X-Session-Id": session}, **{"max_tokens": 12, **options})
     return answer, {"role": "assistant", "content": answer.choices[0].message.content}
 
 
 def counts(answer):
-    """Of the prompt: all tokens, those that the cache had, those that were brought back."""
+    """Return the prompt's tokens: all, cached and quoted ones."""
     details = answer.usage.prompt_tokens_details
     return answer.usage.prompt_tokens, details.cached_tokens, details.model_extra.get("rescued_tokens")
 
 
 @pytest.fixture(scope="module")
-def evicting(folder, service, tmp_path_factory):
-    log = tmp_path_factory.mktemp("evicting") / "log"
-    patient = ("--rescue-timeout", "60")  # however long a busy machine takes to answer
-    with running(folder, log, *EVICTS, "--rescue", service.url, *patient, "--sessions", "3") as made:
-        yield made
+def evicting(start, service):
+    timeout = ("--rescue-timeout", "60")  # for a busy machine
+    return start(*EVICTS, "--rescue", service.url, *timeout, "--sessions", "3")
 
 
 @pytest.fixture(scope="module")
-def narrow(folder, tmp_path_factory):
-    """One session, one place for a request that waits, and memory for a page or two."""
-    log = tmp_path_factory.mktemp("narrow") / "log"
+def narrow(start):
+    """Run a server with one session, one waiting request, and memory for a page or two."""
     limits = ("--sessions", "1", "--max-queue", "1", "--kv-memory-limit", "6MB", "--prompt-cache-size", "0")
-    with running(folder, log, *EVICTS[:6], *limits) as made:
-        yield made
+    return start(*EVICTS[:6], *limits)
 
 
 def stored(service):
-    """Names of sessions that the rescue service has text of."""
+    """Return the ids of sessions whose text the rescue service has."""
     return {session["session_id"] for session in service.http.get("/sessions").json()["sessions"]}
 
 
-def test_what_was_evicted_comes_back(evicting, service):
-    """The same conversation without the header, or without the service's help, has lost the fact."""
-    first, said = ask(evicting, "a", page())
+def test_evicted_text_is_quoted(evicting, service):
+    first, said = ask(evicting, "a", long_text())
     length, cached, rescued = counts(first)
     assert (cached, rescued) == (0, 0)
     wait_for(lambda: stored(service))
-    conversation = (page(), said, user(QUESTION))
+    conversation = (long_text(), said, user(ASK))
     second, again = ask(evicting, "a", *conversation)
     longer, cached, rescued = counts(second)
     assert "417295" in again["content"]
     assert cached == length + first.usage.completion_tokens
     assert 50 < rescued < longer - cached
-    held = second.model_extra["session"]
-    assert held["live"] + held["evicted"] == held["tokens"] == second.usage.total_tokens
-    assert held["bytes"] < held["fp16_bytes"]
-    assert held["evicted"] > 50
-    assert FACT in "".join(quoted["text"] for quoted in held["quoted"])
+    report = second.model_extra["session"]
+    assert report["live"] + report["evicted"] == report["tokens"] == second.usage.total_tokens
+    assert report["bytes"] < report["fp16_bytes"]
+    assert report["evicted"] > 50
+    assert FACT in "".join(quoted["text"] for quoted in report["quoted"])
     assert "417295" not in evicting.chat(*conversation, max_tokens=12).choices[0].message.content
     third, last = ask(evicting, "a", *conversation, again, user("And what is the access code?"), stream=False)
     assert counts(third)[1] == longer + second.usage.completion_tokens
@@ -90,9 +84,9 @@ def test_what_was_evicted_comes_back(evicting, service):
     assert evicting.metrics()["mlx_tq_session_bytes"] > 0
 
 
-def test_half_an_answer_leaves_the_session_as_it_was(evicting):
-    _, said = ask(evicting, "half", page())
-    conversation = (page(), said, user(QUESTION))
+def test_a_partial_answer_leaves_the_session_unchanged(evicting):
+    _, said = ask(evicting, "half", long_text())
+    conversation = (long_text(), said, user(ASK))
     options = {"extra_headers": {"X-Session-Id": "half"}, "stream": True, "logit_bias": ENDLESS, "max_tokens": 2000}
     for _ in range(2):
         stream = evicting.chat(*conversation, **options)
@@ -105,53 +99,52 @@ def test_half_an_answer_leaves_the_session_as_it_was(evicting):
     assert cached > 0.5 * length - rescued > 0
 
 
-def test_what_was_edited_is_read_anew_and_its_text_forgotten(evicting, service):
+def test_an_edited_conversation_restarts_the_session_and_its_text_is_forgotten(evicting, service):
     before = stored(service)
-    ask(evicting, "edited", page())
+    ask(evicting, "edited", long_text())
     wait_for(lambda: len(stored(service) - before) == 1)
-    answer, said = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(FACT + QUESTION))
+    answer, said = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(QUESTION))
     _, cached, rescued = counts(answer)
-    assert cached < 8, "more than what the template puts before any message"
+    assert cached < 8, "no more than what the template puts before any message"
     assert not rescued
     assert "417295" in said["content"]
     wait_for(lambda: stored(service) <= before)
 
 
-def test_sessions_are_apart_and_run_at_once(evicting):
+def test_sessions_are_separate_and_run_at_once(evicting):
     facts = {name: 104729 * (n + 2) for n, name in enumerate(("x", "y"))}
-    pages = {name: page(600, f"The access code is {fact}.") for name, fact in facts.items()}
+    pages = {name: long_text(600, f"The access code is {fact}.") for name, fact in facts.items()}
     first = together([lambda n=name: ask(evicting, n, pages[n]) for name in facts])
     said = dict(zip(facts, (message for _, message in first), strict=True))
-    second = together([lambda n=name: ask(evicting, n, pages[n], said[n], user(QUESTION)) for name in facts])
+    second = together([lambda n=name: ask(evicting, n, pages[n], said[n], user(ASK)) for name in facts])
     for (name, fact), (answer, message) in zip(facts.items(), second, strict=True):
         assert str(fact) in message["content"], name
         assert counts(answer)[1] > 0
 
 
 def test_requests_of_one_session_take_turns(evicting):
-    """The second waits for the first, and then goes on from where that was left."""
     options = {"extra_headers": {"X-Session-Id": "turns"}, "logit_bias": ENDLESS, "max_tokens": 2000}
-    stream = evicting.chat(page(), stream=True, **options)
+    stream = evicting.chat(long_text(), stream=True, **options)
     next(chunk for chunk in stream if chunk.choices[0].delta.content)
     done = []
-    second = threading.Thread(target=lambda: done.append(ask(evicting, "turns", f"{FACT} {QUESTION}")))
+    second = threading.Thread(target=lambda: done.append(ask(evicting, "turns", QUESTION)))
     second.start()
-    assert evicting.chat(f"{FACT} {QUESTION}").choices[0].message.content == "417295"  # others pass
+    assert evicting.chat(QUESTION).choices[0].message.content == "417295"  # other requests do not wait
     time.sleep(0.3)
     assert not done
     stream.close()
     second.join()
     assert done[0][1]["content"] == "417295"
-    answers = together([lambda: ask(evicting, "turns", f"{FACT} {QUESTION}")] * 4)
+    answers = together([lambda: ask(evicting, "turns", QUESTION)] * 4)
     assert {message["content"] for _, message in answers} == {"417295"}
 
 
 def test_without_eviction_a_session_changes_no_answer(narrow):
-    plain, said = narrow.chat(page(), max_tokens=12), ask(narrow, "same", page())[1]
+    plain, said = narrow.chat(long_text(), max_tokens=12), ask(narrow, "same", long_text())[1]
     assert said["content"] == plain.choices[0].message.content
-    answer, again = ask(narrow, "same", page(), said, user(QUESTION))
-    assert again["content"] == narrow.chat(page(), said, user(QUESTION)).choices[0].message.content == "417295"
-    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{QUESTION}"  # a user's stay letters
+    answer, again = ask(narrow, "same", long_text(), said, user(ASK))
+    assert again["content"] == narrow.chat(long_text(), said, user(ASK)).choices[0].message.content == "417295"
+    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # a user's stay letters
     letters = counts(ask(narrow, "letters", control, max_tokens=1)[0])[0]
     assert letters > narrow.chat(control, max_tokens=1).usage.prompt_tokens + 10
     assert counts(answer)[1] > counts(answer)[0] - 40
@@ -159,17 +152,17 @@ def test_without_eviction_a_session_changes_no_answer(narrow):
 
 
 def test_sessions_make_room(narrow):
-    """The least recently used one for another; each for what runs. What is gone is read anew."""
-    _, said = ask(narrow, "one", page())
+    """The least recently used is dropped for another one, and all are for running requests."""
+    _, said = ask(narrow, "one", long_text())
     ask(narrow, "two", "Hello")
     assert narrow.metrics()["mlx_tq_sessions"] == 1
-    answer, again = ask(narrow, "one", page(), said, user(QUESTION))
+    answer, again = ask(narrow, "one", long_text(), said, user(ASK))
     assert (counts(answer)[1], again["content"]) == (0, "417295")
-    _, said = ask(narrow, "kept", page())
+    _, said = ask(narrow, "kept", long_text())
     wait_for(lambda: narrow.metrics()["mlx_tq_session_bytes"] > 5e5)
-    narrow.chat(page(1600), max_tokens=1)
+    narrow.chat(long_text(1600), max_tokens=1)
     assert narrow.metrics()["mlx_tq_sessions"] == 0
-    assert ask(narrow, "kept", page(), said, user(QUESTION))[1]["content"] == "417295"
+    assert ask(narrow, "kept", long_text(), said, user(ASK))[1]["content"] == "417295"
 
 
 def test_limits(narrow):
@@ -177,15 +170,15 @@ def test_limits(narrow):
         "Hello", stream=True, extra_headers={"X-Session-Id": "busy"}, logit_bias=ENDLESS, max_tokens=1000
     )
     next(chunk for chunk in stream if chunk.choices[0].delta.content)
-    with pytest.raises(openai.RateLimitError, match="all of the 1 sessions are in use"):
+    with pytest.raises(openai.RateLimitError, match="all 1 sessions are in use"):
         ask(narrow, "other", "Hello")
 
-    def wait_in_line():
+    def retry():
         while True:
             with suppress(openai.RateLimitError):  # one of the requests below came before
                 return ask(narrow, "busy", "Hello")
 
-    second = threading.Thread(target=wait_in_line)
+    second = threading.Thread(target=retry)
     second.start()
 
     def is_refused():
@@ -199,7 +192,7 @@ def test_limits(narrow):
     wait_for(is_refused)
     stream.close()
     second.join()
-    assert ask(narrow, "other", f"{FACT} {QUESTION}")[1]["content"] == "417295"
+    assert ask(narrow, "other", QUESTION)[1]["content"] == "417295"
 
 
 def test_names_and_routes(narrow):

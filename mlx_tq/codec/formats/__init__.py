@@ -1,52 +1,54 @@
-"""Storage formats by name.
+"""Find storage formats by name."""
 
-A format is one file in this folder with one or more `Format` subclasses that have a `name`. Other packages add theirs
-through the entry-point group `mlx_tq.formats`.
-"""
-
-import importlib
-import pkgutil
-from functools import cache
 from importlib.metadata import entry_points
 
+from mlx_tq.codec.formats import compared, scalar, trellis, turbo
 from mlx_tq.codec.formats.base import Codec, CodecOptions, Encoded, Format
 from mlx_tq.errors import ConfigError
 
-__all__ = ["Codec", "CodecOptions", "Encoded", "Format", "format_names", "get_format"]
+__all__ = ["Codec", "CodecOptions", "Encoded", "Format", "format_names", "get_format", "register_format"]
 
 ENTRY_POINTS = "mlx_tq.formats"
 
-# What other programs call them.
+# What other programs call these formats.
 ALIASES = {"turbo8": "q8", "turbo4": "tq4", "turbo3": "tq3", "turbo2": "tq2"}
 
-
-def _named_subclasses(base: type[Format]) -> list[type[Format]]:
-    named = [base] if hasattr(base, "name") else []
-    return named + [found for subclass in base.__subclasses__() for found in _named_subclasses(subclass)]
-
-
-@cache
-def _registry() -> dict[str, Format]:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    for entry in entry_points(group=ENTRY_POINTS):
-        entry.load()
-    formats = [fmt for subclass in _named_subclasses(Format) for fmt in subclass.variants()]  # type: ignore[type-abstract]
-    return {fmt.name: fmt for fmt in sorted(formats, key=lambda fmt: (-fmt.bits, fmt.name))}
+_COMPARED = {fmt.name: fmt for fmt in compared.FORMATS}
+_formats = {fmt.name: fmt for fmt in (*scalar.FORMATS, *turbo.FORMATS, *trellis.FORMATS)}
+_entry_points = [*entry_points(group=ENTRY_POINTS)]
 
 
-def format_names() -> list[str]:
-    """All format names, most bits first."""
-    return list(_registry())
+def register_format(fmt: Format) -> None:
+    """Make a format available by its name in this process."""
+    _formats[fmt.name] = fmt
+
+
+def _load_entry_points() -> None:
+    while _entry_points:  # one is removed before it is loaded, so that its module can call get_format
+        register_format(_entry_points.pop().load())
+
+
+def format_names(*, compared: bool = True) -> list[str]:
+    """Return the names of all formats, most bits first.
+
+    Args:
+        compared: include the formats that exist for comparison only, which help texts do not list.
+    """
+    _load_entry_points()
+    formats = [*_formats.values(), *(_COMPARED.values() if compared else ())]
+    return [fmt.name for fmt in sorted(formats, key=lambda fmt: (-fmt.bits, fmt.name))]
 
 
 def get_format(name: str) -> Format:
-    """The format called `name`, or by one of ALIASES.
+    """Return the format called `name`, which may be one of ALIASES.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such format.
     """
+    _load_entry_points()
     try:
-        return _registry()[ALIASES.get(name, name)]
+        return (_COMPARED | _formats)[ALIASES.get(name, name)]
     except KeyError:
-        raise ConfigError(f"format {name!r} is unknown; valid are {', '.join(format_names())}.") from None
+        valid = ", ".join(format_names(compared=False))
+        reason = f"format {name!r} is unknown; valid are {valid}. docs/reference/formats.md lists more."
+        raise ConfigError(reason) from None

@@ -1,9 +1,10 @@
-"""What a storage format is: a `Format` found by name, and the `Codec` it makes for one head size and seed."""
+"""Define what all storage formats share: `Format`, which is found by name, and the `Codec` that it makes."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,21 +15,38 @@ SCALE_RULES = ("raw", "matched", "ls", "unbiased")
 
 # The largest finite fp16: larger components and scales are clamped to it, and counted.
 FP16_MAX = 65504.0
+# Below this the inverse of a scale would overflow; what has such a scale is stored as zero.
+TINY = 2.0**-110
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type, such as "bfloat16": a mx.Dtype can neither be copied nor written to a file."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def dtype_of(name: str) -> mx.Dtype:
+    """Invert `dtype_name`."""
+    dtype: Any = getattr(mx, name)
+    return dtype  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class CodecOptions:
-    """How a codec rotates and scales.
+    """Choose how a codec rotates and scales.
 
     Attributes:
-        seed: of the rotation.
-        rotation: "wht" or "haar".
-        scale: the write-time scale of the tq formats. "raw" keeps ||x||, "matched" makes the decoded norm ||x||, "ls"
-            is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c, "unbiased" is
-            <y, y> / <y, c>, with which the inner product of the decoded vector and the original is ||x||^2; at most 1.3
-            times "ls", which only vectors need that are much unlike Gaussian ones once they are rotated.
+        seed: seed of the rotation.
+        rotation: "wht" (Walsh-Hadamard) or "haar" (dense).
+        scale: rule for the scale that the tq and tcq formats store. "raw" keeps ||x||. "matched" makes the decoded norm
+            ||x||. "ls" is the least-squares factor <y, c> / <c, c> between the rotated vector y and its codeword c.
+            "unbiased" is <y, y> / <y, c>, with which the inner product of the decoded vector and the original is
+            ||x||^2; it is at most 1.3 times "ls", a limit that only vectors reach that stay far from Gaussian when
+            rotated.
         fp32_scales: store scales as fp32 instead of fp16.
-        pairs: the two dims of each pair that RoPE turns, for spectral keys; None is (f, f + D / 2).
+        pairs: the two dims of each pair that RoPE rotates; None is (f, f + D / 2).
+
+    Raises:
+        ConfigError: the scale rule is unknown.
     """
 
     seed: int = 42
@@ -47,7 +65,9 @@ class CodecOptions:
 class Encoded(NamedTuple):
     """Vectors as a codec stores them.
 
-    codes: uint16 [..., words]. scale: fp16 or fp32 [...], or None where the format has none.
+    Attributes:
+        codes: uint16 [..., words].
+        scale: fp16 or fp32 [...], or None if the format stores no scale next to the codes.
     """
 
     codes: mx.array
@@ -55,100 +75,65 @@ class Encoded(NamedTuple):
 
 
 class Codec(ABC):
-    """Encodes and decodes vectors of one size. Immutable, so caches share it also when they are copied.
+    """Encode and decode vectors of one size.
+
+    Subclasses implement `encode` and `decode_planes`. Codecs are immutable, so caches share them, also when copied.
+
+    A format whose codec depends on the data overrides `fit`, `restore`, `learned` and `learned_bytes`: a cache fits the
+    codec to its first keys or values once and saves `learned`.
 
     Attributes:
-        has_kernels: the kernels in metal/ read and write this format; else mlx's own operations do.
+        head_dim: D, the size of a vector.
+        words: 16-bit words of codes per vector.
+        rotation: the rotation before encoding, or None.
+        scale_dtype: type of the scale stored next to the codes, or None if there is no such scale.
+        has_kernels: True if the kernels in metal/ support this format; else mlx operations decode it.
+        learned: what `fit` derived from the data, or None.
+        learned_bytes: bytes of `learned` per head.
     """
 
     has_kernels: bool = False
+    learned: mx.array | None = None
+    learned_bytes: int = 0
 
-    def __init__(self, head_dim: int, rotation: Rotation | None) -> None:
+    def __init__(
+        self, head_dim: int, words: int, rotation: Rotation | None = None, scale_dtype: mx.Dtype | None = None
+    ) -> None:
         self.head_dim = head_dim
+        self.words = words
         self.rotation = rotation
+        self.scale_dtype = scale_dtype
 
     def __deepcopy__(self, memo: object) -> "Codec":
         return self
 
-    @property
-    @abstractmethod
-    def words(self) -> int:
-        """16-bit words of codes per vector."""
-
-    @property
-    def scale_dtype(self) -> mx.Dtype | None:
-        """Type of the stored scale, or None where the format has none."""
-        return None
-
     @abstractmethod
     def encode(self, x: mx.array) -> Encoded:
-        """Encode vectors of any float type and leading dims: [..., D]."""
+        """Encode vectors of any float type and leading dims: [..., D]. A zero vector must decode to zero."""
 
     @abstractmethod
-    def planes(self, codes: mx.array) -> list[mx.array]:
-        """Decoded coordinates in rotated space, before `gain`: uint16 [..., words] -> list of fp32 [..., D / planes].
+    def decode_planes(self, codes: mx.array) -> list[mx.array]:
+        """Decode to rotated space, before `gain`: uint16 [..., words] -> list of fp32 [..., D / planes].
 
-        Concatenated along the last axis they are the vector; attention uses them one by one.
+        Concatenated along the last axis the planes are the vector; attention uses them one by one.
         """
 
-    def columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
-        """What `planes` gives, token by token along the last axis: uint16 [..., S, words] -> (dims, fp32 [..., n, S]).
+    def decode_columns(self, codes: mx.array) -> list[tuple[slice, mx.array]]:
+        """Return the values of `decode_planes`, transposed: uint16 [..., S, words] -> (dims, fp32 [..., n, S]).
 
-        A row of queries times such an array is a sum of long rows, which BLAS vectorises; times the transpose of a
+        A row of queries times such an array is a sum of long rows, which BLAS vectorizes; times the transpose of a
         plane it is S short dot products, which take more than twice as long.
         """
-        whole = mx.concatenate(self.planes(codes), axis=-1)
-        return [(slice(None), mx.contiguous(whole.swapaxes(-1, -2)))]
+        vectors = mx.concatenate(self.decode_planes(codes), axis=-1)
+        return [(slice(None), mx.contiguous(vectors.swapaxes(-1, -2)))]
 
     def gain(self, scale: mx.array) -> mx.array:
-        """What multiplies a vector's planes: stored scale [...] -> fp32 [...]."""
+        """Return the factor of a vector's planes: stored scale [...] -> fp32 [...]."""
         return scale.astype(mx.float32)
-
-    def scores(self, queries: mx.array, encoded: Encoded) -> mx.array:
-        """Inner products of rotated queries fp32 [B, H, N, D] with vectors [B, H, S]: fp32 [B, H, N, S]."""
-        found = reduce(mx.add, (queries[..., dims] @ column for dims, column in self.columns(encoded.codes)))
-        return found if encoded.scale is None else found * self.gain(encoded.scale)[..., None, :]
-
-    def norms(self, encoded: Encoded) -> mx.array:
-        """The norms of vectors, fp32 [...], or what is proportional to them but for the format's error."""
-        return mx.linalg.norm(self.decode_rotated(encoded), axis=-1)
-
-    @property
-    def learned(self) -> mx.array | None:
-        """What `fit` found, for a cache to keep; None where there is nothing to find."""
-        return None
-
-    @property
-    def learned_bytes(self) -> int:
-        """Bytes of `learned` for each head."""
-        return 0
-
-    def fit(self, x: mx.array) -> "Codec":
-        """The codec fitted to the first vectors of a cache, [B, H, n, D]; itself where there is nothing to fit."""
-        return self
-
-    def restore(self, learned: mx.array) -> "Codec":
-        """The codec with what another one has `learned`.
-
-        Raises:
-            ConfigError: this format learns nothing.
-        """
-        raise ConfigError(f"{type(self).__name__} learns nothing; a cache of this format has no such data.")
-
-    def clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
-        """Which vectors exceeded what the format can hold: bool [...].
-
-        Args:
-            peak: their largest components by size, [...].
-            encoded: what they became.
-        """
-        if encoded.scale is None:
-            return mx.zeros(peak.shape, mx.bool_)
-        return mx.logical_or(peak > FP16_MAX, encoded.scale >= FP16_MAX)
 
     def decode_rotated(self, encoded: Encoded) -> mx.array:
         """Decode without the inverse rotation: fp32 [..., D]."""
-        y = mx.concatenate(self.planes(encoded.codes), axis=-1)
+        y = mx.concatenate(self.decode_planes(encoded.codes), axis=-1)
         return y if encoded.scale is None else y * self.gain(encoded.scale)[..., None]
 
     def decode(self, encoded: Encoded) -> mx.array:
@@ -156,41 +141,99 @@ class Codec(ABC):
         y = self.decode_rotated(encoded)
         return y if self.rotation is None else self.rotation.inverse(y)
 
+    def scores(self, queries: mx.array, encoded: Encoded) -> mx.array:
+        """Multiply rotated queries fp32 [B, H, N, D] with encoded vectors [B, H, S]: fp32 [B, H, N, S]."""
+        products = (queries[..., dims] @ column for dims, column in self.decode_columns(encoded.codes))
+        scores = reduce(mx.add, products)
+        return scores if encoded.scale is None else scores * self.gain(encoded.scale)[..., None, :]
 
-class Format(ABC):
-    """A storage format. Subclasses live one per file in this folder and are found by `name`."""
+    def estimate_norms(self, encoded: Encoded) -> mx.array:
+        """Return norms of encoded vectors, fp32 [...], up to a constant factor and the format's error."""
+        return mx.linalg.norm(self.decode_rotated(encoded), axis=-1)
 
-    name: ClassVar[str]
-    bits: ClassVar[float]  # of one code, without the scale
-    keys_only: ClassVar[str] = ""  # why values cannot be stored so
-    error: ClassVar[float]  # expected squared error of a Gaussian vector over its squared norm, at head_dim 128
+    def find_clamped(self, peak: mx.array, encoded: Encoded) -> mx.array:
+        """Return which vectors exceeded the format's range: bool [...].
 
-    @abstractmethod
-    def bytes_per_vector(self, head_dim: int) -> int:
-        """Payload of one vector in bytes, scale included, padding not; fp16 counts 16-bit models."""
+        Args:
+            peak: largest absolute component of each vector, [...].
+            encoded: the encoded vectors.
+        """
+        if encoded.scale is None:
+            return mx.zeros(peak.shape, mx.bool_)
+        return mx.logical_or(peak > FP16_MAX, encoded.scale >= FP16_MAX)
 
-    @classmethod
-    def variants(cls) -> "list[Format]":
-        """The formats that this class makes: one, unless it has parameters."""
-        return [cls()]
+    def fit(self, x: mx.array) -> "Codec":
+        """Return the codec fitted to the first vectors of a cache [B, H, n, D]; itself if there is nothing to fit."""
+        return self
 
-    def check(self, head_dim: int) -> None:
-        """Raise ConfigError where vectors of `head_dim` cannot be stored."""
-        if head_dim % 16 or head_dim <= 0:
-            raise ConfigError(
-                f"head_dim {head_dim} cannot be stored as {self.name}; valid are multiples of 16 such as 64, 80, 96, "
-                "112, 128, 192 or 256. Use fp16 for this model."
-            )
-
-    @abstractmethod
-    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
-        """The codec for vectors of `head_dim` values of a model of type `dtype`.
+    def restore(self, learned: mx.array) -> "Codec":
+        """Return the codec with what another one has `learned`.
 
         Raises:
-            ConfigError: a size that the format or its rotation cannot take.
+            ConfigError: the format learns nothing.
         """
+        raise ConfigError(f"{type(self).__name__} learns nothing; a cache of this format has no such data.")
 
 
-def rotation_for(head_dim: int, options: CodecOptions) -> Rotation:
-    """The rotation that `options` name, for vectors of `head_dim`."""
-    return get_rotation(options.rotation, head_dim, options.seed)
+class RotatedCodec(Codec):
+    """A codec that rotates by `CodecOptions.rotation` and stores one scale per vector."""
+
+    rotation: Rotation
+    scale_dtype: mx.Dtype
+
+    def __init__(self, head_dim: int, words: int, options: CodecOptions) -> None:
+        rotation = get_rotation(options.rotation, head_dim, options.seed)
+        super().__init__(head_dim, words, rotation, mx.float32 if options.fp32_scales else mx.float16)
+
+    def clamp_scale(self, scale: mx.array) -> mx.array:
+        return mx.minimum(scale, FP16_MAX).astype(self.scale_dtype)
+
+
+MakeCodec = Callable[[int, CodecOptions, mx.Dtype], Codec]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Describe a storage format, by which users choose it.
+
+    A package adds formats by an entry point of the group `mlx_tq.formats` that refers to a `Format`; a program adds
+    them by `register_format`.
+
+    Attributes:
+        name: name in flags and configurations.
+        bits: bits of one code, without the scale.
+        error: expected squared error of a Gaussian vector over its squared norm, at head_dim 128.
+        make_codec: called with head_dim, options and the model's type; raises ConfigError for a head_dim that the
+            format does not support.
+        multiple: head_dim must be a multiple of this.
+        keys_only: why values cannot be stored in this format, or "" if they can.
+    """
+
+    name: str
+    bits: float
+    error: float
+    make_codec: MakeCodec
+    multiple: int = 16
+    keys_only: str = ""
+
+    def codec(self, head_dim: int, options: CodecOptions, dtype: mx.Dtype = mx.float16) -> Codec:
+        """Make the codec for vectors of `head_dim` values of a model of type `dtype`.
+
+        Raises:
+            ConfigError: the format or its rotation does not support this head_dim.
+        """
+        if head_dim <= 0 or head_dim % self.multiple:
+            valid = f"multiples of {self.multiple} such as 64, 80, 96, 112, 128, 192 or 256. Use fp16"
+            if self.multiple > 16:
+                valid = f"multiples of {self.multiple}. Use q8 or tq4"
+            raise ConfigError(f"head_dim {head_dim} cannot be stored as {self.name}; valid are {valid} for this model.")
+        return self.make_codec(head_dim, options, dtype)
+
+    def bytes_per_vector(self, head_dim: int) -> int:
+        """Return the bytes of an encoded vector: codes and fp16 scale without padding, for a 16-bit model.
+
+        Raises:
+            ConfigError: the format does not support this head_dim.
+        """
+        codec = self.codec(head_dim, CodecOptions(rotation="haar"))  # which exists for every size
+        return 2 * codec.words + (0 if codec.scale_dtype is None else codec.scale_dtype.size)

@@ -1,4 +1,4 @@
-"""The page at `/` to chat in: put together from its files once, no build step, nothing loaded from elsewhere."""
+"""The chat page at `/`, assembled from its files without a build step; it loads nothing from elsewhere."""
 
 import base64
 import hashlib
@@ -10,14 +10,14 @@ def _read(name: str) -> str:
 
 
 def _source(text: str) -> str:
-    """What allows this text within the page, and no other."""
+    """Return the Content-Security-Policy source that allows this inline text only."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 _STYLE, _SCRIPT = _read("page.css"), _read("page.js")
 PAGE = _read("page.html").replace("<style></style>", f"<style>{_STYLE}</style>")
 PAGE = PAGE.replace("<script></script>", f"<script>{_SCRIPT}</script>")
-# What a model says cannot become script or style, and nothing can be sent elsewhere.
+# Model output cannot become a script or style, and nothing can be sent elsewhere.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -5,102 +5,102 @@ const tokens = n => `${number(n)} ${n === 1 ? "token" : "tokens"}`;
 const size = bytes => bytes < 1e3 ? `${bytes} B` : bytes < 1e6 ? `${(bytes / 1e3).toFixed(1)} kB`
   : bytes < 1e9 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(bytes / 1e9).toFixed(2)} GB`;
 
-// What others wrote is only ever set as text: nothing in it can become an element.
+// Untrusted text is only ever set as text: nothing in it can become an element.
 function element(tag, text = "", className = "") {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  if (className) made.className = className;
-  return made;
+  const node = document.createElement(tag);
+  node.textContent = text;
+  if (className) node.className = className;
+  return node;
 }
 
-// Characters that are not seen, or that turn the direction of what is, are shown by their number.
-const UNSEEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u{e0000}-\u{e007f}]/gu;
-const visible = text => text.replace(UNSEEN, c => `[U+${c.codePointAt().toString(16).toUpperCase().padStart(4, "0")}]`);
+// Invisible characters, and those that change the text direction, are shown as code points.
+const INVISIBLE = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u{e0000}-\u{e007f}]/gu;
+const visible = text => text.replace(INVISIBLE, c => `[U+${c.codePointAt().toString(16).toUpperCase().padStart(4, "0")}]`);
 
-// What is kept: by this tab, until it is closed.
+// State, stored in this tab until it is closed.
 
 const SETTINGS = ["system", "temperature", "max-tokens", "key"];
-const kept = name => JSON.parse(sessionStorage.getItem(name));
-let settings = kept("settings") ?? {};
-let chat = kept("chat") ?? begun();
-let running = null, server = null;  // the request in progress; what the server said of itself
+const load = name => JSON.parse(sessionStorage.getItem(name));
+let settings = load("settings") ?? {};
+let chat = load("chat") ?? newChat();
+let running = null, server = null;  // the AbortController of the current request; the server's /v1/plan
 
-function begun() {
-  const random = crypto.getRandomValues(new Uint8Array(16));  // nobody can guess whose session it is
+function newChat() {
+  const random = crypto.getRandomValues(new Uint8Array(16));  // a session id that nobody can guess
   return { session: "page-" + Array.from(random, byte => byte.toString(16).padStart(2, "0")).join(""), turns: [], memory: null };
 }
 
-function keep() {
+function save() {
   try {
     sessionStorage.setItem("settings", JSON.stringify(settings));
     sessionStorage.setItem("chat", JSON.stringify(chat));
-  } catch {  // more than a tab may keep: it goes on, and only a reload begins anew
+  } catch {  // over the storage limit: the chat continues, but does not survive a reload
     sessionStorage.removeItem("chat");
   }
 }
 
 // The server
 
-async function ask(path, options = {}) {
+async function request(path, options = {}) {
   const headers = { ...options.headers, ...(settings.key && { Authorization: `Bearer ${settings.key}` }) };
-  let answer;
+  let response;
   try {
-    answer = await fetch(path, { ...options, headers });
+    response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer. Is it running?");
+    throw new Error("Cannot reach the server. Is it running?");
   }
-  if (answer.ok) return answer;
-  const said = await answer.json().catch(() => null);
-  const error = new Error(said?.error?.message ?? answer.statusText);
-  error.status = answer.status;
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  const error = new Error(body?.error?.message ?? response.statusText);
+  error.status = response.status;
   throw error;
 }
 
-async function meet() {
+async function connect() {
   try {
-    server = await (await ask("/v1/plan")).json();
+    server = await (await request("/v1/plan")).json();
     $("model").textContent = visible(server.model);
     $("temperature").placeholder = server.temperature;
     $("max-tokens").placeholder = server.max_tokens;
-    $("stored").replaceChildren(...stored(server).map(line => element("li", line)));
-    fail("");
+    $("layout").replaceChildren(...layout(server).map(line => element("li", line)));
+    showError("");
   } catch (error) {
-    fail(error.message);
+    showError(error.message);
     if (error.status !== 401) return;
     $("model").textContent = "";
-    open("key");
+    openSettings("key");
   }
 }
 
-function stored({ plan, positions, sessions, rescue }) {
+function layout({ plan, context_length, sessions, rescue }) {
   const lines = [];
   if (plan) {
-    for (const { count, key, value } of plan.layers) lines.push(`${number(count)} layers: keys in ${key}, values in ${value}`);
-    if (plan.others) lines.push(`${number(plan.others)} layers as they are`);
-    lines.push(`The first ${number(plan.prefix)} tokens and the last ${number(plan.window)} stay in ${plan.dtype}`);
+    for (const { count, key, value } of plan.layers) lines.push(`${number(count)} layers: keys ${key}, values ${value}`);
+    if (plan.other_layers) lines.push(`${number(plan.other_layers)} layers uncompressed`);
+    lines.push(`First ${number(plan.sinks)} and last ${number(plan.window)} tokens in ${plan.dtype}`);
     const { policy, budget, recall } = plan.eviction ?? {};
-    lines.push(policy ? `${policy} keeps ${typeof budget === "number" ? tokens(budget) : `${budget} of the tokens`}` : "No token leaves");
-    if (recall) lines.push("What leaves is archived, and comes back for a question that needs it");
-    if (rescue) lines.push("The text of what leaves is kept, and quoted where a question needs it");
+    lines.push(policy ? `Eviction: ${policy}, budget ${typeof budget === "number" ? tokens(budget) : `${budget} of the tokens`}` : "No eviction");
+    if (recall) lines.push("Evicted tokens are archived and recalled when a message needs them");
+    if (rescue) lines.push("Evicted text is searched and quoted when a message needs it");
   } else {
-    lines.push("In mlx-lm's own caches: nothing is compressed");
+    lines.push("fp16 cache of mlx-lm, uncompressed");
   }
-  if (positions) lines.push(`The model takes ${tokens(positions)}`);
-  lines.push(sessions ? "A conversation is kept between its turns" : "This server keeps no conversation: each turn reads all of it");
+  if (context_length) lines.push(`Context window: ${tokens(context_length)}`);
+  if (!sessions) lines.push("Sessions are off: the server processes the whole chat for each message");
   return lines;
 }
 
-// Events of a stream, one object each; a number of comments says how much of the prompt was read.
-async function* events(answer, progress) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+// Yield the objects of an event stream; its comments report the progress of the prefill.
+async function* events(response, progress) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read().catch(error => {
       if (error.name === "AbortError") throw error;
       return { done: true };
     });
-    if (done) throw new Error("The server went away before the answer was complete.");
+    if (done) throw new Error("The server closed the connection before the answer was complete.");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -113,10 +113,10 @@ async function* events(answer, progress) {
 
 // A turn
 
-function request() {
+function requestBody() {
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const said = chat.turns.map(({ role, content }) => ({ role, content }));
-  const body = { messages: [...system, ...said], stream: true, stream_options: { include_usage: true } };
+  const messages = chat.turns.map(({ role, content }) => ({ role, content }));
+  const body = { messages: [...system, ...messages], stream: true, stream_options: { include_usage: true } };
   if (settings.temperature) body.temperature = +settings.temperature;
   if (settings["max-tokens"]) body.max_tokens = +settings["max-tokens"];
   return body;
@@ -124,122 +124,122 @@ function request() {
 
 async function send(text) {
   running = new AbortController();
-  fail("");
+  showError("");
   chat.turns.push({ role: "user", content: text });
   const turn = { role: "assistant", content: "" };
-  const asked = show(chat.turns.at(-1)), item = show(turn);
+  const question = show(chat.turns.at(-1)), item = show(turn);
   item.classList.add("busy");
-  busy(true);
+  setBusy(true);
   let fault = "";
   try {
-    await answer(turn, item);
+    await generate(turn, item);
   } catch (error) {
     turn.stopped = true;
     if (error.name !== "AbortError") fault = error.message;
-    if (error.status === 401) open("key");
+    if (error.status === 401) openSettings("key");
   }
   item.classList.remove("busy");
-  if (turn.stopped && !turn.content) {  // nothing was said: the question is as if it had not been asked
+  if (turn.stopped && !turn.content) {  // no answer: put the message back into the input
     chat.turns.pop();
-    asked.remove();
+    question.remove();
     item.remove();
     $("message").value = [text, $("message").value].filter(Boolean).join("\n");
     fit();
   } else {
     chat.turns.push(turn);
-    follow(() => item.append(...facts(turn)));
+    follow(() => item.append(...details(turn)));
   }
   running = null;
-  busy(false);
-  say(turn.stopped && !fault ? "Stopped" : "");
-  fail(fault);
+  setBusy(false);
+  showStatus(turn.stopped && !fault ? "Stopped" : "");
+  showError(fault);
   showMemory();
-  keep();
+  save();
 }
 
-async function answer(turn, item) {
+async function generate(turn, item) {
   const headers = { "Content-Type": "application/json", ...(server?.sessions !== 0 && { "X-Session-Id": chat.session }) };
-  const options = { method: "POST", headers, body: JSON.stringify(request()), signal: running.signal };
-  const stream = await ask("/v1/chat/completions", options);
-  for await (const event of events(stream, say)) {
+  const options = { method: "POST", headers, body: JSON.stringify(requestBody()), signal: running.signal };
+  const stream = await request("/v1/chat/completions", options);
+  for await (const event of events(stream, showStatus)) {
     if (event.error) throw new Error(event.error.message);
     const [choice] = event.choices;
     const { content, reasoning } = choice?.delta ?? {};
-    if (reasoning) think(item, reasoning);
+    if (reasoning) showReasoning(item, reasoning);
     if (content) {
       turn.content += content;
-      follow(() => item.querySelector(".words").append(visible(content)));
+      follow(() => item.querySelector(".content").append(visible(content)));
     }
-    if (content || reasoning) say("Answering");
+    if (content || reasoning) showStatus("Generating");
     if (choice?.finish_reason) turn.finish = choice.finish_reason;
     if (event.usage) turn.usage = event.usage;
     if (event.session) {
-      const { recalled, recalled_by_meaning, recall_ms, rescued, quoted } = event.session;
-      turn.session = { recalled, recalled_by_meaning, recall_ms, rescued, quoted };
+      const { recalled, recalled_by_search, recall_ms, rescued, quoted } = event.session;
+      turn.session = { recalled, recalled_by_search, recall_ms, rescued, quoted };
       chat.memory = event.session;
     }
   }
 }
 
-function think(item, text) {
-  if (!item.querySelector(".thoughts")) {
-    const made = element("details", "", "thoughts");
-    made.append(element("summary", "What it thought"), element("p"));
-    item.querySelector(".words").before(made);
+function showReasoning(item, text) {
+  if (!item.querySelector(".reasoning")) {
+    const details = element("details", "", "reasoning");
+    details.append(element("summary", "Reasoning"), element("p"));
+    item.querySelector(".content").before(details);
   }
-  follow(() => item.querySelector(".thoughts p").append(visible(text)));
+  follow(() => item.querySelector(".reasoning p").append(visible(text)));
 }
 
-// What is shown
+// Display
 
 function show(turn) {
   const item = element("li", "", turn.role);
-  item.append(element("h2", turn.role === "user" ? "You" : "Answer"), element("p", visible(turn.content), "words"), ...facts(turn));
-  follow(() => $("talk").append(item));
+  item.append(element("h2", turn.role === "user" ? "You" : "Assistant"), element("p", visible(turn.content), "content"), ...details(turn));
+  follow(() => $("messages").append(item));
   $("empty").hidden = true;
   return item;
 }
 
-function facts({ usage, session, finish, stopped }) {
+function details({ usage, session, finish, stopped }) {
   const lines = [];
-  if (usage) lines.push(`${tokens(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)} read, ${number(usage.completion_tokens)} said`);
-  if (finish === "length") lines.push("ended at the limit of tokens");
+  if (usage) lines.push(`prompt ${tokens(usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)}, generated ${number(usage.completion_tokens)}`);
+  if (finish === "length") lines.push("stopped at max tokens");
   if (stopped) lines.push("stopped");
   if (session?.recalled) {
-    const named = session.recalled_by_meaning;
-    lines.push(`${tokens(session.recalled)} recalled${named ? `, ${number(named)} of them by search` : ""} in ${number(session.recall_ms)} ms`);
+    const bySearch = session.recalled_by_search;
+    lines.push(`recalled ${tokens(session.recalled)}${bySearch ? ` (${number(bySearch)} by search)` : ""} in ${number(session.recall_ms)} ms`);
   }
-  const made = lines.length ? [element("p", lines.join(", "), "facts")] : [];
-  if (!session?.rescued) return made;
-  const details = element("details"), list = element("ul", "", "quotes");
+  const nodes = lines.length ? [element("p", lines.join(", "), "facts")] : [];
+  if (!session?.rescued) return nodes;
+  const quotation = element("details"), list = element("ul", "", "quotes");
   for (const { start, stop, text } of session.quoted) {
     const quote = element("li", visible(text));
     quote.prepend(element("small", `tokens ${number(start)} to ${number(stop)}`));
     list.append(quote);
   }
-  details.append(element("summary", `Brought back: ${tokens(session.rescued)}`), list);
-  return [...made, details];
+  quotation.append(element("summary", `Quoted: ${tokens(session.rescued)}`), list);
+  return [...nodes, quotation];
 }
 
 function showMemory() {
   const { memory } = chat, bar = $("bar");
   const { tokens: seen = 0, live = 0, evicted = 0, archived = 0 } = memory ?? {};
-  const total = Math.max(memory?.positions ?? 0, seen, 1), gone = evicted - archived;
-  [live, archived, gone].forEach((count, place) => bar.children[place].style.width = `${count / total * 100}%`);
+  const total = Math.max(memory?.context_length ?? 0, seen, 1), dropped = evicted - archived;
+  [live, archived, dropped].forEach((count, place) => bar.children[place].style.width = `${count / total * 100}%`);
   if (!memory) {
-    $("figures").replaceChildren();
-    bar.setAttribute("aria-label", "nothing is in the cache yet");
+    $("usage").replaceChildren();
+    bar.setAttribute("aria-label", "The cache is empty");
     return;
   }
   const parts = [["live", `${number(live)} live`], ["archived", archived && `${number(archived)} archived`],
-    ["evicted", gone && `${number(gone)} evicted`], ["", memory.recalled && `${number(memory.recalled)} recalled`],
-    ["", memory.rescued && `${number(memory.rescued)} rescued`],
+    ["evicted", dropped && `${number(dropped)} dropped`], ["", memory.recalled && `${number(memory.recalled)} recalled`],
+    ["", memory.rescued && `${number(memory.rescued)} quoted`],
     ["", `${size(memory.bytes)}, fp16 ${size(memory.fp16_bytes)}`]].filter(([, text]) => text);
-  $("figures").replaceChildren(...parts.map(([name, text]) => element("span", text, name)));
+  $("usage").replaceChildren(...parts.map(([name, text]) => element("span", text, name)));
   bar.setAttribute("aria-label", `${parts.map(([, text]) => text).join(", ")}, of ${tokens(total)}`);
 }
 
-// What grows stays in sight, unless its reader has scrolled away.
+// Keep the end in view, unless the user has scrolled away.
 function follow(change) {
   const main = document.querySelector("main");
   const atEnd = main.scrollHeight - main.scrollTop - main.clientHeight < 40;
@@ -247,19 +247,19 @@ function follow(change) {
   if (atEnd) main.scrollTop = main.scrollHeight;
 }
 
-function busy(is) {
-  $("send").hidden = $("anew").disabled = is;
-  $("stop").hidden = !is;
-  $("talk").setAttribute("aria-busy", is);  // read aloud when it is complete, not by the token
-  if (is) say("Waiting");
+function setBusy(busy) {
+  $("send").hidden = $("new-chat").disabled = busy;
+  $("stop").hidden = !busy;
+  $("messages").setAttribute("aria-busy", busy);  // screen readers read the complete answer, not each token
+  if (busy) showStatus("Waiting");
 }
 
-function say(text) {
-  if ($("state").textContent !== text) $("state").textContent = text;  // what stays the same is not read aloud again
+function showStatus(text) {
+  if ($("status").textContent !== text) $("status").textContent = text;  // screen readers repeat what is set again
 }
 
-function fail(text) {
-  $("fault").textContent = visible(text);
+function showError(text) {
+  $("error").textContent = visible(text);
 }
 
 function fit() {
@@ -268,15 +268,15 @@ function fit() {
   style.height = `${$("message").scrollHeight + 2}px`;
 }
 
-// What is done
+// Events
 
 $("message").oninput = fit;
 $("message").onkeydown = event => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  $("ask").requestSubmit();
+  $("composer").requestSubmit();
 };
-$("ask").onsubmit = event => {
+$("composer").onsubmit = event => {
   event.preventDefault();
   const text = $("message").value;
   if (running || !text.trim()) return;
@@ -289,40 +289,40 @@ document.addEventListener("keydown", event => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) running?.abort();
 });
 
-function open(field) {
+function openSettings(field) {
   for (const name of SETTINGS) $(name).value = settings[name] ?? "";
   $("settings").returnValue = "";
   if (!$("settings").open) $("settings").showModal();
   $(field).focus();
 }
-$("set").onclick = () => open("system");
+$("open-settings").onclick = () => openSettings("system");
 $("settings").onclose = () => {
   if ($("settings").returnValue === "done") {
     for (const name of SETTINGS) settings[name] = $(name).value.trim();
-    keep();
-    meet();
+    save();
+    connect();
   }
   $("message").focus();
 };
 
-$("anew").onclick = () => {
+$("new-chat").onclick = () => {
   if (!chat.turns.length) { $("message").focus(); return; }
-  $("sure").returnValue = "keep";
-  $("sure").showModal();
+  $("confirm").returnValue = "cancel";
+  $("confirm").showModal();
 };
-$("sure").onclose = () => {
-  if ($("sure").returnValue === "forget") {
-    ask(`/v1/sessions/${chat.session}`, { method: "DELETE" }).catch(() => {});  // the server drops it in its own time
-    chat = begun();
-    $("talk").replaceChildren();
+$("confirm").onclose = () => {
+  if ($("confirm").returnValue === "new") {
+    request(`/v1/sessions/${chat.session}`, { method: "DELETE" }).catch(() => {});  // not worth waiting for
+    chat = newChat();
+    $("messages").replaceChildren();
     $("empty").hidden = false;
-    fail("");
+    showError("");
     showMemory();
-    keep();
+    save();
   }
   $("message").focus();
 };
 
 chat.turns.forEach(show);
 showMemory();
-meet();
+connect();

@@ -1,49 +1,67 @@
-"""Kernels of mlx_tq on the simulator instead of a GPU."""
+"""Runs the kernels of mlx_tq on the simulator in place of a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import mlx.core as mx
 
 from metal_sim.capture import capture
 from metal_sim.run import Counters, simulate
-from mlx_tq.kernels import build, impl
+from mlx_tq.kernels import backend, gpu
+from mlx_tq.kernels.gpu import Constants, Kernel
 
 ORDERS = (0, 1, 7)
+
+Result = TypeVar("Result")
 
 
 @contextmanager
 def simulated(
     *, order: int = 0, sanitize: bool = False, edit: Callable[[str], str] = lambda text: text
 ) -> Iterator[list[Counters]]:
-    """The simulator is the GPU meanwhile, and is chosen; yields the counters of each call."""
+    """Use the simulator as the GPU, and yield the counters of each call; the arguments are those of `simulate`."""
     counters: list[Counters] = []
 
-    def run(kernel: build.Kernel, constants: build.Constants, **call: Any) -> list[Any]:
-        if kernel.sources:  # mlx copies for it what is not contiguous
-            call["inputs"] = [mx.contiguous(array) for array in call["inputs"]]
-        result = simulate(build.built(kernel, "metal", constants), **call, order=order, sanitize=sanitize, edit=edit)
+    def run(kernel: Kernel, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
+        if kernel.sources:  # mlx copies arrays that are not contiguous
+            inputs = [mx.contiguous(array) for array in inputs]
+        compiled = gpu.compile_kernel(kernel, "metal", constants)
+        result = simulate(compiled, inputs=inputs, **call, order=order, sanitize=sanitize, edit=edit)
         counters.append(result.counters)
         return result.outputs
 
     with (
-        mock.patch.object(build, "run", run),
-        mock.patch.object(build, "backend", return_value="metal"),
-        impl.using("metal"),
+        mock.patch.object(Kernel, "run", run),
+        mock.patch.object(gpu, "gpu_backend", return_value="metal"),
+        backend.using("metal"),
     ):
         yield counters
 
 
 @contextmanager
 def captured() -> Iterator[dict[str, str]]:
-    """Yields the texts of the kernels called meanwhile, by name; their outputs are zeros."""
+    """Use a GPU whose outputs are zeros, and yield the texts of the kernels called, by name."""
     texts: dict[str, str] = {}
 
-    def run(kernel: build.Kernel, *, inputs: list[mx.array], constants: build.Constants, **call: Any) -> list[mx.array]:
-        texts[kernel.name] = capture(build.built.__wrapped__(kernel, "metal", constants), list(inputs), **call)
-        return [mx.zeros(*made) for made in zip(call["output_shapes"], call["output_dtypes"], strict=True)]
+    def run(kernel: Kernel, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
+        texts[kernel.name] = capture(gpu.compile_kernel.__wrapped__(kernel, "metal", constants), inputs, **call)
+        return zeros(**call)
 
-    with mock.patch.object(build, "run", run):
+    with (
+        mock.patch.object(Kernel, "run", run),
+        mock.patch.object(gpu, "gpu_backend", return_value="metal"),
+        backend.using("metal"),
+    ):
         yield texts
+
+
+def zeros(output_shapes: list[tuple[int, ...]], output_dtypes: list[mx.Dtype], **call: Any) -> list[mx.array]:
+    return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
+
+
+def reference(operation: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """Call an operation's reference implementation."""
+    with backend.using("reference"):
+        return operation(*arguments, **options)

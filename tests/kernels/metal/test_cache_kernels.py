@@ -1,34 +1,39 @@
 """encode, dequantize, score, recall_score, wht and compact on the simulator, on covering arrays of problems."""
 
-from functools import partial
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import (
+
+from kernels.cases import (
     ALL_FORMATS,
     DIMS,
     DTYPES,
     FORMATS,
     GROUPS,
-    RINGS,
-    dtype_of,
+    TRELLIS_PAIRS,
+    has_same_bits,
     make_layout,
     make_problem,
     random,
-    same_bits,
 )
-from checks import compacts, dequantizes, encodes, flags, recalls, rotates, scores, some_rows
-from covering import case_id, covering
-from simulated import ORDERS, simulated
-
+from kernels.covering import case_id, covering
+from kernels.metal.checks import (
+    check_compact,
+    check_dequantize,
+    check_encode,
+    check_health,
+    check_recall_score,
+    check_score,
+    check_wht,
+    random_rows,
+)
+from kernels.metal.simulated import ORDERS, reference, simulated
 from metal_sim.run import SimulationError
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.errors import KernelUnavailableError
-from mlx_tq.kernels import impl
-from mlx_tq.kernels.dequantize import _dequantize_gpu, dequantize_ref
-from mlx_tq.kernels.encode import _encode_gpu, encode
+from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.wht import wht
 
 PARAMETERS = {
@@ -36,16 +41,16 @@ PARAMETERS = {
     "key": FORMATS,
     "value": FORMATS,
     "dtype": DTYPES,
-    "conditioned": (None, "blocks", "gaps"),
+    "normalized": (None, "blocks", "gaps"),
     "rule": ("raw", "matched", "ls", "unbiased"),
     "wide": (False, True),
-    "body": (1, 31, 32, 33, 97),
+    "packed": (1, 31, 32, 33, 97),
 }
 ALL_TOKENS = (1, 2, 31, 32, 33, 97, 255, 256, 257, 1025, 4096)
-SHORT = {name: values for name, values in PARAMETERS.items() if name not in ALL_FORMATS} | {"body": (1, 9, 33)}
+SHORT = {name: values for name, values in PARAMETERS.items() if name not in ALL_FORMATS} | {"packed": (1, 9, 33)}
 TRELLIS = [
     {name: values[number % len(values)] for name, values in SHORT.items()}
-    | dict(zip(ALL_FORMATS, RINGS[number % len(RINGS)], strict=True))
+    | dict(zip(ALL_FORMATS, TRELLIS_PAIRS[number % len(TRELLIS_PAIRS)], strict=True))
     for number in range(len(DIMS))
 ]
 
@@ -55,25 +60,24 @@ def with_value_dims(cases: list[dict]) -> list[dict]:
 
 
 CASES = with_value_dims(covering(PARAMETERS)) + with_value_dims(TRELLIS)
-CHECKS = {"encode": encodes, "dequantize": dequantizes, "score": scores, "recall": recalls}
-# Scores have as many texts as keys have formats and sizes; of encode and dequantize, most cases are one.
+CHECKS = {"encode": check_encode, "dequantize": check_dequantize, "score": check_score, "recall": check_recall_score}
+# Scores have one text per format and size of keys; encode and dequantize have a text of their own in most cases.
 SCORING = ("score", "recall")
 FEW = [(name, number) for name in CHECKS for number in range(0, len(CASES), 3 if name in SCORING else 1)]
 BLOCKS = ((32,), (32, 5, 1, 33, 70), (16, 17), (100,), (1,))
 PARTS = 20
 
 
-def check(name: str, case: dict, number: int, *orders: int, **how) -> None:
-    """Query heads and turned dims, which only scores have, take turns; so do queries and blocks of recall."""
+def check(name: str, case: dict, number: int, *orders: int, **simulation) -> None:
+    """Check a kernel; query heads, RoPE pairs, and the queries and blocks of recall follow from the number."""
     case = {"groups": GROUPS[number % 6], "length": 1, "recent": number % 7, **case}
     if name == "recall":
         case |= {"batch": 1, "length": (1, 5, 3, 2)[number % 4]}
     dims = case.pop("key_dim"), case.pop("value_dim")
     problem = make_problem(dims, **case, seed=number)
-    changing = {"score": {"turned": (1, 4, 0)[number % 3]}, "recall": {"sizes": BLOCKS[number % 5]}}
-    kernel = partial(CHECKS[name], **changing.get(name, {}))
+    options = {"score": {"rotated": (1, 4, 0)[number % 3]}, "recall": {"sizes": BLOCKS[number % 5]}}
     for order in orders:
-        kernel(problem, order=order, **how)
+        CHECKS[name](problem, **options.get(name, {}), order=order, **simulation)
 
 
 @pytest.mark.parametrize(("name", "number"), FEW, ids=[f"{name}-{case_id(CASES[number])}" for name, number in FEW])
@@ -85,30 +89,29 @@ def test_kernel(name, number):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", CHECKS)
 def test_all_texts(name, part):
-    """Every three values of any parameters, in all orders of threads."""
     for number, case in enumerate(covering({**PARAMETERS, **ALL_FORMATS, "value_dim": DIMS}, ways=3)[part::PARTS]):
         check(name, case, number, *ORDERS)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("body", ALL_TOKENS)
+@pytest.mark.parametrize("packed", ALL_TOKENS)
 @pytest.mark.parametrize("name", CHECKS)
-def test_all_sizes(name, body):
+def test_all_sizes(name, packed):
     for number, (batch, groups) in enumerate(product((1, 3), GROUPS if name in SCORING else (1,))):
-        check(name, {**CASES[number % 4], "body": body, "batch": batch, "groups": groups}, number, *ORDERS)
+        check(name, {**CASES[number % 4], "packed": packed, "batch": batch, "groups": groups}, number, *ORDERS)
 
 
 @pytest.mark.parametrize("number", range(0, len(CASES), 24))
 @pytest.mark.parametrize("name", CHECKS)
 def test_under_sanitizers(name, number):
-    check(name, {**CASES[number], "body": 3}, number, 0, sanitize=True)
+    check(name, {**CASES[number], "packed": 3}, number, 0, sanitize=True)
 
 
-@pytest.mark.parametrize("conditioned", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", ["q8", "tq4", "fp16"])
-def test_flags(key, dtype, conditioned):
-    flags(key, dtype, conditioned)
+def test_health_counts(key, dtype, normalized):
+    check_health(key, dtype, normalized)
 
 
 X = random((2, 3, 20, 128))
@@ -125,45 +128,34 @@ def test_encode_any_strides(view):
     layout, keys = make_layout((64, 64), "tq4", "q8", "float16"), VIEWS[view]
     values = random(keys.shape, seed=5)
     with simulated():
-        found = _encode_gpu(keys, values, layout)
-    with simulated() as counters, impl.using("ops"):
-        expected = encode(keys, values, layout)
-    assert same_bits(found.rows, expected.rows)
-    assert counters == [], "where mlx is chosen it does it"
-
-
-@pytest.mark.parametrize("out", DTYPES)
-def test_type_of_decoded_is_a_choice(out):
-    problem = make_problem(key="fp16", dtype="float32", body=5)
-    arguments = problem.arguments["rows"][:, :, :5], problem.layout, dtype_of(out)
-    with simulated():
-        found = _dequantize_gpu(*arguments)
-    for ours, theirs in zip(found, dequantize_ref(*arguments), strict=True):
-        assert ours.dtype == theirs.dtype == dtype_of(out)
-        assert mx.allclose(ours, theirs, rtol=1e-2 if out == "bfloat16" else 1e-3)
+        rows = encode(keys, values, layout).rows
+    with simulated() as counters:
+        expected = reference(encode, keys, values, layout).rows
+    assert has_same_bits(rows, expected)
+    assert counters == [], "the reference backend runs no kernel"
 
 
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dim", [16, *DIMS, 448])
 def test_wht(dim, inverse):
     for order in ORDERS:
-        rotates(random((3, 11, dim), DTYPES[dim // 16 % 3]), inverse, order=order)
+        check_wht(random((3, 11, dim), DTYPES[dim // 16 % 3]), inverse, order=order)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [16, 32, *DIMS, 320, 384, 448])
-def test_wht_all_types(dim, dtype, inverse):
+def test_wht_all_dtypes(dim, dtype, inverse):
     for number, tokens in enumerate((1, 31, 32, 33, 97)):
-        rotates(random((2, 2, tokens, dim), dtype), inverse, order=ORDERS[number % 3])
+        check_wht(random((2, 2, tokens, dim), dtype), inverse, order=ORDERS[number % 3])
 
 
 def test_wht_any_strides_and_ranks():
     x = random((2, 3, 4, 5, 112))
     for view in (x, x[0].swapaxes(0, 1), x[0, :, ::2, 1:3], x[0, 0, 0], x[0, 0, 0, 0], x[:, :, :, ::-1]):
-        rotates(view, inverse=True)
-    rotates(random((5, 80)), sanitize=True)
+        check_wht(view, inverse=True)
+    check_wht(random((5, 80)), sanitize=True)
 
 
 def test_dense_rotations_have_no_kernel():
@@ -174,12 +166,15 @@ def test_dense_rotations_have_no_kernel():
 
 @pytest.mark.parametrize("kept", [[0], [4], [0, 2, 3], list(range(5)), list(range(1, 40, 2)), []])
 def test_compact(kept):
-    rows = some_rows(40)
+    rows = random_rows(40)
     for view in (rows, rows[:, ::2], rows[1:]):
-        compacts(view, kept, order=7)
-    compacts(rows, kept, sanitize=True)
+        check_compact(view, kept, order=7)
+    check_compact(rows, kept, sanitize=True)
+
+
+def test_compact_of_rows_out_of_bounds():
     with pytest.raises(SimulationError, match="out of bounds"):
-        compacts(some_rows(9), [1, 9 * 6 + 18])
+        check_compact(random_rows(9), [1, 9 * 6 + 18])
 
 
 @pytest.mark.full
@@ -189,4 +184,4 @@ def test_compact_all_sizes(tokens):
     for batch, words, share in product((1, 3), (1, 31, 32, 33, 67, 131), (0.1, 0.5, 1.0)):
         kept = np.flatnonzero(rng.random(tokens) < share).tolist()
         for order in ORDERS:
-            compacts(some_rows(tokens, words, batch), kept, order=order)
+            check_compact(random_rows(tokens, words, batch), kept, order=order)

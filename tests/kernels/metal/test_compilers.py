@@ -1,27 +1,69 @@
-"""The kernels' text before other compilers: clang's check of address spaces, and NVIDIA's compiler."""
+"""The kernels' text in other compilers: clang checks address spaces, NVIDIA's compiler compiles the CUDA side.
+
+C++ for OpenCL has Metal's address spaces under other names. CUDA is what `mx.fast.cuda_kernel` generates. Both are made
+from the text that mlx generates for Metal, CUDA with its own part of tq_compat.h.
+"""
 
 import re
 import shutil
 import subprocess
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from unittest import mock
 
 import mlx.core as mx
 import pytest
-from cases import make_problem
-from dialects import cuda, opencl
-from simulated import captured
 
+from kernels.cases import make_problem
+from kernels.metal.simulated import captured
+from metal_sim.translate import Parameter, parameters
 from mlx_tq.codec.rotation import get_rotation
-from mlx_tq.kernels import build, source, thresholds
-from mlx_tq.kernels.attend import _attend_gpu
-from mlx_tq.kernels.compact import _compact_gpu
-from mlx_tq.kernels.dequantize import _dequantize_gpu
-from mlx_tq.kernels.encode import _encode_gpu
-from mlx_tq.kernels.recall_score import _recall_score_gpu, grouped
-from mlx_tq.kernels.score import _score_gpu
+from mlx_tq.kernels import gpu, thresholds
+from mlx_tq.kernels.attend import attend
+from mlx_tq.kernels.compact import compact
+from mlx_tq.kernels.dequantize import dequantize
+from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.recall_score import group_queries, recall_score
+from mlx_tq.kernels.score import score
 from mlx_tq.kernels.thresholds import KernelThresholds
-from mlx_tq.kernels.wht import _wht_gpu
+from mlx_tq.kernels.wht import wht
+
+_SIGNATURE = re.compile(r"\[\[kernel\]\] void (?P<name>\w+)\(\n.*?\) \{\n", re.S)
+
+OPENCL_PRELUDE = Path(__file__).with_name("opencl_prelude.h").read_text()
+CUDA_PRELUDE = Path(__file__).with_name("cuda_prelude.h").read_text()
+
+
+def split_text(text: str) -> tuple[str, str, str]:
+    """Return what precedes the kernel, its name, and its body."""
+    signature = _SIGNATURE.search(text)
+    assert signature
+    return text[: signature.start()], signature["name"], text[signature.end() :]
+
+
+def opencl(text: str) -> str:
+    """Translate a kernel to C++ for OpenCL 2021."""
+    header, name, body = split_text(text)
+    arguments = [f"{p.type} {p.name}" for p in parameters(text)]
+    return "\n".join([OPENCL_PRELUDE, header, f"kernel void {name}({', '.join(arguments)}) {{", body])
+
+
+def cuda(texts: Sequence[str]) -> str:
+    """Translate kernels to CUDA, where shapes and strides are passed by value; kernel n is in namespace kernel_n_."""
+    parts = [CUDA_PRELUDE]
+    for number, text in enumerate(texts):
+        header, name, body = split_text(text)
+        arguments = ", ".join(_cuda_parameter(p) for p in parameters(text) if p.number is not None)
+        parts += [f"namespace kernel_{number}_ {{", header, f"__global__ void {name}({arguments}) {{", body, "}"]
+    return "\n".join(parts)
+
+
+def _cuda_parameter(parameter: Parameter) -> str:
+    plain = re.sub(r"\b(device|constant)\b\s*", "", parameter.type)
+    by_value = re.search(r"_(shape|strides)$", parameter.name)
+    return f"{by_value.group(1).title() if by_value else plain} {parameter.name}"
+
 
 MASKED = {"mask": "bool", "sinks": True}
 LAYOUTS = {
@@ -36,65 +78,67 @@ LAYOUTS = {
         "rule": "matched",
         **MASKED,
     },
-    "conditioned tq4": {"dims": (128, 128), "key": "tq4", "conditioned": "blocks", **MASKED},
+    "normalized tq4": {"dims": (128, 128), "key": "tq4", "normalized": "blocks", **MASKED},
     "tcq3 and tcq2": {"dims": (128, 256), "key": "tcq3", "value": "tcq2", "dtype": "bfloat16"},
-    "conditioned tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "conditioned": "blocks", **MASKED},
-    "conditioned fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "conditioned": "gaps"},
+    "normalized tcq4": {"dims": (256, 256), "key": "tcq4", "value": "tcq4", "normalized": "blocks", **MASKED},
+    "normalized fp16": {"dims": (80, 64), "key": "fp16", "dtype": "bfloat16", "normalized": "gaps"},
 }
 
 
 @cache
 def texts(dialect: str = "metal") -> dict[str, str]:
-    """Generated texts by name; the functions in which dialects differ are those of one."""
-    found, written = {}, partial(source.text, where=dialect)
+    """Return the generated texts by name, with the functions that differ between dialects from one of them."""
+    result, kernel_text = {}, gpu.kernel_text
 
-    def add(name, kernel, *arguments):
-        with captured() as made, mock.patch.object(build, "text", lambda name, _, **how: written(name, **how)):
-            kernel(*arguments)
-        found.update({f"{kernel_name} {name}": text for kernel_name, text in made.items()})
+    def add(name, call, *arguments, **options):
+        def text(kernel, device, **parts):
+            return kernel_text(kernel, dialect, **parts)
+
+        with captured() as new_texts, mock.patch.object(gpu, "kernel_text", text):
+            call(*arguments, **options)
+        result.update({f"{kernel} {name}": text for kernel, text in new_texts.items()})
 
     for name, case in LAYOUTS.items():
-        problem = make_problem(**{"rule": "raw", "body": 4, "batch": 1, "groups": 4, "length": 1, **case})
-        layout, rows = problem.layout, problem.arguments["rows"]
-        means = problem.conditioning
-        add(name, _encode_gpu, *problem.packed, layout, means)
-        add(name, _dequantize_gpu, rows, layout, problem.full[0].dtype, problem.full, means)
-        virtual = mx.zeros((2, 2, case["dims"][0])), mx.zeros((2, 2, 8)), mx.zeros((2, 8), mx.int32)
-        add(name, _score_gpu, rows, 4, layout, *virtual, means)
-        asking = grouped(problem.arguments["queries"].astype(mx.float32), 2, layout, means)
-        add(name, _recall_score_gpu, asking, layout.keys(rows[:, :, :4]), layout, means, [3, 1])
-        for short in (0, 64):
-            with thresholds.using(KernelThresholds(short=short)):
-                add(name, problem.solve, _attend_gpu)
+        problem = make_problem(**{"rule": "raw", "packed": 4, "batch": 1, "groups": 4, "length": 1, **case})
+        layout, rows, normalization = problem.layout, problem.rows, problem.normalization
+        add(name, encode, *problem.packed, layout, normalization)
+        add(name, dequantize, problem.regions())
+        pairs = mx.zeros((2, 8), mx.int32)
+        add(name, score, rows, 4, layout, mx.zeros((2, 2, case["dims"][0])), mx.zeros((2, 2, 8)), pairs, normalization)
+        queries = group_queries(problem.arguments["queries"].astype(mx.float32), 2, layout, normalization)
+        add(name, recall_score, queries, layout.keys(rows[:, :, :4]), layout, normalization, [3, 1])
+        for short_tokens in (0, 64):
+            with thresholds.using(KernelThresholds(short_tokens=short_tokens)):
+                add(name, problem.solve, attend)
     for dim in (80, 128, 512):
-        add(str(dim), _wht_gpu, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
-    conditioning = make_problem(dims=(64, 64), conditioned="blocks").conditioning
-    asked = partial(_wht_gpu, conditioning=conditioning)
-    add("conditioned", asked, mx.zeros((2, 4, 3, 64), mx.float16), get_rotation("wht", 64, 0))
-    add("any", _compact_gpu, mx.zeros((1, 2, 9, 33), mx.uint32), mx.arange(8), 8)
-    return found
+        add(str(dim), wht, mx.zeros((4, dim), mx.bfloat16), get_rotation("wht", dim, 0))
+    normalization = make_problem(dims=(64, 64), normalized="blocks").normalization
+    vectors, rotation = mx.zeros((2, 4, 3, 64), mx.float16), get_rotation("wht", 64, 0)
+    add("normalized", wht, vectors, rotation, normalization=normalization)
+    add("any", compact, mx.zeros((1, 2, 9, 33), mx.uint32), mx.arange(8), 8)
+    return result
 
 
 BY_LAYOUT = ("encode", "dequantize", "attend", "merge", "attend_short", "score", "recall_score")
 NAMES = [f"{kernel} {name}" for kernel in BY_LAYOUT for name in LAYOUTS]
-NAMES += ["compact any", "wht 80", "wht 128", "wht 512", "wht conditioned"]
-SHARED = 32768  # bytes of threadgroup memory that Metal has
+NAMES += ["compact any", "wht 80", "wht 128", "wht 512", "wht normalized"]
+THREADGROUP_BYTES = 32768  # limit of Metal
 
 
-def complaints(text: str) -> list[str]:
-    """What clang says against a text in C++ for OpenCL, with pointers of no address space forbidden."""
-    clang = pytest.importorskip("clang.cindex", reason="no libclang here: address spaces are not checked")
+def clang_errors(text: str) -> list[str]:
+    """Return the errors of clang for a text in C++ for OpenCL, without generic pointers."""
+    clang = pytest.importorskip("clang.cindex", reason="address spaces are checked by libclang")
     missing = ("generic_address_space", "pipes", "device_enqueue", "program_scope_global_variables")
     extensions = ",".join(f"-__opencl_c_{name}" for name in missing)
     flags = ["-x", "clcpp", "-cl-std=CLC++2021", "-cl-no-stdinc", "-target", "spir64", "-w", "-Xclang"]
     unsaved = [("kernel.clcpp", opencl(text))]
     unit = clang.Index.create().parse("kernel.clcpp", args=[*flags, f"-cl-ext={extensions}"], unsaved_files=unsaved)
-    return [str(found) for found in unit.diagnostics if found.severity >= clang.Diagnostic.Error]
+    return [str(message) for message in unit.diagnostics if message.severity >= clang.Diagnostic.Error]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_address_spaces(name):
-    assert complaints(texts()[name]) == []
+    assert clang_errors(texts()[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -106,37 +150,37 @@ def test_address_spaces(name):
         ("dequantize q8 and tq4", "auto words = packed_rows", "device ushort* words = packed_rows"),
         ("attend q8 and tq4", "auto vector = queries", "constant bfloat16_t* vector = queries"),
         ("attend q8 and tq4", "auto key = keys", "device ushort* key = keys"),
-        ("attend conditioned tq4", "auto index = (", "device int* index = ("),
-        ("attend_short q8 and tq4", "auto query = asking", "thread float4* query = asking"),
+        ("attend normalized tq4", "auto index = (", "device int* index = ("),
+        ("attend_short q8 and tq4", "auto query = tile_queries", "thread float4* query = tile_queries"),
         ("encode tcq3 and tcq2", "Values values;\nCosts", "thread float* values;\nCosts"),
         ("attend tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\ndevice const half* levels;"),
         ("dequantize tcq3 and tcq2", "Words words;\nLevels levels;", "Words words;\nthreadgroup half* levels;"),
-        ("merge q8 and tq4", "Outputs outputs, Numbers", "threadgroup const float* outputs, Numbers"),
-        ("recall_score conditioned tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
+        ("merge q8 and tq4", "Outputs outputs, Floats", "threadgroup const float* outputs, Floats"),
+        ("recall_score normalized tq4", "auto mean = key_means", "threadgroup const half* mean = key_means"),
         ("recall_score q8 and tq4", "auto key = key_values", "thread const float* key = key_values"),
         ("wht 128", "auto vector = vectors", "threadgroup const bfloat16_t* vector = vectors"),
     ],
 )
-def test_wrong_address_space_is_found(name, old, new):
+def test_wrong_address_space_is_an_error(name, old, new):
     text = texts()[name]
     changed = text.replace(old, new)
     assert changed != text
-    assert complaints(changed)
+    assert clang_errors(changed)
 
 
 @pytest.fixture(scope="module")
 def ptxas(tmp_path_factory):
-    """What ptxas says of each kernel, all of them in one file: the compiler reads CUDA's headers once."""
+    """Return the report of ptxas on each kernel; they are one file, so that the compiler reads CUDA's headers once."""
     if not shutil.which("nvcc"):
-        pytest.skip("no nvcc here: CUDA is not compiled")
+        pytest.skip("needs nvcc")
     folder = tmp_path_factory.mktemp("cuda")
     source = folder / "kernels.cu"
     source.write_text(cuda([texts("cuda")[name] for name in NAMES]))
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", folder / "cubin", source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = re.split(r"Compiling entry function '\w*?kernel_(\d+)_\w*'", done.stderr)
-    return {NAMES[int(number)]: words for number, words in zip(said[1::2], said[2::2], strict=True)}
+    reports = re.split(r"Compiling entry function '\w*?kernel_(\d+)_\w*'", done.stderr)
+    return {NAMES[int(number)]: report for number, report in zip(reports[1::2], reports[2::2], strict=True)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -146,4 +190,4 @@ def test_nvcc_compiles_without_spills(name, ptxas):
     print(f"{name}: {registers} registers, {shared} bytes shared")
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ptxas[name]
     assert registers <= 128
-    assert shared <= SHARED
+    assert shared <= THREADGROUP_BYTES

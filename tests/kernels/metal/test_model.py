@@ -1,4 +1,4 @@
-"""A whole model on the simulator: every kernel serves, and the tokens are those of mlx's own operations."""
+"""A whole model on the simulator: it uses every kernel, and its tokens are those of the reference implementation."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -9,24 +9,25 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from cases import random
 from mlx_lm.generate import generate_step
-from simulated import simulated
 
+from benchmarks.studies.layers import Side, measure_layers
+from kernels.cases import random
+from kernels.metal.simulated import simulated, zeros
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.config import BLOCK, EvictConfig, KVConfig
 from mlx_tq.evaluate.arms import parse_arm
-from mlx_tq.evaluate.layers import Side, measure_layers
-from mlx_tq.kernels import build, impl, thresholds
+from mlx_tq.kernels import backend, gpu, thresholds
+from mlx_tq.kernels.gpu import Kernel
 from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
-from mlx_tq.sequence.compressed import compressed, make_prompt_cache
-from mlx_tq.sequence.passes import compressed_caches
+from mlx_tq.prompt_cache.compressed import compressed, make_prompt_cache
+from mlx_tq.prompt_cache.passes import compressed_caches
 
 PROMPT, ANSWER = 216, 6
 DIM, HEAVY = 128, 16 << 20
-CONFIG = KVConfig(key="q8", value="tq4", prefix=8, window=8)
+CONFIG = KVConfig(key="q8", value="tq4", sinks=8, window=8)
 TEXT = "The access code of the north gate is 417295. The harbour is quiet at night, and the boats lie still. " * 6
 
 
@@ -37,19 +38,20 @@ def tokens_of(model, ids, caches):
 
 
 @contextmanager
-def watched(see):
-    """Call `see(kernel name, inputs by name)` before each kernel runs on the simulator."""
+def watched(callback):
+    """Call `callback(kernel name, inputs by name)` before each kernel runs on the simulator."""
     with simulated():
-        run = build.run
+        run = Kernel.run
 
-        def seen(kernel, *, inputs, **call):
-            named = dict(zip([*kernel.inputs, *kernel.sources], inputs, strict=True))
-            for name in kernel.sources:  # mlx would copy what is not contiguous
-                assert np.array(named[name].view(mx.uint8), copy=False).flags.c_contiguous, name
-            see(kernel.name, named)
-            return run(kernel, inputs=inputs, **call)
+        def watched_run(kernel, *, inputs, constants, **call):
+            names = [name.removesuffix("_0") for name in kernel.input_names(constants)]
+            arrays = dict(zip(names, inputs, strict=True))
+            for name in kernel.sources:  # mlx would copy an array that is not contiguous
+                assert np.array(arrays[name].view(mx.uint8), copy=False).flags.c_contiguous, name
+            callback(kernel.name, arrays)
+            return run(kernel, inputs=inputs, constants=constants, **call)
 
-        with mock.patch.object(build, "run", seen):
+        with mock.patch.object(Kernel, "run", watched_run):
             yield
 
 
@@ -57,89 +59,92 @@ def address(array: mx.array) -> int:
     return np.array(array.view(mx.uint8), copy=False).ctypes.data
 
 
-def test_a_generation_calls_the_kernels_and_says_the_same(embedded):
+def test_generation_calls_the_kernels_and_has_the_same_tokens(embedded):
     model, tokenizer = embedded
     ids, layers, calls = mx.array(tokenizer.encode(TEXT)[:PROMPT]), len(model.layers), Counter()
-    with impl.using("ops"):
+    with backend.using("reference"):
         expected = tokens_of(model, ids, make_prompt_cache(model, CONFIG))
-    with thresholds.using(KernelThresholds(short=ids.size + 2)), watched(lambda name, _: calls.update([name])):
-        found = tokens_of(model, ids, make_prompt_cache(model, CONFIG))
-    assert found == expected
-    # The last three chunks before the last token leave blocks; the second and third of them attend to what is packed.
+    with thresholds.using(KernelThresholds(short_tokens=ids.size + 2)), watched(lambda name, _: calls.update([name])):
+        assert tokens_of(model, ids, make_prompt_cache(model, CONFIG)) == expected
+    # The last three chunks before the last token pack blocks; the second and third of them attend to packed tokens.
     assert calls["encode"] == 3 * layers
     assert calls["dequantize"] == 2 * layers
-    assert calls["wht"] == (2 * 2 + 3) * layers  # queries, and the output; means that encode subtracts
-    assert calls["attend_short"] == 3 * layers  # of the prompt's last token and two more
+    assert calls["wht"] == (2 * 2 + 3) * layers  # queries and the output; means that encode subtracts
+    assert calls["attend_short"] == 3 * layers  # the prompt's last token and two more
     assert calls["attend"] == calls["merge"] == (ANSWER - 2) * layers
 
 
-def test_eviction_scores_and_compacts_with_kernels(embedded):
-    """The tokens are the same; and every kernel that reads packed rows reads those of a cache, no copy."""
+def test_eviction_with_kernels_has_the_same_tokens(embedded):
+    """Every kernel that reads packed rows reads the buffer of a cache, not a copy."""
     model, tokenizer = embedded
     config = replace(CONFIG, evict=EvictConfig("triattention:warmup=32:trigger=8:granularity=1", 128, "off"))
-    ids, read = mx.array(tokenizer.encode(TEXT)[:PROMPT]), Counter()
-    with impl.using("ops"):
+    ids, calls = mx.array(tokenizer.encode(TEXT)[:PROMPT]), Counter()
+    with backend.using("reference"):
         expected = tokens_of(model, ids, make_prompt_cache(model, config))
     caches = make_prompt_cache(model, config)
 
-    def see(name, inputs):
+    def check(name, inputs):
         if "packed_rows" in inputs:
-            read[name.removesuffix("_short")] += 1
-            own = {address(cache._body.arrays[-1]) for cache in compressed_caches(caches)}
-            assert address(inputs["packed_rows"]) in own, name
+            calls[name.removesuffix("_short")] += 1
+            stored = {address(array) for cache in compressed_caches(caches) for array in cache.arrays()}
+            assert address(inputs["packed_rows"]) in stored, name
 
-    with watched(see):
+    with watched(check):
         assert tokens_of(model, ids, caches) == expected
-    assert read.keys() == {"attend", "dequantize", "score", "compact"}
-    assert min(read.values()) >= len(model.layers)
+    assert calls.keys() == {"attend", "dequantize", "score", "compact"}
+    assert min(calls.values()) >= len(model.layers)
 
 
-def some(tokens: int, heads: int = 2) -> list[mx.array]:
-    """Keys and values as models make them: transposed."""
+def transposed(tokens: int, heads: int = 2) -> list[mx.array]:
+    """Make keys and values with the strides that models give them."""
     return [random((1, tokens, heads, DIM), seed=seed).swapaxes(1, 2) for seed in (0, 1)]
 
 
-def cache_of(tokens: int) -> CompressedKVCache:
-    """One that has learned from their queries by what to condition keys."""
+def make_cache(tokens: int) -> CompressedKVCache:
+    """Make a cache that has learned its key scale from the tokens' queries."""
     cache = CompressedKVCache(CacheSpec.for_layer(CONFIG, 0, CONFIG.key, CONFIG.value))
-    mx.eval(cache.append(*some(tokens)).attend(some(tokens, heads=4)[0], 0.1, "causal", None))
+    mx.eval(cache.append(*transposed(tokens)).attend(transposed(tokens, heads=4)[0], 0.1, "causal", None))
     return cache
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_steps_read_the_caches_own_memory(length):
-    """No step copies the body, or what lies beside it, to hand it over; nor one in which a block is packed.
+def test_steps_read_the_buffers_of_the_cache(length):
+    """No step copies packed rows or full-precision tokens for a kernel, also when it packs a block.
 
-    mlx copies nothing (`ensure_row_contiguous=False`); here the addresses show that neither wrappers nor the cache do.
+    mlx copies nothing (`ensure_row_contiguous=False`); the addresses show that wrappers and cache do not either.
     """
-    cache = cache_of(180)
-    started, calls, queries = cache.body_tokens, [], some(length, heads=4)[0]
-    with watched(lambda name, inputs: calls.append((name, {n: address(x) for n, x in inputs.items()}))):
-        while cache.body_tokens < started + 2 * BLOCK:
-            before, packed = [address(x) for x in cache._full], cache.body_tokens
+    cache = make_cache(180)
+    first, calls, queries = cache.body_tokens, {}, transposed(length, heads=4)[0]
+
+    def record(name, inputs):  # of two attentions, the last remains
+        calls[name.removesuffix("_short")] = {name: address(array) for name, array in inputs.items()}
+
+    with watched(record):
+        while cache.body_tokens < first + 2 * BLOCK:
+            keys, values = (address(array) for array in cache.arrays()[:2])
+            packed = cache.body_tokens
             calls.clear()
-            cache.append(*some(length)).attend(queries, 0.1, "causal", None)
-            found = {name.removesuffix("_short"): places for name, places in calls}  # of two attentions the last
-            assert found["attend"]["packed_rows"] == address(cache._body.arrays[-1])
-            assert found["attend"]["full_keys"] == address(cache._full[0])
-            assert found["attend"]["full_values"] == address(cache._full[1])
-            assert ("encode" in found) == (cache.body_tokens > packed)
-            if "encode" in found:
-                behind_prefix = 2 * CONFIG.prefix * DIM
-                assert found["encode"]["keys"] == before[0] + behind_prefix
-                assert found["encode"]["values"] == before[1] + behind_prefix
+            cache.append(*transposed(length)).attend(queries, 0.1, "causal", None)
+            stored = [address(array) for array in cache.arrays()]
+            assert (calls["attend"]["full_keys"], calls["attend"]["full_values"]) == tuple(stored[:2])
+            assert calls["attend"]["packed_rows"] in stored[2:]
+            assert ("encode" in calls) == (cache.body_tokens > packed)
+            if "encode" in calls:
+                sink_bytes = 2 * CONFIG.sinks * DIM
+                assert calls["encode"]["keys"] == keys + sink_bytes
+                assert calls["encode"]["values"] == values + sink_bytes
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
-def test_layers_agree_with_mlx_operations(embedded, dtype):
-    """Code for code and layer for layer: bf16 rounds what each path makes of the same sums, fp32 hides nothing."""
+def test_layers_agree_with_the_reference(embedded, dtype):
+    """Codes agree in each layer; in bfloat16 both paths round the same sums, which hides differences."""
     model, tokenizer = embedded
     if dtype == "float32":
         model, _ = load()
         model.set_dtype(mx.float32)
-    arm = parse_arm("tq4/tq4", prefix=8, window=8)
+    arm = parse_arm("tq4/tq4", sinks=8, window=8)
     with simulated() as counters:
-        rows, _ = measure_layers(Side(model, arm), Side(model, arm, "ops"), tokenizer.encode(TEXT)[:184], step=8)
+        rows, _ = measure_layers(Side(model, arm), Side(model, arm, "reference"), tokenizer.encode(TEXT)[:184], step=8)
     assert len(counters) > 2 * len(rows)
     assert len(rows) == len(model.layers)
     assert min(row.least for row in rows) >= 0.9999
@@ -148,36 +153,35 @@ def test_layers_agree_with_mlx_operations(embedded, dtype):
     assert mean(shares) >= (99.3 if dtype == "bfloat16" else 99.99)
 
 
-@pytest.fixture(params=["ops", "kernels"])
-def implementation(request, monkeypatch):
-    """mlx's operations; or kernels that are called and give zeros, since the simulator has to wait for its inputs."""
+@pytest.fixture(params=["reference", "metal"])
+def lazy_backend(request, monkeypatch):
+    """Use a backend; kernels of "metal" return zeros here, because the simulator would wait for its inputs."""
 
-    def zeros(output_shapes, output_dtypes, inputs, **call):
-        return [mx.depends(mx.zeros(*made), inputs) for made in zip(output_shapes, output_dtypes, strict=True)]
+    def run(kernel, *, inputs, constants, **call):
+        return [mx.depends(array, inputs) for array in zeros(**call)]
 
-    if request.param == "kernels":
-        monkeypatch.setattr(build, "backend", lambda: "metal")
-        monkeypatch.setattr(build, "built", lambda kernel, where, constants: zeros)
-    with impl.using("ops" if request.param == "ops" else "metal"):
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(Kernel, "run", run)
+    with backend.using(request.param):
         yield
 
 
-def lazily(heads):
-    """A vector for each head that needs 16 MB to be computed."""
+def heavy(heads):
+    """Make one vector per head whose computation needs 16 MB."""
     return (mx.random.uniform(shape=(1, heads, 1, HEAVY // 4 // heads)) - 0.5)[..., :DIM].astype(mx.float16)
 
 
-def test_a_step_waits_for_nothing(implementation):
-    """Appending and attending, also where a block is packed, only build a graph."""
-    with impl.using("ops"):
-        cache = cache_of(196)
-    mx.eval(cache.append(lazily(2), lazily(2)).attend(lazily(4), 0.1, None, None), cache.state)
+def test_a_step_does_not_synchronize(lazy_backend):
+    """Appending, attending and packing a block only build a graph."""
+    with backend.using("reference"):
+        cache = make_cache(196)
+    mx.eval(cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None), cache.state)
     packed = cache.body_tokens
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    outputs = [cache.append(lazily(2), lazily(2)).attend(lazily(4), 0.1, None, None) for _ in range(8)]
+    outputs = [cache.append(heavy(2), heavy(2)).attend(heavy(4), 0.1, None, None) for _ in range(8)]
     assert cache.body_tokens == packed + BLOCK
     assert mx.get_peak_memory() - before < HEAVY
     mx.eval(outputs)
-    assert mx.get_peak_memory() - before >= HEAVY, "so one evaluation would have been seen"
+    assert mx.get_peak_memory() - before >= HEAVY, "an evaluation shows"

@@ -1,95 +1,103 @@
-"""Mistakes put into the kernels' text on purpose: each is caught, by a report or by a difference."""
+"""Mutants of the kernels' text: each must fail its check, by a report of the simulator or by a wrong result."""
 
 import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
-from cases import make_problem, random, random_mask
-from checks import attends, compacts, dequantizes, encodes, flags, recalls, rotates, scores, some_rows
-from simulated import ORDERS
-from test_attend_batch import check as check_rows
-from test_attend_batch import problems, together
 
+from kernels.cases import make_problem, random, random_mask
+from kernels.metal import test_attend_batch as batches
+from kernels.metal.checks import (
+    check_attend,
+    check_compact,
+    check_dequantize,
+    check_encode,
+    check_health,
+    check_recall_score,
+    check_score,
+    check_wht,
+    random_rows,
+)
+from kernels.metal.simulated import ORDERS
 from metal_sim.run import SimulationError
 
 
-def cache(body: int, **changed):
+def cache(packed: int, **changes):
     """Keys of 80 dims, values of 128: one is rotated in blocks, and codes of three bits span words."""
-    case = {"dims": (80, 128), "key": "tq3", "rule": "matched", "body": body, "batch": 1, "length": 1, "prefix": 2}
-    return make_problem(**case | changed)
+    case = {"dims": (80, 128), "key": "tq3", "rule": "matched", "batch": 1, "length": 1, "sink_tokens": 2}
+    return make_problem(**case | changes, packed=packed)
 
 
-def attention(key: str, value_dim: int, mask="causal", body=100, **changed):
+def attention(key: str, value_dim: int, mask="causal", packed=100, **changes):
     """3 query heads of 2 queries, the first of which does not see the last token."""
-    sizes = {"dims": (80, value_dim), "key": key, "value": "tq3", "body": body, "groups": 3, "length": 2, "prefix": 34}
-    return make_problem(**sizes | changed, recent=3, dtype="float32", mask=mask, sinks=True).asked(scale=0.2)
+    case = {"dims": (80, value_dim), "key": key, "value": "tq3", "groups": 3, "length": 2, "sink_tokens": 34}
+    problem = make_problem(**case | changes, packed=packed, recent=3, dtype="float32", mask=mask, sinks=True)
+    return problem.replace(scale=0.2)
 
 
-def asking_much(dim: int, length=14, **changed):
-    return make_problem((dim, 64), 50, 1, 3, length, key="tq3", rule="matched", **changed)
+def many_queries(dim: int, length=14, **changes):
+    return make_problem((dim, 64), 50, 1, 3, length, key="tq3", rule="matched", **changes)
 
 
-def attends_together(rows, **how):
-    check_rows(rows, together(rows, **how))
+def check_attend_batch(rows, **simulation):
+    batches.check(rows, batches.attend_together(rows, **simulation))
 
 
 UNEVEN = {"lengths": ((97, 6), (0, 3), (161, 30)), "key": "tq4", "value": "tq4", "dtype": "float32"}
 BLOCKS = (5, 38)
-CONDITIONED = {"conditioned": "gaps", "batch": 2}
-# Each check, and on what.
+NORMALIZED = {"normalized": "gaps", "batch": 2}
 CHECKS = {
-    "encoded": partial(encodes, cache(5)),
-    "encoded_wide": partial(encodes, cache(25, wide=True)),
-    "encoded_q8": partial(encodes, cache(25, key="q8", value="q8", wide=True)),
+    "encode": partial(check_encode, cache(5)),
+    "encode_wide_scales": partial(check_encode, cache(25, wide=True)),
+    "encode_q8": partial(check_encode, cache(25, key="q8", value="q8", wide=True)),
     # Two lanes find the best predecessor of a group of 4 bits, and each lane those of two groups of 2.
-    "searched": partial(encodes, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
-    "searched_3": partial(encodes, cache(3, key="tcq3", value="tcq3")),
-    "decoded": partial(dequantizes, cache(5)),
-    "decoded_rings": partial(dequantizes, cache(5, key="tcq3", value="tcq2")),
-    "rotated": partial(rotates, random((5, 80), "float32"), inverse=True),
-    # Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39.
-    "attended": partial(attends, attention("tq3", 112)),
-    # Beside a mask for each query of each head and batch row.
-    "masked": partial(attends, attention("tq3", 112, random_mask("additive", (2, 6, 2, 139), "float32"))),
-    # The same in one kernel: of eight simdgroups, four attend to packed tokens, two to others, and two to none.
-    "attended_at_once": partial(attends, attention("tq4", 192), short=1000),
-    "attended_rings": partial(attends, attention("tcq3", 112, value="tcq2")),
-    "batched": partial(attends_together, problems(**UNEVEN)),
-    "batched_mixed": partial(attends_together, problems(**UNEVEN, conditioned="mixed")),
-    "scored": partial(scores, cache(7, batch=2), turned=2),
-    # 42 queries are six tiles, of which four are asked at once; blocks are shorter and longer than what a lane takes.
-    "recalled": partial(recalls, asking_much(80), BLOCKS),
-    # Two tiles at once, of three, over 16 keys.
-    "recalled_wide": partial(recalls, asking_much(192, length=7), BLOCKS),
-    "compacted": partial(compacts, some_rows(20), [0, 3, *range(6, 19)]),
-    # The same of conditioned keys.
-    "encoded_conditioned": partial(encodes, cache(25, **CONDITIONED)),
-    "flagged": partial(flags, "q8", "bfloat16", True),
-    "flagged_fp16": partial(flags, "fp16", "float16", True),
-    "decoded_conditioned": partial(dequantizes, cache(25, **CONDITIONED)),
-    # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
-    "attended_gaps": partial(attends, attention("tq3", 112, conditioned="gaps")),
-    "attended_blocks": partial(attends, attention("tq4", 64, body=300, conditioned="blocks"), short=1000),
-    "scored_conditioned": partial(scores, cache(7, **CONDITIONED), turned=2),
-    "recalled_conditioned": partial(recalls, asking_much(80, conditioned="gaps"), BLOCKS),
-    "queries_divided": partial(
-        rotates, random((2, 4, 3, 80), "float32"), conditioning=cache(9, **CONDITIONED).conditioning
+    "encode_trellis": partial(check_encode, cache(3, key="tcq4", value="tcq2", rule="unbiased")),
+    "encode_trellis_3_bits": partial(check_encode, cache(3, key="tcq3", value="tcq3")),
+    "encode_normalized": partial(check_encode, cache(25, **NORMALIZED)),
+    "health": partial(check_health, "q8", "bfloat16", True),
+    "health_fp16": partial(check_health, "fp16", "float16", True),
+    "dequantize": partial(check_dequantize, cache(5)),
+    "dequantize_trellis": partial(check_dequantize, cache(5, key="tcq3", value="tcq2")),
+    "dequantize_normalized": partial(check_dequantize, cache(25, **NORMALIZED)),
+    "wht": partial(check_wht, random((5, 80), "float32"), inverse=True),
+    "wht_normalized": partial(
+        check_wht, random((2, 4, 3, 80), "float32"), normalization=cache(9, **NORMALIZED).normalization
     ),
+    # Two tiles of queries; blocks of 64 tokens, the last one of 36, and one of 39.
+    "attend": partial(check_attend, attention("tq3", 112)),
+    # The mask differs between queries, heads and rows of the batch.
+    "attend_masked": partial(check_attend, attention("tq3", 112, random_mask("additive", (2, 6, 2, 139), "float32"))),
+    # One kernel: of eight simdgroups, four attend to packed tokens, two to full-precision tokens, and two to none.
+    "attend_short": partial(check_attend, attention("tq4", 192), short_tokens=1000),
+    "attend_trellis": partial(check_attend, attention("tcq3", 112, value="tcq2")),
+    # Of 100 tokens a few share a mean: several in each 32, and of two blocks.
+    "attend_gaps": partial(check_attend, attention("tq3", 112, normalized="gaps")),
+    "attend_blocks": partial(check_attend, attention("tq4", 64, packed=300, normalized="blocks"), short_tokens=1000),
+    "attend_batch": partial(check_attend_batch, batches.problems(**UNEVEN)),
+    "attend_batch_mixed": partial(check_attend_batch, batches.problems(**UNEVEN, normalized="mixed")),
+    "score": partial(check_score, cache(7, batch=2), rotated=2),
+    "score_normalized": partial(check_score, cache(7, **NORMALIZED), rotated=2),
+    # 42 queries are six tiles, of which four are scored at once; blocks are shorter and longer than 32 tokens.
+    "recall_score": partial(check_recall_score, many_queries(80), BLOCKS),
+    # Two of three tiles at once, over 16 keys.
+    "recall_score_wide": partial(check_recall_score, many_queries(192, length=7), BLOCKS),
+    "recall_score_normalized": partial(check_recall_score, many_queries(80, normalized="gaps"), BLOCKS),
+    "compact": partial(check_compact, random_rows(20), [0, 3, *range(6, 19)]),
 }
 MUTANTS = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
-CASES = [(check, wrong) for check, mutants in MUTANTS.items() for wrong in mutants]
+CASES = [(check, mutant) for check, mutants in MUTANTS.items() for mutant in mutants]
 
 
-@pytest.mark.parametrize(("check", "wrong"), CASES, ids=[wrong for _, wrong in CASES])
-def test_mutant_is_caught(check, wrong):
-    (old, new), texts = MUTANTS[check][wrong], []
+@pytest.mark.parametrize(("check", "mutant"), CASES, ids=[f"{check}: {mutant}" for check, mutant in CASES])
+def test_mutant_is_caught(check, mutant):
+    (old, new), texts = MUTANTS[check][mutant], []
 
     def edit(text: str) -> str:
         texts.append(text)
         return text.replace(old, new)
 
-    with pytest.raises((AssertionError, SimulationError)):  # noqa: PT012  whichever order it is
+    with pytest.raises((AssertionError, SimulationError)):  # noqa: PT012 - any order may catch it
         for order in ORDERS:
             CHECKS[check](order=order, edit=edit)
     assert any(old in text for text in texts), "the text has changed; so must the mutant"

@@ -1,28 +1,30 @@
-"""`mlx_tq.doctor --kernels`: passes where kernels are right, fails where one is wrong, refused without a GPU."""
+"""`mlx_tq.doctor --kernels`: passes if kernels are right, fails if one is wrong, is an error without a GPU."""
 
 import pytest
-from simulated import simulated
 
-from mlx_tq import cli
-from mlx_tq.commands.runs import doctor
-from mlx_tq.kernels import build, selftest
+from kernels.metal.simulated import simulated
+from mlx_tq import __main__
+from mlx_tq.cli.runs import doctor
+from mlx_tq.kernels import gpu, selftest
 
 KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "recall_score", "compact", "wht"}
 
 
-def few(monkeypatch):
+@pytest.fixture
+def few_cases(monkeypatch):
     monkeypatch.setattr(selftest, "FORMATS", ("tq4",))
     monkeypatch.setattr(selftest, "DIMS", (64,))
 
 
-def test_every_kernel_is_run(monkeypatch):
-    few(monkeypatch)
+@pytest.mark.usefixtures("few_cases")
+def test_every_kernel_is_checked():
     with simulated():
         checks = doctor.check_kernels()
     assert {check.name for check in checks} == {f"kernel {name}" for name in KERNELS}
     assert all(check.passed for check in checks), checks
 
 
+@pytest.mark.usefixtures("few_cases")
 @pytest.mark.parametrize(
     ("old", "new", "kernel"),
     [
@@ -31,14 +33,13 @@ def test_every_kernel_is_run(monkeypatch):
         ("tq_fma(a, a, tq_mul(b, b))", "tq_mul(a, a)", "score"),
     ],
 )
-def test_a_wrong_kernel_fails(monkeypatch, old, new, kernel):
-    few(monkeypatch)
+def test_a_wrong_kernel_fails(old, new, kernel):
     with simulated(edit=lambda text: text.replace(old, new)):
         failed = [check.name for check in doctor.check_kernels() if not check.passed]
     assert failed == [f"kernel {kernel}"]
 
 
-def test_refused_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(build, "backend", lambda: None)
-    assert cli.main(["doctor", "--kernels"]) == 1
-    assert "--kernels needs a GPU; what computes here is mlx's own operations (no GPU)" in capsys.readouterr().err
+def test_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: None)
+    assert __main__.main(["doctor", "--kernels"]) == 1
+    assert "--kernels needs a GPU; what computes here is reference implementation (no GPU)" in capsys.readouterr().err

@@ -1,0 +1,686 @@
+"""The tables of the documentation: `python -m benchmarks.tables` writes them into the pages from benchmarks/results.
+
+A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_tq.codec.formats import format_names, get_format
+from mlx_tq.codec.normalization import MEAN_TOKENS
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
+
+Record = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
+
+EMBEDDED = "the embedded model (7 million weights)"
+MODELS = {"embedded": "embedded", "smollm2": "SmolLM2-135M", "gemma3-270m": "Gemma 3 270M"}
+REAL_MODELS = {name: label for name, label in MODELS.items() if name != "embedded"}
+SMALL_CACHE = "--kv-sinks 32 --kv-window 64"
+ON_MODEL = "[--model M --dequantize] --dtype float32"
+
+
+def report(name: str) -> Record:
+    """Return a file of benchmarks/results."""
+    found: Record = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+def machine(name: str) -> str:
+    """Return the processor or backend, and the versions of mlx, that a report names."""
+    about = report(name)
+    about = {**about, **about.get("environment", {}), **about.get("machine", {}), **about.get("versions", {})}
+    about = {key.replace("_", "-"): value for key, value in about.items()}
+    if "processor" in about:
+        return f"{about['cores']} cores of {about['processor']}"
+    is_gpu = about.get("backend", "cpu") != "cpu"
+    where = f"{about['backend'].upper()} ({about['device']})" if is_gpu else f"CPU ({about.get('device', 'x86_64')})"
+    return f"{where}, mlx {about['mlx']}, mlx-lm {about['mlx-lm']}"
+
+
+def lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table.
+
+    Raises:
+        ValueError: there are no rows, or one does not fit the columns.
+    """
+    wrong = [row for row in rows if len(row) != len(columns)]
+    if wrong or not rows:
+        raise ValueError(f"no rows, or rows that do not fit the columns {columns}: {wrong[:1]}")
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def table(
+    files: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]], *, on: str, command: str = ""
+) -> str:
+    """Return a table with its caption: model, machine, files and the command that measures it."""
+    commands = command or report(files[0])["command"]
+    machines = "; ".join(dict.fromkeys(machine(name) for name in files))
+    links = ", ".join(f"[{name}](../../benchmarks/results/{name})" for name in files)
+    return "\n".join(
+        ["```", commands, "```", "", f"*Measured on {on}; {machines}; {links}.*", "", lines(columns, rows)]
+    )
+
+
+def by_columns(records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]]) -> list[list[str]]:
+    """Return one row for each record."""
+    return [[show(record) for show in columns.values()] for record in records]
+
+
+def with_error(value: float, error: float, digits: int = 5) -> str:
+    """Return a value and its standard error."""
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def existing(pattern: str, models: Mapping[str, str] = MODELS) -> dict[str, str]:
+    """Return the files of the models that were measured, with the models' names."""
+    files = {pattern.format(model): label for model, label in models.items()}
+    return {name: label for name, label in files.items() if (RESULTS / name).exists()}
+
+
+def pair(config: KVConfig) -> str:
+    """Return the formats of keys and values."""
+    return f"{config.key}/{config.value}"
+
+
+# README and formats
+
+PURPOSES = {
+    "off": "mlx-lm's fp16 cache",
+    "safe": "no measurable change",
+    "balanced": "everyday use",
+    "small": "longer contexts",
+    "tiny": "smallest footprint",
+    "long": "evicts half of the tokens and recalls them when a prompt needs them",
+}
+OTHERS = {"affine4_64:plain/affine4_64": "`mlx_lm --kv-bits 4`", "q4_0:plain/q4_0": "llama.cpp `q4_0`"}
+QWEN3_4B = {"layers": 36, "heads": 8, "head_dim": 128, "tokens": 32768}
+
+
+def bits_per_value(config: KVConfig) -> float:
+    """Return the stored bits per value of a packed token, scales and means included."""
+    vectors = sum(get_format(name).bytes_per_vector(QWEN3_4B["head_dim"]) for name in (config.key, config.value))
+    means = 2 * QWEN3_4B["head_dim"] / MEAN_TOKENS if config.normalize and not config.is_off else 0
+    return float(8 * (vectors + means) / (2 * QWEN3_4B["head_dim"]))
+
+
+def cache_gigabytes(bits: float) -> float:
+    """Return the size of Qwen3-4B's cache at 32k tokens."""
+    values = 2 * QWEN3_4B["layers"] * QWEN3_4B["heads"] * QWEN3_4B["head_dim"] * QWEN3_4B["tokens"]
+    return values * bits / 8e9
+
+
+def profiles() -> str:
+    """Return memory and agreement of each profile, beside the caches of mlx-lm and llama.cpp."""
+    measured = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
+    rows = []
+    for name, config in PROFILES.items():
+        if config.evict is None:
+            bits = bits_per_value(config)
+            shown = f"`{name}`" + (" (default)" if name == DEFAULT_PROFILE else "")
+            rows.append([shown, pair(config), f"{bits:.2f}", f"{cache_gigabytes(bits):.2f} GB"])
+            rows[-1] += ["100 %" if config.is_off else _top1(found, pair(config)) for found in measured.values()]
+            rows[-1].append(PURPOSES[name])
+    for name, label in OTHERS.items():
+        rows.append([label, "", "4.50", f"{cache_gigabytes(4.5):.2f} GB"])
+        rows[-1] += [*(_top1(found, name) for found in measured.values()), "for comparison"]
+    columns = ["`--kv-profile`", "keys/values", "bits per value", "KV cache, Qwen3-4B at 32k"]
+    return lines([*columns, *(f"same next token, {label}" for label in measured), "for"], rows)
+
+
+def _top1(results: Record, name: str) -> str:
+    return f"{results[name]['top1']:.1f} %" if name in results else "-"
+
+
+def formats() -> str:
+    """Return the core formats with their bytes per vector, most bits first."""
+    rows = []
+    for name in format_names(compared=False):
+        found = get_format(name)
+        sizes = [str(found.bytes_per_vector(dim)) for dim in (64, 80, 128, 256)]
+        rows.append([f"`{name}`", *sizes])
+    return lines(["format", *(f"D = {dim}" for dim in (64, 80, 128, 256))], rows)
+
+
+# Quality
+
+
+def divergence() -> str:
+    """Return KL divergence and agreement of the profiles' formats on three models."""
+    files = existing("quality_profiles_{}.json")
+    found = [
+        {pair(PROFILES[name]) if name in PROFILES else name: record for name, record in report(file)["results"].items()}
+        for file in files
+    ]
+    rows = []
+    for name in found[0]:
+        cells = [
+            (with_error(each[name]["kld"], each[name]["kld_error"], 6), f"{each[name]['top1']:.1f}") for each in found
+        ]
+        rows.append([name, *(cell for both in cells for cell in both)])
+    columns = ["keys/values", *(f"{label}: {what}" for label in files.values() for what in ("KLD", "top-1 %"))]
+    command = (
+        "python -m mlx_tq evaluate divergence --profiles safe,balanced,small,tq3/tq3,tq4/tq3,tq4/tcq3 \\\n"
+        f"    --length 2048 --chunks N --text wiki.test.raw {ON_MODEL}"
+    )
+    return table(list(files), columns, rows, on="three models, default sinks and window", command=command)
+
+
+FRONTIER = (
+    *("q8/q8", "q8/tq4", "tq4/tq4", "tq4/tq3", "tq3/tq3", "tq2/tq2", "tcq4/tcq4", "tcq3/tcq3", "tcq2/tcq2"),
+    *("4.3bits", "3.4bits", "2.6bits", "affine8_64:plain/affine8_64", "affine4_64:plain/affine4_64"),
+    *("affine2_64:plain/affine2_64", "q8_0:plain/q8_0", "q4_0:plain/q4_0", "tq4:plain/tq4"),
+)
+FRONTIER_NAMES = {
+    "affine8_64:plain/affine8_64": "`mlx_lm --kv-bits 8`",
+    "affine4_64:plain/affine4_64": "`mlx_lm --kv-bits 4`",
+    "affine2_64:plain/affine2_64": "`mlx_lm --kv-bits 2`",
+    "q8_0:plain/q8_0": "llama.cpp `q8_0`",
+    "q4_0:plain/q4_0": "llama.cpp `q4_0`",
+    "tq4:plain/tq4": "tq4/tq4, `--kv-normalize off`",
+    **{f"{bits}bits": f"`--kv-mean-bits {bits}`" for bits in ("4.3", "3.4", "2.6")},
+}
+
+
+def frontier() -> str:
+    """Return what pairs of formats cost at their bits when almost every token is packed."""
+    files = existing("frontier_{}.json", REAL_MODELS)
+    found = [report(name)["results"] for name in files]
+    rows = []
+    for name in FRONTIER:
+        cells = [
+            (
+                f"{32 / each[name]['ratio']:.2f}",
+                with_error(each[name]["kld"], each[name]["kld_error"]),
+                _top1(each, name),
+            )
+            for each in found
+        ]
+        rows.append([FRONTIER_NAMES.get(name, name), *(cell for three in cells for cell in three)])
+    heads = [f"{label}: {what}" for label in files.values() for what in ("bits", "KLD", "top-1")]
+    command = (
+        "python -m benchmarks.quality.frontier ours+trellis+layers+plain+field --length 1024 --step 128 \\\n"
+        f"    --chunks N {SMALL_CACHE} {ON_MODEL}"
+    )
+    return table(list(files), ["keys/values", *heads], rows, on="two models, sinks 32, window 64", command=command)
+
+
+def normalization() -> str:
+    """Return what normalized keys win."""
+    files = existing("quality_normalized_{}.json")
+    rows = []
+    for name, label in files.items():
+        found = report(name)["results"]
+        plain, normalized = found["tq4:plain/tq4"], found["tq4/tq4"]
+        errors = [with_error(each["kld"], each["kld_error"]) for each in (plain, normalized)]
+        rows.append([label, *errors, f"{normalized['kld'] / plain['kld']:.2f}"])
+        rows[-1] += [f"{each['top1']:.1f}" for each in (plain, normalized)]
+    columns = ["model", "KLD, off", "KLD, on", "ratio", "top-1 %, off", "top-1 %, on"]
+    command = (
+        "python -m mlx_tq evaluate divergence --profiles tq4/tq4,tq4:plain/tq4 --chunks 1 --length 2048 --step 32 \\\n"
+        f"    --text wiki.test.raw {SMALL_CACHE} {ON_MODEL}"
+    )
+    return table(list(files), columns, rows, on="three models, tq4/tq4, sinks 32, window 64", command=command)
+
+
+def trellis() -> str:
+    """Return what trellis codes win over nearest levels of the same bits."""
+    files = existing("trellis_divergence_{}.json")
+    rows = []
+    for name, label in files.items():
+        found = report(name)["results"]
+        for bits in (4, 3, 2):
+            nearest, codes = found[f"tq{bits}/tq{bits}"], found[f"tcq{bits}/tcq{bits}"]
+            errors = [with_error(each["kld"], each["kld_error"]) for each in (nearest, codes)]
+            tops = [f"{each['top1']:.1f}" for each in (nearest, codes)]
+            rows.append([label, str(bits), *errors, f"{codes['kld'] / nearest['kld']:.2f}", *tops])
+    columns = ["model", "bits", "KLD, tq", "KLD, tcq", "ratio", "top-1 %, tq", "top-1 %, tcq"]
+    command = (
+        "python -m mlx_tq evaluate divergence --profiles tq4/tq4,tcq4/tcq4,tq3/tq3,tcq3/tcq3,tq2/tq2,tcq2/tcq2 \\\n"
+        f"    --chunks 1 --length 2048 --step 32 {SMALL_CACHE} {ON_MODEL}"
+    )
+    return table(list(files), columns, rows, on="the models named, sinks 32, window 64", command=command)
+
+
+def by_layer() -> str:
+    """Return formats chosen layer by layer beside one pair for all layers."""
+    files = existing("by_layer_{}.json")
+    rows = [
+        [label, arm, with_error(found["kld"], found["kld_error"], 6), f"{found['top1']:.1f}"]
+        for name, label in files.items()
+        for arm, found in report(name)["results"].items()
+    ]
+    command = (
+        "python -m mlx_tq evaluate divergence --profiles tq4/tq4,4.21bits,... --length 1024 --step 128 --chunks 2 \\\n"
+        f"    --text REST {SMALL_CACHE} {ON_MODEL}"
+    )
+    return table(list(files), ["model", "formats", "KLD", "top-1 %"], rows, on="the models named", command=command)
+
+
+ANSWERS = {
+    "reasoning": "reasoning --data problems.jsonl --samples 40 --max-tokens 32",
+    "tools": "tools --tool-parser json_tools --shots 3 --samples 33 --max-tokens 40",
+    "ruler": "ruler --lengths 400,1000 --samples 5 --max-tokens 80",
+}
+
+
+def answers() -> str:
+    """Return right answers of the fp16 cache and of compressed ones, with a paired test."""
+    files = [f"answers_{name}.json" for name in ANSWERS]
+    rows = [
+        [
+            *(kind, row["group"], row["name"], f"{row['right']}/{row['asked']}"),
+            *(["-"] * 3 if row["name"] == "off" else [str(row["lost"]), str(row["gained"]), f"{row['p']:.2f}"]),
+        ]
+        for kind, name in zip(ANSWERS, files, strict=True)
+        for row in report(name)["rows"]
+        if any(each["right"] for each in report(name)["rows"] if each["group"] == row["group"])
+    ]
+    commands = "\n".join(
+        f"python -m mlx_tq evaluate {words} --model smollm2 --dequantize --dtype float32 \\\n"
+        f"    --profiles tq4/tq4,tq2/tq2 {SMALL_CACHE}"
+        for words in ANSWERS.values()
+    )
+    columns = ["task", "samples", "cache", "right", "lost", "gained", "p (McNemar)"]
+    return table(files, columns, rows, on="SmolLM2-135M-Instruct", command=commands)
+
+
+# Speed
+
+
+def whole_models() -> str:
+    """Return size and speed of each cache on two real models."""
+    files = existing("bench_report_{}.json", REAL_MODELS)
+    rows = []
+    for name, label in files.items():
+        figures = report(name)["figures"]
+        rates = {(f["arm"], f["batch"]): f["decode_tps"] for f in figures}
+        batches = sorted({f["batch"] for f in figures})
+        for figure in figures:
+            if figure["batch"] == 1:
+                arm = figure["arm"]
+                speeds = [f"{figure['prefill_tps']:.0f}"]
+                speeds += [f"{rates[arm, size]:.1f}" if (arm, size) in rates else "-" for size in batches]
+                sizes = [f"{figure[field] / 1e6:.1f}" for field in ("kv_nbytes", "peak_nbytes")]
+                rows.append([label, f"`{arm}`", *sizes, *speeds, f"{figure['decode_tps'] / rates['off', 1]:.2f}"])
+    columns = ["model", "cache", "KV, MB", "peak, MB", "prefill, tok/s", "decode, tok/s"]
+    columns += [*(f"{size} streams" for size in batches[1:]), "decode, of `off`"]
+    command = "python -m mlx_tq bench --model M --dequantize --tokens 1024 --dtypes float32 --rounds 2 --report FILE"
+    return table(list(files), columns, rows, on="two models in float32, 1,024 tokens", command=command)
+
+
+def one_layer() -> str:
+    """Return decode attention of one layer against mlx-lm's quantized cache and mlx's own attention."""
+    name, arms = "decode_attention.json", ("safe", "balanced", "small")
+    timings = report(name)["timings"]
+    median = {(t["dtype"], t["tokens"], t["arm"]): t["median"] for t in timings}
+    rows = []
+    for dtype, tokens in dict.fromkeys((t["dtype"], t["tokens"]) for t in timings):
+        quantized, plain = (median[dtype, tokens, arm] for arm in ("kv-bits 4", "fp16"))
+        ours = [median[dtype, tokens, arm] for arm in arms]
+        rows.append([dtype, f"{tokens:,}", *(f"{plain / each:.2g}" for each in ours)])
+        rows[-1] += [f"{quantized / each:.2g}" for each in ours]
+    columns = [
+        "type",
+        "tokens",
+        *(f"{arm}, times fp16" for arm in arms),
+        *(f"{arm}, times --kv-bits 4" for arm in arms),
+    ]
+    return table([name], columns, rows, on="no model: one layer", command="make bench")
+
+
+def kernels() -> str:
+    """Return bytes and lane operations of each kernel for one packed token and KV head."""
+    name = "kernels_counted.json"
+    rows = [
+        [f"`{k['kernel']}`", f"{k['loaded']:,.0f}", f"{k['stored']:,.0f}", f"{k['lane_operations']:,.0f}"]
+        for k in report(name)["kernels"]
+    ]
+    return table([name], ["kernel", "bytes loaded", "bytes stored", "lane operations"], rows, on="the Metal simulator")
+
+
+def gpu_attention() -> str:
+    """Return decode attention on an NVIDIA GPU, in microseconds per dependent call."""
+    name = "attention_cuda.json"
+    about = report(name)
+    arms = ("fp16", "q8/tq4", "tq4/tq4", "tq2/tq2")
+    times = {
+        (r["shape"], r["tokens"], r["arm"]): 1e6 * r["seconds"]
+        for r in about["rows"]
+        if (r["batch"], r["length"]) == (1, 1)
+    }
+    rows = []
+    for shape, (queries, heads, dim) in about["shapes"].items():
+        for tokens in (4096, 65536, 131072):
+            cells = [times[shape, tokens, arm] for arm in arms]
+            rows.append([f"{shape.split()[0]}: {queries}/{heads} heads of {dim}", f"{tokens:,}"])
+            rows[-1] += [f"{cell:.0f}" for cell in cells] + [f"{cells[0] / cells[2]:.2f}"]
+    columns = ["shape", "tokens", *(f"{arm}, µs" for arm in arms), "tq4/tq4, times as fast as fp16"]
+    command = "python -m benchmarks.gpu"
+    return table([name], columns, rows, on="no model: one layer", command=command)
+
+
+def streams() -> str:
+    """Return the server's throughput with several requests at once."""
+    name = "server_streams.json"
+    order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
+    figures = sorted(report(name)["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
+    columns: dict[str, Callable[[Record], str]] = {
+        "prompt tokens": lambda f: (
+            f"{f['prompt_tokens'] // f['streams']:,}, {'cached' if f['prefix'] == 'hot' else 'new'}"
+        ),
+        "profile": lambda f: f"`{f['profile']}`",
+        "streams": lambda f: str(f["streams"]),
+        "tok/s": lambda f: f"{f['tokens_per_second']:.1f}",
+        "decode, tok/s": lambda f: f"{f['decode_tokens_per_second']:.1f}",
+        "time to first token, s": lambda f: f"{f['first_token']:.2f}",
+        "KV, MB": lambda f: f"{f['kv_bytes'] / 1e6:.1f}",
+        "fp16, MB": lambda f: f"{f['fp16_bytes'] / 1e6:.1f}",
+    }
+    return table([name], list(columns), by_columns(figures, columns), on=EMBEDDED)
+
+
+PREFIX_CACHE = {
+    "read": "no prefix cache",
+    "stored": "first request, stored",
+    "restored": "cache hit after a restart",
+    "restored cold": "cache hit after a restart, cold page cache",
+}
+
+
+def prefix_cache() -> str:
+    """Return the time to the first token with and without a prefix cache hit."""
+    name = "server_store.json"
+    about = report(name)
+    without = next(f["median"] for f in about["figures"] if f["arm"] == "read")
+    columns: dict[str, Callable[[Record], str]] = {
+        "request": lambda f: PREFIX_CACHE[f["arm"]],
+        "cached tokens": lambda f: f"{f['cached_tokens']:,} of {f['prompt_tokens']:,}",
+        "time to first token, s": lambda f: f"{f['median']:.2f}",
+        "of no prefix cache": lambda f: f"{100 * f['median'] / without:.1f} %",
+    }
+    return table([name], list(columns), by_columns(about["figures"], columns), on=f"{about['model']} in float32")
+
+
+def hostile() -> str:
+    """Return a plain request and health beside hostile requests."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "server": lambda f: f["server"],
+        "attack": lambda f: f["attack"],
+        "slowest request, s": lambda f: f"{f['plain_max_s']:.2f}",
+        "slowest health, s": lambda f: f"{f['health_max_s']:.2f}",
+        "memory growth, MB": lambda f: f"{f['grown_mb']:,}",
+    }
+    name = "server_hostile.json"
+    return table([name], list(columns), by_columns(report(name)["figures"], columns), on=EMBEDDED)
+
+
+def soak() -> str:
+    """Return what both servers answer to 64 clients, and how their memory grows."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "server": lambda f: f["service"],
+        "seconds": lambda f: f"{f['seconds']:.0f}",
+        "answers": lambda f: ", ".join(f"{count:,} x {status}" for status, count in f["statuses"].items()),
+        "memory after warm-up, MB": lambda f: f"{f['warm_mb']:.0f}",
+        "growth": lambda f: f"{f['growth_percent']:.1f} %",
+    }
+    name = "server_soak.json"
+    return table([name], list(columns), by_columns(report(name)["figures"], columns), on=EMBEDDED)
+
+
+# Eviction and recall
+
+ARMS = {"off": "fp16", "balanced": "compressed", "off@90%": "evicted", "balanced@90%": "both"}
+ARM_FILES = {"embedded": (3500,), "smollm2": (2000, 7500), "gemma3-270m": (8000, 16000, 32000)}
+FOUR_ARMS = (
+    f"--profiles off,balanced,off@90%,balanced@90% --kv-evict published:granularity=1:aggregation=paper {SMALL_CACHE}"
+)
+
+
+def four_arms() -> str:
+    """Return perplexity of whole and evicted caches, uncompressed and compressed."""
+    files = {f"four_arms_{model}_{n}.json": (MODELS[model], n) for model, sizes in ARM_FILES.items() for n in sizes}
+    rows = []
+    for name, (label, tokens) in files.items():
+        for arm, shown in ARMS.items():
+            found = report(name)["results"][arm]
+            change = f"{found['delta']:+.2f} ± {found['delta_error']:.2f}"
+            rows.append([f"{label}, {tokens:,}", shown, f"{found['ppl']:.2f}", change])
+            rows[-1] += [f"{100 * found['kept']:.0f}", f"{found['nbytes'] / 1e6:.1f}"]
+    columns = ["model, tokens", "cache", "perplexity", "change %", "kept %", "MB"]
+    command = f"python -m mlx_tq evaluate perplexity {FOUR_ARMS} \\\n    --length L --chunks N --step S {ON_MODEL}"
+    return table(list(files), columns, rows, on="three models", command=command)
+
+
+POLICIES = {
+    "triattention:granularity=32": "`triattention`",
+    "triattention:granularity=32:calibration=text": "`triattention`, calibrated on the prompt",
+    "published:granularity=32:aggregation=paper": "`published:aggregation=paper`",
+    "expected_attention:granularity=32": "`expected_attention`",
+    "random:granularity=32": "`random`",
+    "recency:granularity=32": "`recency`",
+    "knorm:granularity=32": "`knorm`",
+}
+SHARES = (90, 75, 50, 25)
+SWEEP = (
+    f"python -m mlx_tq evaluate sweep {ON_MODEL} --kv-window 64 --sinks 32 --triggers 32 --warmup 256 \\\n"
+    "    --policies triattention:granularity=32,...,knorm:granularity=32 \\\n    "
+)
+
+
+def policies() -> str:
+    """Return how much of four facts survives one eviction round, and how many are answered."""
+    files = existing("evict_sweep_{}.json")
+
+    def show(record: Record) -> str:
+        asked = record["cases"] - record["void"]
+        return f"{100 * record['alive']:.0f} %" + (f", {record['found']}/{asked}" if asked else "")
+
+    rows = _by_policy(files, lambda record: "alive" in record, show)
+    command = f"{SWEEP}--once --kinds multi --depths middle --seeds 3 --lengths 1000 --chunks 0 --max-tokens 20"
+    columns = ["model", "policy", *(f"keeps {share} %" for share in SHARES)]
+    return table(list(files), columns, rows, on="three models in float32, 1,000 tokens", command=command)
+
+
+def policies_text() -> str:
+    """Return the change of perplexity when tokens are evicted during prefill."""
+    files = existing("evict_sweep_text_{}.json")
+
+    def show(record: Record) -> str:
+        return f"{record['delta']:+.1f} ± {record['delta_error']:.1f}"
+
+    rows = _by_policy(files, lambda record: "delta" in record, show)
+    columns = ["model", "policy", *(f"keeps {share} %" for share in SHARES)]
+    command = f"{SWEEP}--text REST --seeds 0 --chunks 2 --length 1000"
+    return table(list(files), columns, rows, on="three models in float32, 1,000 tokens", command=command)
+
+
+def _by_policy(
+    files: Mapping[str, str], is_measured: Callable[[Record], bool], show: Callable[[Record], str]
+) -> list[list[str]]:
+    rows = []
+    for name, label in files.items():
+        records = [record for record in report(name)["rows"] if is_measured(record)]
+        for variant, shown in POLICIES.items():
+            cells = {r["retention"]: show(r) for r in records if r.get("variant") == variant}
+            if cells:
+                rows.append([label, shown, *(cells.get(share, "-") for share in SHARES)])
+    return rows
+
+
+def evict_cost() -> str:
+    """Return what an eviction round takes beside the prefill of 256 tokens."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "context": lambda r: f"{r['context']:,}",
+        "evicted per round": lambda r: f"{r['evicted']:,}",
+        "round, s": lambda r: f"{r['round_seconds']:.3f}",
+        "prefill of 256 tokens, s": lambda r: f"{r['step_seconds']:.2f}",
+        "share of prefill": lambda r: f"{r['percent']:.2f} %",
+    }
+    name = "evict_cost.json"
+    return table([name], list(columns), by_columns(report(name)["rows"], columns), on="three models in float32")
+
+
+def recall() -> str:
+    """Return how often recall finds the evidence, and what is answered."""
+    name = "recall_grid.json"
+    about = report(name)
+    models = list(dict.fromkeys(row["model"] for row in about["rows"]))
+    rows = []
+    for row in sorted(about["rows"], key=lambda r: (models.index(r["model"]), r["kind"], r["asked"], r["budget"])):
+        if row["budget"] in ("50%", "10%"):
+            answered = row["answers"]
+            rows.append([f"{row['model'].removeprefix('the ')}, {row['asked']:,}", row["kind"], row["budget"]])
+            rows[-1] += [_share(row["first"], "queries"), _share(row["back"], "queries"), _share(row["back"], "words")]
+            rows[-1] += [_answers(answered, arm) for arm in ("full", "evicted", "queries")]
+    columns = ["model, tokens", "question", "kept", "evidence ranked first", "recalled, by queries", "by keywords"]
+    columns += ["answered, all tokens", "evicted", "with recall"]
+    return table([name], columns, rows, on="three models in float32, q8/tq4, sinks 32, window 64")
+
+
+def _share(counts: Record, way: str) -> str:
+    return f"{counts[way][0]}/{counts[way][1]}" if way in counts else "-"
+
+
+def _answers(answered: Record, arm: str) -> str:
+    found = answered.get(arm)
+    return "-" if found is None or found["right"] is None else f"{found['right']}/{found['asked']}"
+
+
+def recall_cost() -> str:
+    """Return what one search of the archive takes beside 64 decode steps."""
+    columns: dict[str, Callable[[Record], str]] = {
+        "model": lambda r: r["model"],
+        "search": lambda r: (
+            f"{'before prefill' if r['when'] == 'question' else 'while decoding'}, {r['asked']} queries"
+        ),
+        "layers searched": lambda r: f"{r['looking']} of {r['layers']}",
+        "archived tokens": lambda r: f"{r['archived']:,}",
+        "keys read, MB": lambda r: f"{r['nbytes'] / 1e6:.1f}",
+        "search, ms": lambda r: f"{r['look_ms']:,.0f}",
+        "64 decode steps, ms": lambda r: f"{r['steps_ms']:,.0f}",
+    }
+    name = "recall_look.json"
+    return table([name], list(columns), by_columns(report(name)["rows"], columns), on="three models in float32")
+
+
+# The rescue service
+
+SEARCHES = {
+    "plain BM25": "BM25",
+    "BM25 porter": "BM25 with stemming (default without an embedder)",
+    "minilm dense": "MiniLM",
+    "minilm fused 0.6": "hybrid, alpha .6 (the default)",
+    "minilm RRF 0.5": "reciprocal rank fusion",
+    "hashing fused 0.3": "hybrid, hashing embedder",
+}
+
+
+def retrieval() -> str:
+    """Return how well spans are found on two public collections."""
+    name = "rescue_retrieval.json"
+    found = report(name)["results"]
+    measures = ("R@5", "R@10", "MRR", "nDCG@10")
+    rows = [
+        [shown, *(f"{found[each][way][measure]:.3f}" for each in ("cranfield", "qmsum") for measure in measures)]
+        for way, shown in SEARCHES.items()
+    ]
+    columns = ["search", *(f"{each} {measure}" for each in ("Cranfield", "QMSum") for measure in measures)]
+    command = "python -m benchmarks.rescue.bench_retrieval --data DIR"
+    return table([name], columns, rows, on="text, no language model", command=command)
+
+
+def rescue_latency() -> str:
+    """Return how fast the service answers, on SQLite and PostgreSQL."""
+    names = ["rescue_latency.json", "rescue_postgres.json"]
+    sqlite, postgres = (report(name)["results"] for name in names)
+
+    def times(found: Record) -> str:
+        return f"{found['p50_ms']} / {found['p95_ms']}"
+
+    rows = [
+        [f"SQLite and FAISS, {spans:,} spans", times(sqlite[f"{spans} spans"]["retrieve"])] for spans in (20000, 100000)
+    ]
+    rows += [
+        [f"{arm}, {spans:,} spans", times(postgres[f"{spans} spans"]["retrieve"][arm])]
+        for spans in (20000, 100000)
+        for arm in ("PostgreSQL, HNSW", "PostgreSQL, exact")
+        if arm in postgres[f"{spans} spans"]["retrieve"]
+    ]
+    rows.append(["MiniLM embeds the question, end to end", times(sqlite["MiniLM"]["end_to_end"])])
+    command = "python -m benchmarks.rescue.bench_latency\npython -m benchmarks.rescue.bench_postgres size SPANS"
+    return table(names, ["retrieve", "p50 / p95, ms"], rows, on="the service alone", command=command)
+
+
+def ramp() -> str:
+    """Return facts answered after eviction, with and without rescue."""
+    files = {"rescue_ramp.json": "embedded", "rescue_ramp_smollm2.json": "SmolLM2-135M"}
+    rows = []
+    for name, label in files.items():
+        for row in report(name)["rows"]:
+            rows.append([f"{label}, {row['tokens']:,}", f"`{row['policy']}`, {row['budget']}", str(row["cases"])])
+            rows[-1] += [str(row["gone"]), str(row["none"]), str(row["evict"])]
+            rows[-1] += [str(row["rescue"] + row["rescued"]), str(row["void"])]
+    columns = ["model, tokens", "policy, budget", "facts", "evicted completely", "answered, all tokens"]
+    columns += ["evicted", "with rescue", "void"]
+    command = "\n".join(report("rescue_ramp.json")["commands"])
+    return table(list(files), columns, rows, on="two models in float32", command=command)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "profiles": profiles,
+    "formats": formats,
+    "divergence": divergence,
+    "frontier": frontier,
+    "normalization": normalization,
+    "trellis": trellis,
+    "by_layer": by_layer,
+    "answers": answers,
+    "whole_models": whole_models,
+    "one_layer": one_layer,
+    "kernels": kernels,
+    "gpu_attention": gpu_attention,
+    "streams": streams,
+    "prefix_cache": prefix_cache,
+    "hostile": hostile,
+    "soak": soak,
+    "four_arms": four_arms,
+    "policies": policies,
+    "policies_text": policies_text,
+    "evict_cost": evict_cost,
+    "recall": recall,
+    "recall_cost": recall_cost,
+    "retrieval": retrieval,
+    "rescue_latency": rescue_latency,
+    "ramp": ramp,
+}
+
+
+def render(text: str) -> str:
+    """Return a page with its tables as they are now.
+
+    Raises:
+        KeyError: the page names a table that does not exist.
+    """
+    return PLACE.sub(lambda place: f"<!-- table: {place[1]} -->\n{TABLES[place[1]]()}\n<!-- end -->", text)
+
+
+def main() -> None:
+    """Write the tables into the pages."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (current := render(text)) != text:
+            page.write_text(current, encoding="utf-8")
+            sys.stdout.write(f"written: {page.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Run the benchmarks that the flags name, and write tables, JSON and the report."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import KVCache
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlx_tq.bench.layer import LayerShape, layer_table, measure_layer
+from mlx_tq.bench.model import BenchedCache, Figure, measure_model
+from mlx_tq.bench.report import figures_as_dict, markdown_report, markdown_tables, model_tables
+from mlx_tq.cli.args import evict_from_args
+from mlx_tq.cli.asking import ask_beforehand
+from mlx_tq.cli.environment import environment
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.runs.doctor import all_checks
+from mlx_tq.cli.screen import console, results, table
+from mlx_tq.config import PROFILES
+from mlx_tq.errors import ConfigError
+from mlx_tq.files import atomic_write
+from mlx_tq.integration.probe import model_facts, native_caches
+from mlx_tq.kernels import backend, thresholds
+from mlx_tq.kernels.thresholds import KernelThresholds
+from mlx_tq.kernels.tuning import tune
+from mlx_tq.models import load
+
+STDOUT = "-"
+LAYER_TOKENS = [2048, 8192, 32768]
+MODEL_TOKENS = [1024, 4096, 16384]
+
+
+def run_layer(args: argparse.Namespace) -> int:
+    shape = LayerShape(args.query_heads, args.kv_heads, args.head_dim)
+    profiles = {name: PROFILES[name] for name in args.profiles}
+    timings = []
+    for dtype in args.dtypes or ("float16", "bfloat16", "float32"):
+        for tokens in args.tokens or LAYER_TOKENS:
+            timings += (measured := measure_layer(shape, tokens, dtype, profiles, args.rounds))
+            _screen(args).print(layer_table(measured))
+    timed = [timing._asdict() for timing in timings]
+    _write({"shape": shape._asdict(), "environment": environment(), "timings": timed}, args.json)
+    return 0
+
+
+def run_model(args: argparse.Namespace) -> int:
+    _write_figures(args, *_measure_figures(args))
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    checks = all_checks(kernels=backend.current() != "reference")
+    tuned: list[KernelThresholds] = []
+    figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
+    _write_figures(args, figures, skipped)
+    _write(markdown_report(args.model or "embedded", checks, tuned[0], figures, skipped), args.report)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def run_tuning(args: argparse.Namespace) -> int:
+    best = _tune(args)
+    _write({"environment": environment(), "thresholds": asdict(best)}, args.json)
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> KernelThresholds:
+    """Measure, save and show the thresholds of this machine."""
+    columns = ("threshold", "value", "seconds; for packed_queries and short_tokens the speedup over the other way")
+    shown = table(f"thresholds, {thresholds.machine()}", *columns)
+    measured = list(tune(args.tokens or LAYER_TOKENS, args.rounds))
+    for name, value, figure, _ in measured:
+        shown.add_row(name, str(value), f"{figure:.3g}")
+    best = measured[-1][-1]
+    path = thresholds.write(best)
+    _screen(args).print(shown)
+    console.print(f"{best}\nsaved for this machine: {path}", soft_wrap=True)
+    return best
+
+
+def _caches_to_compare(args: argparse.Namespace) -> list[BenchedCache]:
+    """Return mlx-lm's caches, each profile, and the last profile with eviction."""
+    caches = [BenchedCache("off"), *(BenchedCache(f"kv-bits {bits}", kv_bits=bits) for bits in args.kv_bits)]
+    caches += [BenchedCache(name, PROFILES[name]) for name in args.profiles if not PROFILES[name].is_off]
+    evict = evict_from_args(argparse.Namespace(**{**vars(args), "kv_evict": args.kv_evict or "triattention"}))
+    last = caches[-1]
+    if evict is not None and last.config is not None:
+        evict = evict if args.kv_budget else replace(evict, budget="50%")
+        name = f"{last.name}, {evict.policy.name} {evict.budget}"
+        caches.append(BenchedCache(name, replace(last.config, evict=evict)))
+    return caches
+
+
+def _measure_figures(
+    args: argparse.Namespace, prepare: Callable[[], None] = lambda: None
+) -> tuple[list[Figure], dict[str, str]]:
+    """Measure the model at every type and context; also returns what was skipped, with the reason.
+
+    `prepare` is called once, when it is certain that the contexts fit into the model.
+    """
+    figures: list[Figure] = []
+    skipped: dict[str, str] = {}
+    text = load_text()
+    for number, dtype in enumerate(args.dtypes or [None]):
+        options = {"trust_remote_code": args.trust_remote_code}
+        model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
+        facts = model_facts(model)
+        caches, unsupported = _without_unsupported(_caches_to_compare(args), model)
+        ask_beforehand(model, tokenizer, *(cache.config for cache in caches if cache.config is not None))
+        ids = tokenizer.encode(text)
+        contexts = _contexts(args, facts.positions, skipped)
+        if number == 0:
+            prepare()
+        columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("runs", total=len(contexts) * args.rounds * len(caches))
+            for tokens in contexts:
+                measured = measure_model(
+                    model,
+                    (ids * (1 + tokens // len(ids)))[:tokens],
+                    caches,
+                    dtype=dtype or facts.slots[0].dtype,
+                    batches=sorted({1, *args.batches}),
+                    max_tokens=args.max_tokens,
+                    rounds=args.rounds,
+                    step=args.step,
+                    skipped=skipped,
+                    advance=partial(bar.advance, task),
+                )
+                for shown in model_tables(measured):
+                    _screen(args).print(shown)
+                figures += measured
+                if args.json != STDOUT:  # an interrupted run has written what it measured
+                    _write(figures_as_dict(args.model, figures, skipped | unsupported), args.json, quiet=True)
+        skipped |= unsupported
+    for name, reason in skipped.items():
+        console.print(f"skipped: {name}: {reason}", soft_wrap=True, markup=False)
+    return figures, skipped
+
+
+def _contexts(args: argparse.Namespace, limit: int | None, skipped: dict[str, str]) -> list[int]:
+    """Return the contexts for which the model has positions, with the generated tokens of each batch."""
+    contexts: list[int] = args.tokens or MODEL_TOKENS
+    needed = 2 * args.max_tokens + 1
+    for tokens in contexts:
+        if limit is not None and tokens + needed > limit:
+            skipped[f"{tokens:,} tokens"] = f"the model has {limit:,} positions, and the answers need {needed}"
+    allowed = [tokens for tokens in contexts if f"{tokens:,} tokens" not in skipped]
+    if not allowed:
+        raise ConfigError(f"--tokens {contexts} all exceed the model's {limit:,} positions less {needed} for answers.")
+    return allowed
+
+
+def _without_unsupported(caches: list[BenchedCache], model: Any) -> tuple[list[BenchedCache], dict[str, str]]:
+    """Return the caches that mlx-lm can run, and why it cannot run the others."""
+    others = [type(cache).__name__ for cache in native_caches(model) if not isinstance(cache, KVCache)]
+    if not others:
+        return caches, {}
+    reason = f"mlx-lm does not quantize a {others[0]}"
+    unsupported = {cache.name: reason for cache in caches if cache.kv_bits is not None}
+    return [cache for cache in caches if cache.kv_bits is None], unsupported
+
+
+def _screen(args: argparse.Namespace) -> Any:
+    """Return the console for tables: stderr if stdout has another output."""
+    return console if STDOUT in (args.json, args.markdown, args.report) else results
+
+
+def _write_figures(args: argparse.Namespace, figures: list[Figure], skipped: dict[str, str]) -> None:
+    _write(figures_as_dict(args.model, figures, skipped), args.json)
+    _write(markdown_tables(figures) + "\n", args.markdown)
+
+
+def _write(content: str | dict[str, Any], name: str | None, *, quiet: bool = False) -> None:
+    """Write text, or data as JSON, to a file or to stdout; does nothing without a name."""
+    text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+    if name == STDOUT:
+        sys.stdout.write(text)
+    elif name:
+        with atomic_write(name) as temporary:
+            Path(temporary).write_text(text, encoding="utf-8")
+        if not quiet:
+            console.print(f"written: {name}", soft_wrap=True, markup=False)

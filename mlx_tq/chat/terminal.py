@@ -1,0 +1,312 @@
+"""Run `mlx_tq.chat`: read a message, stream the answer to stdout, and show on stderr what the cache holds."""
+
+import argparse
+import io
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_tq.cache.files import check_config
+from mlx_tq.cli.args import (
+    SHADOW,
+    chooses_rescue,
+    config_from_args,
+    names_cache,
+    option_value,
+    rescue_from_args,
+    with_blocks,
+)
+from mlx_tq.cli.foreign_text import readable, say
+from mlx_tq.cli.frame import DONE, INTERRUPTED
+from mlx_tq.cli.joining import collect_stats, join_ranks, show_ranks
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.memory_bar import memory_bar
+from mlx_tq.cli.preflight import check_arguments
+from mlx_tq.cli.progress import prefill_progress
+from mlx_tq.cli.prompts import template_config
+from mlx_tq.cli.screen import (
+    console,
+    human_bytes,
+    results,
+    show_plan,
+    show_quoted,
+    show_recalled,
+    show_shadow,
+    table,
+    warn,
+)
+from mlx_tq.cli.stores import chosen_store
+from mlx_tq.config import RescueConfig
+from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.prompt_cache.files import with_formats
+from mlx_tq.rescue import AUTO, OFF
+from mlx_tq.session import Session
+from mlx_tq.session.restore import take_archive_warning
+
+with suppress(ImportError):  # not on every system; without it lines cannot be edited
+    import readline  # gives input() its history and editing
+
+    if "libedit" not in (readline.__doc__ or ""):  # libedit has another syntax, and no bracketed paste
+        readline.parse_and_bind("set enable-bracketed-paste on")  # what is pasted is one message, with all its lines
+
+_START_S = 60.0  # that a rescue service may take to start
+_DEFAULT_CONTEXT = 32768  # tokens at which the bytes of a model without a limit are shown
+_BLOCK = '"""'
+_HELP = f"""\
+/stats        show tokens and memory
+/save FILE    save this conversation
+/load FILE    load a saved conversation
+/reset        start a new conversation
+/help         show this help
+/quit         exit (so does Ctrl-D)
+ /...         a message that begins with a slash needs a space before it, unless it is a path
+{_BLOCK}           begins and ends a message of several lines
+Ctrl-C        stop the answer; press twice at the prompt to exit"""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chat until the end of the input; return the exit code."""
+    check_arguments(args)
+    if args.load is not None and args.system_prompt is not None:
+        raise ConfigError("--system-prompt is given, but the conversation of --load has begun; drop one of the two.")
+    ranks = join_ranks(args)
+    config = config_from_args(args)
+    rescue = rescue_from_args(args, default=AUTO if config.evict else OFF)
+    in_blocks = rescue.service != OFF  # on every rank
+    if in_blocks:
+        config = with_blocks(config, args)
+    if not ranks.is_first:  # the first one searches for all
+        rescue = RescueConfig(service=OFF)
+    model, tokenizer = load_chosen(args, ranks=ranks)
+    warnings: list[str] = []
+    with Session(
+        model,
+        tokenizer,
+        config,
+        rescue=rescue if chooses_rescue(args) or config.evict else None,
+        system_prompt=args.system_prompt,
+        template=template_config(args),
+        max_tokens=args.max_tokens,
+        prefill_step_size=args.prefill_step_size,
+        sampler=ranks.share_sampler(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
+        seed=args.seed,
+        prefix_cache=chosen_store(args, ranks=ranks),
+        shadow=option_value(args, SHADOW),
+        warn=warnings.append,
+    ) as session:
+        if args.load is not None:
+            session.load(args.load)
+            if names_cache(args):  # flags can only repeat what the conversation was saved with
+                flags = config_from_args(args, {}, base=session.config)
+                flags = with_formats(model, with_blocks(flags, args, {}) if in_blocks else flags)
+                check_config(args.load, session.config, flags)
+        chat = Chat(session, warnings, ranks)
+        chat.show_conversation()
+        if session.rescue.service == AUTO and session.client is not None:
+            session.client.ready(_START_S)
+        console.print("type a message; /help shows the commands", style="dim")
+        code = chat.run()
+        if session.shadow is not None:
+            show_shadow(session.shadow.report())
+        return code
+
+
+class Chat:
+    """A session in a terminal, or with lines from a pipe; of several ranks the first one reads the input."""
+
+    def __init__(self, session: Session, warnings: list[str], ranks: Ranks = ALONE) -> None:
+        self._session, self._warnings, self._ranks = session, warnings, ranks
+        self._is_terminal = sys.stdin.isatty()
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text cost their line, not the chat
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/stats": self._show_stats,
+            "/save": self._save,
+            "/load": self._load,
+            "/reset": self._reset,
+            "/help": lambda _: console.print(_HELP, markup=False),
+        }
+
+    def run(self) -> int:
+        """Answer messages until the input ends; return the exit code: 0, or 130 for Ctrl-C."""
+        was_pressed = False
+        while True:
+            try:
+                message = self._ranks.broadcast_when_ready(self._next_message)
+                was_pressed = False
+            except KeyboardInterrupt:
+                if was_pressed or not self._is_terminal:
+                    return INTERRUPTED
+                was_pressed = True
+                console.print("\nPress Ctrl-C again to exit", style="dim")
+                continue
+            if message is None or message[0].strip() in ("/quit", "/exit"):
+                return DONE
+            self._handle(*message)
+
+    def _next_message(self) -> tuple[str, bool] | None:
+        """Return the next message and whether it is a command; None at the end of the input."""
+        try:
+            message = self._read_message()
+        except EOFError:
+            return None
+        name = message.strip().partition(" ")[0]
+        is_path = "/" in name[1:] or Path(name).exists()
+        return message, message.startswith("/") and "\n" not in message and not is_path
+
+    def _handle(self, message: str, is_command: bool) -> None:
+        """Answer a message or run a command; an error ends that, and not the chat."""
+        try:
+            if is_command:
+                name, _, argument = message.strip().partition(" ")
+                if name not in self._commands:
+                    raise ConfigError(
+                        f"unknown command {name}; valid are {', '.join(self._commands)}, /quit. Put a space before a "
+                        "message that begins with a slash."
+                    )
+                self._commands[name](argument.strip())
+            elif message.strip():
+                self._answer(message)
+        except (ConfigError, CacheFormatError) as error:
+            warn(str(error))
+        while self._warnings:
+            warn(self._warnings.pop(0))
+
+    def _answer(self, message: str) -> None:
+        turns = len(self._session.turns)
+        try:
+            stops = _stop_on_ctrl_c(self._session) if self._ranks.is_alone else nullcontext()
+            with stops, prefill_progress() as progress:
+                for piece in self._session.respond(message, progress=progress):
+                    say(piece)
+        except KeyboardInterrupt:  # the second one in a turn
+            if not self._ranks.is_alone:  # ranks may be at different tokens
+                raise
+        say("\n")
+        if len(self._session.turns) > turns:
+            turn = self._session.turns[-1]
+            if turn.archived:
+                show_recalled(turn.recalled, turn.by_search, turn.archived, turn.recall_seconds)
+            show_quoted(turn.quotation, turn.rescue_seconds)
+            console.print(
+                f"prompt {turn.prompt_tokens:,} tokens, generated {turn.generation_tokens:,} tokens at "
+                f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason})",
+                style="dim",
+            )
+        else:
+            console.print("interrupted before the answer: the message is undone", style="dim")
+        console.print(memory_bar(self._session), soft_wrap=True)
+
+    def _read_message(self) -> str:
+        line = self._read_line("> ")
+        if line.strip() != _BLOCK:
+            return line
+        lines = []
+        try:
+            while (line := self._read_line("| ")).strip() != _BLOCK:
+                lines.append(line)
+        except EOFError:
+            warn(f"the input ended before the {_BLOCK} that ends a message: its {len(lines)} lines were not sent.")
+            raise
+        return "\n".join(lines)
+
+    def _read_line(self, prompt: str) -> str:
+        if self._is_terminal:
+            return input(prompt)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    def _save(self, path: str) -> None:
+        self._check_alone("/save")
+        self._session.save(_check_path(path, "/save"))
+        console.print(f"saved to {path}", style="dim", markup=False)
+
+    def _load(self, path: str) -> None:
+        self._check_alone("/load")
+        self._session.load(_check_path(path, "/load"))
+        self.show_conversation()
+        console.print(memory_bar(self._session), soft_wrap=True)
+
+    def _check_alone(self, name: str) -> None:
+        if not self._ranks.is_alone:
+            raise ConfigError(f"{name} is for one process: each of {self._ranks.size} ranks has a part of the cache.")
+
+    def _reset(self, _: str) -> None:
+        self._session.reset()
+        console.print("started a new conversation", style="dim")
+
+    def show_conversation(self) -> None:
+        """Show how the cache is stored, and the last question and answer of a loaded conversation."""
+        session = self._session
+        if session.plan is not None:
+            no_recall = None if session.shadow is None else SHADOW.flag
+            show_plan(session.plan, session.context_length or _DEFAULT_CONTEXT, no_recall)
+        if session.client is not None:
+            console.print(f"rescue: {session.rescue.service}", style="dim", markup=False)
+        if session.last_exchange is not None:
+            question, answer = map(readable, session.last_exchange)
+            console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)
+
+    def _show_stats(self, _: str) -> None:
+        """Print a table of tokens and memory to stdout."""
+        session, stats = self._session, self._session.stats
+        size = f"{human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}"
+        if stats.nbytes < stats.fp16_nbytes:  # else its buffers are larger than so short a conversation
+            size += f" ({stats.ratio:.1f}x)"
+        rows = {
+            "turns": f"{len(session.turns):,}",
+            "tokens": f"{stats.tokens:,}" + (f" of {session.context_length:,}" if session.context_length else ""),
+            "live": f"{stats.live:,}",
+            "evicted": f"{stats.evicted:,}",
+            "archived": f"{stats.archived:,} in {human_bytes(stats.archived_nbytes)}",
+            "dropped": f"{stats.dropped:,}",
+            **({"recalled in the last turn": f"{session.recalled_tokens:,}"} if stats.archived else {}),
+            "quoted": f"{session.quoted_tokens:,}",
+            "KV cache": size,
+        }
+        if session.client is not None:
+            rescue = session.client.stats
+            lost = rescue.dropped + rescue.refused
+            rows["rescue spans"] = f"{rescue.written:,} written, {rescue.queued:,} queued, {lost:,} lost"
+            rows["rescue searches"] = f"{rescue.queries:,}, {rescue.unanswered:,} unanswered"
+        shown = table("", "conversation", readable(session.session_id[:8]))
+        for name, value in rows.items():
+            shown.add_row(name, value)
+        results.print(shown)
+        if not self._ranks.is_alone:
+            show_ranks(collect_stats(self._ranks, stats, take_archive_warning(session.cache)))
+
+
+def _check_path(path: str, command: str) -> Path:
+    if not path:
+        raise ConfigError(f"{command} needs a file, such as {command} chat.safetensors.")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{command} {path}: {error}. Write the folder itself.") from error
+
+
+@contextmanager
+def _stop_on_ctrl_c(session: Session) -> Iterator[None]:
+    """Let Ctrl-C end the answer after its next token, and a second one at once."""
+    was_pressed = False
+
+    def stop(*_: object) -> None:
+        nonlocal was_pressed
+        if was_pressed:
+            raise KeyboardInterrupt
+        was_pressed = True
+        session.stop()
+
+    previous = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,1 +1,0 @@
-"""Facts hidden in long texts, and questions that ask for them."""

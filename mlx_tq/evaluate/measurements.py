@@ -1,0 +1,294 @@
+"""The table of measurements: what each one measures, and the columns of its table."""
+
+import argparse
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_tq.cli.args import config_from_args
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.loading import load_chosen
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, region_changes
+from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
+from mlx_tq.evaluate.formats import TOGETHER, measure_formats, parse_pairs
+from mlx_tq.evaluate.lm_eval_harness import import_lm_eval, run_tasks
+from mlx_tq.evaluate.needles import DEPTHS, has_missed_needles, needle_samples, note_on_needles, tabulate_needles
+from mlx_tq.evaluate.reasoning import problem_samples, read_problems
+from mlx_tq.evaluate.results import Columns, Record, Results, progress
+from mlx_tq.evaluate.ruler import ruler_samples
+from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
+from mlx_tq.evaluate.tools import tool_samples
+
+_LEAST = {"samples": 1, "seeds": 1, "max_tokens": 1, "step": 1, "shots": 0, "temp": 0}
+
+
+@dataclass
+class Run:
+    """One measurement: its flags, text, arms and results. The model is loaded when it is first used."""
+
+    args: argparse.Namespace
+    text: str
+    arms: list[Arm]
+    results: Results
+
+    @cached_property
+    def model(self) -> tuple[Any, Any]:
+        """The model and its tokenizer."""
+        return load_chosen(self.args, *(arm.config for arm in self.arms))
+
+    @cached_property
+    def chunks(self) -> list[list[int]]:
+        return cut_chunks(self.model[1], self.text, self.args.chunks, self.args.length)
+
+    def numbers(self, name: str) -> list[int]:
+        """Return the whole numbers of a flag such as --lengths."""
+        text = getattr(self.args, name)
+        try:
+            numbers = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise ConfigError(f"--{name} is {text!r}; write whole numbers like 500,1000.") from None
+        if min(numbers) < 1:
+            raise ConfigError(f"--{name} is {text!r}; each must be 1 or more.")
+        return numbers
+
+
+class Measurement(NamedTuple):
+    measure: Callable[[Run], list[Record]]  # saves its records, and returns the rows of the table
+    title: str
+    columns: Columns | None  # None: those of the rows
+    settings: tuple[str, ...]  # flags that must be equal for results to be resumed
+    arms: Callable[[argparse.Namespace], list[Arm]] = arms_from_args
+    note: Callable[[Sequence[Record]], str] = lambda records: ""
+    resumes: bool = True
+
+
+def run_measurement(args: argparse.Namespace) -> int:
+    """Measure, save and show; returns the exit code."""
+    measurement = MEASUREMENTS[args.measurement]
+    text = read_text(getattr(args, "text", None))
+    for name, least in _LEAST.items():
+        value = getattr(args, name, None)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more.")
+    arms = measurement.arms(args)
+    results = Results(
+        args.json, args.measurement, settings_of(args, measurement.settings, arms), resume=measurement.resumes
+    )
+    rows = measurement.measure(Run(args, text, arms, results))
+    records = list(results.rows.values())
+    columns = measurement.columns or {name: _field(name) for name in rows[0]}
+    results.show(measurement.title.format_map(records[0]), columns, rows, measurement.note(records))
+    return 1 if getattr(args, "strict", False) and has_missed_needles(records) else 0
+
+
+def read_text(path: str | None) -> str:
+    if path is None:
+        return load_text()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the text {path} cannot be read: {error}. Give a UTF-8 file.") from error
+
+
+def settings_of(args: argparse.Namespace, names: tuple[str, ...], arms: list[Arm]) -> Record:
+    """Return what must be equal for results to be resumed; a text file may change, so its hash is included."""
+    settings: Record = {"model": args.model or "embedded"}
+    if hasattr(args, "text"):
+        settings |= {"text": args.text or "embedded"}
+        if args.text:
+            settings |= {"text_sha256": hashlib.sha256(Path(args.text).read_bytes()).hexdigest()}
+    settings |= {name: getattr(args, name) for name in names}
+    settings |= {} if args.dtype is None else {"dtype": args.dtype}
+    return settings | {"arms": {arm.name: arm.config.to_dict() for arm in arms}}
+
+
+def _score(run: Run, arms: list[Arm]) -> list[TokenScores]:
+    total = (1 + len(arms)) * sum(len(chunk) - 1 for chunk in run.chunks)
+    with progress(run.args.measurement, total) as advance:
+        return score_text(run.model[0], run.chunks, arms, run.args.step, advance)
+
+
+def _save(run: Run, records: list[Record]) -> list[Record]:
+    for record in records:
+        run.results.add(record["name"], record)
+    return records
+
+
+def _perplexity(run: Run) -> list[Record]:
+    compressed = [arm for arm in run.arms if not arm.config.is_off]
+    scores = _score(run, compressed)
+    names = [OFF.name, *(arm.name for arm in compressed)]
+    return _save(run, [perplexity(name, score, scores[0].nll) for name, score in zip(names, scores, strict=True)])
+
+
+def _divergence(run: Run) -> list[Record]:
+    _, *scores = _score(run, run.arms)  # the arm `off` is a control: a second fp16 cache
+    return _save(run, [divergence(arm.name, score) for arm, score in zip(run.arms, scores, strict=True)])
+
+
+def _formats(run: Run) -> list[Record]:
+    args, results, (model, tokenizer) = run.args, run.results, run.model
+    missing = [arm for arm in run.arms if arm.name not in results.rows]
+    passes = len(missing) + -(-len(missing) // TOGETHER)
+    with progress("formats", passes * args.chunks * (args.length - 1)) as advance:
+        for record in measure_formats(model, run.chunks, missing, args.step, advance):
+            results.add(record["name"], record)
+    missing = [arm for arm in run.arms if not arm.config.is_off and not results.rows[arm.name].get("asked")]
+    answers = Results(None, "needles", {})  # the fp16 cache answers once for all pairs
+    for arm in missing if args.needles else []:
+        samples = needle_samples(tokenizer, run.text, [arm], [args.needle_length], seeds=range(args.needles))
+        records = ask_samples(model, tokenizer, samples, [arm], answers, max_tokens=64, step=args.step)
+        verdicts = [record["verdict"] for record in records if record["name"] == arm.name]
+        counts = {"found": verdicts.count(PASS), "asked": len(verdicts) - verdicts.count(VOID)}
+        results.add(arm.name, results.rows[arm.name] | counts)
+    rows = [results.rows[arm.name] for arm in run.arms]
+    return sorted(rows, key=lambda row: (row["nbytes"], row["name"]))
+
+
+def _pairs_from_args(args: argparse.Namespace) -> list[Arm]:
+    return parse_pairs(args.keys, args.values, args.pairs, **region_changes(args))
+
+
+def _ask(run: Run, samples: list[Sample]) -> list[Record]:
+    args, (model, tokenizer) = run.args, run.model
+    arms = [arm for arm in run.arms if not arm.config.is_off]
+    options = {"max_tokens": args.max_tokens, "temp": getattr(args, "temp", 0.0), "step": args.step}
+    with progress(args.measurement, (1 + len(arms)) * len(samples)) as advance:
+        return ask_samples(model, tokenizer, samples, arms, run.results, advance=advance, **options)
+
+
+def _needle(run: Run) -> list[Record]:
+    lengths, depths = run.numbers("lengths"), [parse_depth(part) for part in run.args.depths.split(",")]
+    samples = needle_samples(run.model[1], run.text, run.arms, lengths, depths, range(run.args.seeds))
+    return tabulate_needles(_ask(run, samples))
+
+
+def parse_depth(text: str) -> float:
+    try:
+        return DEPTHS[text] if text in DEPTHS else float(text)
+    except ValueError:
+        raise ConfigError(f"depth {text!r} is unknown; write start, middle, end or a number from 0 to 1.") from None
+
+
+def _reasoning(run: Run) -> list[Record]:
+    args, problems = run.args, read_problems(run.args.data)
+    tokenizer = run.model[1]
+    chat = tokenizer.has_chat_template and not args.ignore_chat_template
+    sizes = {"shots": args.shots, "count": args.samples, "seeds": args.seeds}
+    return compare_answers(_ask(run, problem_samples(tokenizer, problems, chat=chat, **sizes)))
+
+
+def _tools(run: Run) -> list[Record]:
+    args = run.args
+    sizes = {"shots": args.shots, "count": args.samples}
+    return compare_answers(_ask(run, tool_samples(run.model[1], args.data, parser_name=args.tool_parser, **sizes)))
+
+
+def _ruler(run: Run) -> list[Record]:
+    lengths, tasks = run.numbers("lengths"), run.args.tasks.split(",")
+    return compare_answers(_ask(run, ruler_samples(run.model[1], run.text, tasks, lengths, run.args.samples)))
+
+
+def _lm_eval(run: Run) -> list[Record]:
+    import_lm_eval()  # before the model
+    metrics = run_tasks(run.args, *run.model, run.arms[0].config)
+    for task, values in metrics.items():
+        run.results.add(task, values)
+    return [
+        {"task": task, "metric": name, "value": value}
+        for task, values in metrics.items()
+        for name, value in values.items()
+    ]
+
+
+def _field(name: str, style: str = "", scale: float = 1) -> Callable[[Record], str]:
+    """Return what shows a field of a record, or a dash if there is no such field."""
+    return lambda row: "-" if row.get(name) is None else format(row[name] * scale if style else row[name], style)
+
+
+def _select(titles: str) -> Columns:
+    return {title: _COLUMNS[title] for title in titles.split(",")}
+
+
+_COLUMNS: Columns = {
+    "cache": _field("name"),
+    "PPL": _field("ppl", ".3f"),
+    "± PPL": _field("ppl_error", ".3f"),
+    "change %": _field("delta", "+.3f"),
+    "± change": _field("delta_error", ".3f"),
+    "packed %": _field("packed", ".0f", 100),
+    "kept %": _field("kept", ".0f", 100),
+    "MB": _field("nbytes", ".1f", 1e-6),
+    "s": _field("seconds", ".1f"),
+    "KLD": _field("kld", ".6f"),
+    "± KLD": _field("kld_error", ".6f"),
+    "median": _field("kld_median", ".6f"),
+    "99 %": _field("kld_99", ".5f"),
+    "top-1 %": _field("top1", ".2f"),
+    "± top-1": _field("top1_error", ".2f"),
+    "B/token": _field("nbytes", ",.0f"),
+    "ratio": _field("ratio", ".2f"),
+    "K err": _field("key_error", ".5f"),
+    "V err": _field("value_error", ".5f"),
+    "cos": _field("cosine", ".5f"),
+    "needles": lambda row: f"{row['found']}/{row['asked']}" if row.get("asked") else "-",
+    "samples": _field("group"),
+    "right": lambda row: f"{row['right']}/{row['samples']}",
+    "%": lambda row: f"{100 * row['right'] / row['samples']:.1f}",
+    "95 %": lambda row: f"{100 * row['low']:.1f}-{100 * row['high']:.1f}",
+    "score %": _field("score", ".1f", 100),
+    "lost": _field("lost"),
+    "gained": _field("gained"),
+    "p": _field("p", ".3f"),
+}
+_NOTE = "lost, gained: right with the fp16 cache only, with this one only; p: of such a difference by chance (McNemar)"
+_asking = partial(
+    Measurement,
+    title="Answers",
+    columns=_select("samples,cache,right,%,95 %,score %,lost,gained,p"),
+    note=lambda records: _NOTE,
+)
+_TEXT = ("chunks", "length", "step")
+_SHOTS = ("data", "shots", "samples", "max_tokens", "temp", "step")
+
+MEASUREMENTS = {
+    "perplexity": Measurement(
+        _perplexity,
+        "Perplexity over {tokens:,} tokens",
+        _select("cache,PPL,± PPL,change %,± change,packed %,kept %,MB,s"),
+        _TEXT,
+        resumes=False,
+    ),
+    "divergence": Measurement(
+        _divergence,
+        "Divergence from the fp16 cache over {tokens:,} tokens, in nats",
+        _select("cache,KLD,± KLD,median,99 %,top-1 %,± top-1,packed %"),
+        _TEXT,
+        resumes=False,
+    ),
+    "formats": Measurement(
+        _formats,
+        "Pairs of formats",
+        _select("cache,B/token,ratio,K err,V err,cos,KLD,± KLD,top-1 %,PPL,change %,± change,packed %,needles"),
+        (*_TEXT, "needle_length"),
+        _pairs_from_args,
+    ),
+    "needle": Measurement(
+        _needle, "Needles found", None, ("lengths", "depths", "seeds", "step", "max_tokens"), note=note_on_needles
+    ),
+    "reasoning": _asking(_reasoning, settings=(*_SHOTS, "seeds", "ignore_chat_template")),
+    "tools": _asking(_tools, settings=(*_SHOTS, "tool_parser")),
+    "ruler": _asking(_ruler, settings=("tasks", "lengths", "samples", "max_tokens", "temp", "step")),
+    "lm-eval": Measurement(
+        _lm_eval,
+        "Tasks of lm-eval",
+        None,
+        ("tasks", "num_shots", "limit", "max_tokens", "seed", "temp", "top_p", "top_k"),
+        arms=lambda args: [Arm("cache", config_from_args(args))],
+        resumes=False,
+    ),
+}

@@ -1,0 +1,105 @@
+"""Output of a measurement: a table on stdout, a JSON file that can be resumed, a progress bar on stderr."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mlx_tq import __version__
+from mlx_tq.cli import screen
+from mlx_tq.cli.environment import blas
+from mlx_tq.errors import ConfigError
+from mlx_tq.files import atomic_write
+
+Record = dict[str, Any]  # one row of results, as JSON
+Columns = Mapping[str, Callable[[Record], str]]  # how a table shows a record, by title
+Advance = Callable[[int], None]  # receives the number of units of work done
+STDOUT = "-"
+
+
+class Results:
+    """Records by key, written to a JSON file after each addition.
+
+    Args:
+        target: a file, `-` for stdout at the end, or None.
+        command: the measurement.
+        settings: its settings, as plain data; an existing file with others is refused.
+        resume: continue with the records of an existing file.
+    """
+
+    def __init__(self, target: str | None, command: str, settings: Mapping[str, Any], *, resume: bool = False) -> None:
+        self.rows: dict[str, Record] = {}
+        self._lines: dict[str, str] = {}  # the rows as they are written
+        self._target = target
+        self._head = {
+            "command": command,
+            "settings": json.loads(json.dumps(settings)),
+            "versions": {"mlx_tq": __version__, "mlx": version("mlx"), "mlx_lm": version("mlx-lm")},
+            "blas": blas(),
+        }
+        if target in (None, STDOUT):
+            return
+        path = Path(str(target))
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}. Make it first.")
+        if resume and path.exists():
+            for key, row in self._load(path).items():
+                self._store(key, row)
+
+    def _load(self, path: Path) -> dict[str, Record]:
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            same = all(saved[name] == self._head[name] for name in ("command", "settings"))
+            rows: dict[str, Record] = saved["results"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} holds no results to resume ({error!r}). Remove it or name another.") from error
+        if not same:
+            raise ConfigError(f"{path} holds results of other settings. Remove it or name another file.")
+        return rows
+
+    def add(self, key: str, row: Record) -> None:
+        self._store(key, row)
+        if self._target in (None, STDOUT):
+            return
+        try:
+            with atomic_write(Path(str(self._target))) as temporary:
+                temporary.write_text(self.dumps(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{self._target} cannot be written: {error}. Name another file.") from error
+
+    def _store(self, key: str, row: Record) -> None:
+        self.rows[key] = row
+        self._lines[key] = f"  {json.dumps(key)}: {json.dumps(row)}"
+
+    def dumps(self) -> str:
+        """Return the JSON text, with a line for each row."""
+        head = json.dumps(self._head, indent=1).removesuffix("\n}")
+        return head + ',\n "results": {\n' + ",\n".join(self._lines.values()) + "\n }\n}\n"
+
+    def show(self, title: str, columns: Columns, rows: Sequence[Record], note: str = "") -> None:
+        """Print the rows as a table, or the JSON where that goes to stdout."""
+        if self._target == STDOUT:
+            sys.stdout.write(self.dumps())
+            return
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+        table = screen.table(title, *columns)
+        for row in rows:
+            table.add_row(*(show(row) for show in columns.values()))
+        console.print(table)
+        if note:
+            console.print(note, style="dim", soft_wrap=True)
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Advance]:
+    """Show a progress bar; yields the function that advances it."""
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen.console, transient=True, disable=not screen.console.is_terminal) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,1 @@
+"""Answers that follow a JSON schema, a regular expression or a Lark grammar."""

@@ -1,0 +1,228 @@
+"""The patches that let models of mlx-lm run on compressed caches: attention, RoPE, forward pass and cache factory.
+
+Each `patch_...` is a context. Contexts nest, and may end in any order and on any thread; after the last one every
+binding is as it was.
+"""
+
+import inspect
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models import cache as mlx_lm_cache
+
+from mlx_tq.cache.handles import Handle
+from mlx_tq.errors import ConfigError, UnsupportedModelError
+from mlx_tq.kernels.regions import Mask
+
+Undo = Callable[[], None]
+
+
+class Patched:
+    """Patches a target while contexts on it are open, and restores it when the last of them ends.
+
+    Each context may have a value; the newest open context's counts. `apply` patches the target and returns what
+    restores it.
+    """
+
+    def __init__(self, apply: Callable[[Any], Undo]) -> None:
+        self._apply = apply
+        self._lock = threading.Lock()
+        # By the id of a target, which its contexts keep alive. A list of one makes equal values distinct contexts.
+        self._contexts: dict[int, tuple[list[Any], ...]] = {}
+        self._undo: dict[int, Undo] = {}
+
+    @contextmanager
+    def open(self, target: Any, value: Any = None) -> Iterator[None]:
+        key, context = id(target), [value]
+        with self._lock:
+            if key not in self._contexts:
+                self._undo[key] = self._apply(target)
+            self._contexts[key] = (*self._contexts.get(key, ()), context)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._contexts[key] = tuple(other for other in self._contexts[key] if other is not context)
+                if not self._contexts[key]:
+                    del self._contexts[key]
+                    self._undo.pop(key)()
+
+    def newest(self, target: Any) -> Any:
+        """Return the value of the newest open context on `target`, or None."""
+        contexts = self._contexts.get(id(target))
+        return contexts[-1][0] if contexts else None
+
+
+def _replace_attribute(owner: Any, name: str, value: Any) -> Undo:
+    was_set, previous = name in vars(owner), vars(owner).get(name)  # or a class inherits it
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, previous) if was_set else delattr(owner, name)
+
+
+def _replace_function(original: Callable[..., Any], replacement: Callable[..., Any], _: Any) -> Undo:
+    """Replace a function in all modules of mlx-lm, which import functions by name."""
+
+    def rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "mlx_lm" and vars(module).get(old.__name__) is old:
+                setattr(module, old.__name__, new)
+
+    rebind(original, replacement)
+    return lambda: rebind(replacement, original)  # also in modules that were imported meanwhile
+
+
+_mlx_lm_attention = base.scaled_dot_product_attention
+_mlx_lm_make_prompt_cache = mlx_lm_cache.make_prompt_cache
+
+
+def scaled_dot_product_attention(
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Mask, sinks: mx.array | None = None
+) -> mx.array:
+    """Run mlx-lm's attention, where keys and values may be handles of a compressed cache."""
+    if not isinstance(keys, Handle):
+        return _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)  # type: ignore[no-any-return]
+    view = keys.view
+    if view.wants_queries:
+        call = find_call(queries)
+        if call is None:
+            raise UnsupportedModelError(
+                "eviction is calibrated on queries before RoPE, and those of this layer came from no RoPE module that "
+                "could be followed. Use another policy, such as knorm."
+            )
+        view = view.observed(call.source, call.module)
+    return view.attend(queries, scale, mask, sinks)
+
+
+_attention = Patched(partial(_replace_function, _mlx_lm_attention, scaled_dot_product_attention))
+patch_attention = partial(_attention.open, base)
+
+
+# Queries before RoPE: RoPE modules record what goes in, and it is found by the identity of what comes out. The order of
+# calls would not tell queries from keys: gemma4 rotates keys first.
+
+_ROPE_NAMES = {"rope", "rotary_emb", "rotary_embedding", "rotary"}
+_ROPE_CLASS = re.compile("rope|rotary", re.IGNORECASE)
+
+
+class RopeCall(NamedTuple):
+    output: mx.array
+    source: mx.array
+    module: Any
+
+
+_recorded: ContextVar[deque[RopeCall] | None] = ContextVar("recorded", default=None)  # by thread
+
+
+@contextmanager
+def capture_queries() -> Iterator[None]:
+    """Record the last RoPE calls of this thread."""
+    token = _recorded.set(deque(maxlen=4))  # a layer makes two, of queries and of keys
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def find_call(output: mx.array) -> RopeCall | None:
+    """Return the recorded call that returned this very array."""
+    return next((call for call in reversed(recorded_calls()) if call.output is output), None)
+
+
+def recorded_calls() -> deque[RopeCall]:
+    """Return the recorded calls, oldest first; the caller may clear them."""
+    return _recorded.get() or deque()
+
+
+class _RecordingRope:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        output: mx.array = self.module(x, *args, **kwargs)
+        if (calls := _recorded.get()) is not None:
+            calls.append(RopeCall(output, x, self.module))
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _wrap_ropes(model: Any) -> Undo:
+    list_modules: Callable[[], list[Any]] = getattr(model, "modules", list)
+    for owner in list_modules():
+        for name, value in {**owner, **vars(owner)}.items():
+            if callable(value) and (name in _ROPE_NAMES or _ROPE_CLASS.search(type(value).__name__)):
+                setattr(owner, name, _RecordingRope(value))
+
+    def restore() -> None:
+        for owner in list_modules():  # again, as layers may have been replaced meanwhile
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, _RecordingRope):
+                    setattr(owner, name, value.module)
+
+    return restore
+
+
+patch_rope = Patched(_wrap_ropes).open
+
+
+@contextmanager
+def patch_forward(model: Any, before: Callable[[list[Any], int], bool]) -> Iterator[None]:
+    """Call `before(caches, tokens)` ahead of each forward pass with caches; it returns whether to capture queries."""
+    with _wrapped_classes.open(type(model)), _before_forward.open(model, before):
+        yield
+
+
+def _wrap_call(model_class: Any) -> Undo:
+    """Wrap `__call__`, which Python looks up in the class; models without an open context pass through."""
+    call = model_class.__call__
+    signature = inspect.signature(call)
+
+    @wraps(call)
+    def wrapper(model: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _before_forward.newest(model)
+        if before is None:
+            return call(model, *args, **kwargs)
+        arguments = signature.bind(model, *args, **kwargs).arguments
+        caches, tokens = arguments.get("cache"), list(arguments.values())[1]
+        wants_queries = caches is not None and before(caches, tokens.shape[1])
+        with capture_queries() if wants_queries else nullcontext():
+            return call(model, *args, **kwargs)
+
+    return _replace_attribute(model_class, "__call__", wrapper)
+
+
+_wrapped_classes = Patched(_wrap_call)
+_before_forward = Patched(lambda model: lambda: None)  # patches nothing, only holds the values
+
+
+@contextmanager
+def patch_make_cache(model: Any, make_cache: Callable[[], list[Any]]) -> Iterator[None]:
+    """Let mlx-lm get its caches for `model` from `make_cache`."""
+    with _make_prompt_cache.open(mlx_lm_cache), _make_cache.open(model, make_cache):
+        yield
+
+
+def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> list[Any]:
+    """Make caches as mlx-lm does, but refuse a size that it would ignore for compressed caches."""
+    if max_kv_size is not None and _make_cache.newest(model) is not None:
+        raise ConfigError(
+            f"max_kv_size is {max_kv_size}, and compressed caches have no such limit. Drop it, or evict tokens with "
+            f"KVConfig(evict=EvictConfig(budget={max_kv_size}))."
+        )
+    return _mlx_lm_make_prompt_cache(model, max_kv_size)  # type: ignore[no-any-return]
+
+
+_make_prompt_cache = Patched(partial(_replace_function, _mlx_lm_make_prompt_cache, make_prompt_cache))
+_make_cache: Patched = Patched(
+    lambda model: _replace_attribute(model, "make_cache", lambda: _make_cache.newest(model)())
+)

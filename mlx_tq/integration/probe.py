@@ -1,0 +1,220 @@
+"""Probes a model: a short run on caches that return handles shows what can be compressed, or that the model cannot.
+
+Lists of model names would go stale.
+"""
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList, KVCache
+
+from mlx_tq.cache.handles import Handle, handles
+from mlx_tq.codec.formats.base import dtype_name
+from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.integration.patches import capture_queries, find_call, patch_attention, patch_rope, recorded_calls
+from mlx_tq.kernels.regions import Mask
+from mlx_tq.models import ranks_of
+
+_TOKENS = 64
+_STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """One plain KV cache of a model: the only kind that is compressed."""
+
+    index: int  # of the cache in the model's list
+    part: int | None  # of the cache inside a CacheList
+    heads: int  # KV heads
+    key_dim: int
+    value_dim: int
+    dtype: str
+    key_norm: float  # median norm of a key
+    shared: bool  # later layers read this cache too
+    rope: Any = None  # the RoPE module that made the queries
+    no_rope: str = ""  # why there is none
+    nearby_rope: Any = None  # the RoPE module of this or an earlier layer that rotates vectors of this size
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Result of probing a model."""
+
+    model_type: str
+    classes: list[str]  # class name of each cache in the model's list
+    slots: list[SlotFacts]
+    counts_keys: bool = False  # the model reads how many keys it fetched
+    positions: int | None = None  # that the model allows, if its configuration says
+    ranks: Ranks = ALONE  # each has its own heads
+
+
+# By id of a model: the model, the shapes and types of its weights at the time, and its facts.
+_probed: dict[int, tuple["weakref.ref[Any]", Any, ModelFacts]] = {}
+_lock = threading.Lock()
+
+
+def model_facts(model: Any) -> ModelFacts:
+    """Return the facts of a model, which is probed once, and again if the shapes or types of its weights changed."""
+    weights: list[tuple[str, Any]] = tree_flatten(model.parameters())  # type: ignore[assignment]
+    shapes = [(name, weight.shape, weight.dtype) for name, weight in weights]
+    with _lock:
+        for key in [key for key, (reference, *_) in _probed.items() if reference() is None]:
+            del _probed[key]
+        probed = _probed.get(id(model))
+    if probed is None or probed[1] != shapes:
+        probed = weakref.ref(model), shapes, _probe(model)
+        with _lock:
+            _probed[id(model)] = probed
+    return probed[2]
+
+
+def native_caches(model: Any) -> list[Any]:
+    """Return new caches of the model's own, even if another `make_cache` is installed on the instance."""
+    make = getattr(type(model), "make_cache", None)
+    return list(make(model)) if make else [KVCache() for _ in model.layers]
+
+
+def position_limit(model: Any) -> int | None:
+    """Return how many tokens the model was made for, if its configuration says."""
+    return _config_value(model, "max_position_embeddings")  # type: ignore[no-any-return]
+
+
+def _config_value(model: Any, name: str) -> Any:
+    args = getattr(model, "args", None)
+    return getattr(args, name, None) or (getattr(args, "text_config", None) or {}).get(name)
+
+
+class _ProbeView:
+    """Attends as mlx-lm does, and records how its keys and values are used."""
+
+    wants_queries = False
+
+    def __init__(self, keys: mx.array, values: mx.array) -> None:
+        self._keys, self._values = keys, values
+        self.is_attended = self.is_counted = False
+        self.rope: dict[str, Any] = {}  # fields of SlotFacts
+
+    def key_shape(self) -> tuple[int, ...]:
+        self.is_counted = True
+        return self._keys.shape
+
+    def value_shape(self) -> tuple[int, ...]:
+        self.is_counted = True
+        return self._values.shape
+
+    def observed(self, queries: mx.array, rope: Any) -> "_ProbeView":
+        return self
+
+    def attend(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+        if not self.is_attended:
+            self.rope = _find_rope(queries)
+        self.is_attended = True
+        return mx.fast.scaled_dot_product_attention(
+            queries, self._keys, self._values, scale=scale, mask=mask, sinks=sinks
+        )
+
+    def materialize(self) -> tuple[mx.array, mx.array]:
+        return self._keys, self._values
+
+
+def _find_rope(queries: mx.array) -> dict[str, Any]:
+    call, calls = find_call(queries), list(recorded_calls())
+    recorded_calls().clear()  # so that the next layer finds only its own
+    nearby = next((near.module for near in calls if near.output.shape[-1] == queries.shape[-1]), None)
+    if call is not None:
+        return {"rope": call.module, "nearby_rope": nearby}
+    if not calls:
+        reason = "its attention has no RoPE"
+    elif nearby is None:
+        reason = "RoPE turns a part of each query that is joined to the rest afterwards, as in MLA"
+    else:
+        reason = "queries are not what RoPE returned: they skip it, or are scaled, normed or cast afterwards"
+    return {"no_rope": reason, "nearby_rope": nearby}
+
+
+class _ProbeCache(KVCache):  # type: ignore[misc]
+    """Returns handles of what a KVCache stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: list[_ProbeView] = []
+        self._updates = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
+        self._updates += 1
+        return super().update_and_fetch(keys, values)  # type: ignore[no-any-return]  # calls keys_and_values
+
+    def keys_and_values(self) -> tuple[Handle, Handle]:
+        keys, values = super().keys_and_values()
+        view = _ProbeView(keys, values)
+        self.views.append(view)
+        return handles(view, keys.dtype)
+
+    def facts(self, index: int, part: int | None, ranks: Ranks) -> SlotFacts:
+        keys, values = super().keys_and_values()
+        norms = np.array(mx.linalg.norm(keys[0].astype(mx.float32), axis=-1))
+        return SlotFacts(
+            index=index,
+            part=part,
+            heads=keys.shape[1],
+            key_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            dtype=dtype_name(keys.dtype),
+            key_norm=float(np.median(ranks.gather(norms))),
+            shared=len(self.views) > self._updates,
+            **self.views[0].rope,
+        )
+
+
+def _replace_plain_caches(caches: list[Any]) -> tuple[list[Any], dict[tuple[int, int | None], _ProbeCache]]:
+    probes: dict[tuple[int, int | None], _ProbeCache] = {}
+
+    def replace(cache: Any, index: int, part: int | None = None) -> Any:
+        if type(cache) is CacheList:
+            return CacheList(*(replace(inner, index, part) for part, inner in enumerate(cache.caches)))
+        if type(cache) is KVCache:
+            cache = probes[index, part] = _ProbeCache()
+        return cache
+
+    return [replace(cache, index) for index, cache in enumerate(caches)], probes
+
+
+def _probe(model: Any) -> ModelFacts:
+    name = getattr(getattr(model, "args", None), "model_type", None) or type(model).__module__.rpartition(".")[2]
+    native = native_caches(model)
+    caches, probes = _replace_plain_caches(native)
+    classes = [type(cache).__name__ for cache in native]
+    if not probes:
+        raise UnsupportedModelError(
+            f"{name} keeps no plain KV cache (its caches are {', '.join(sorted(set(classes)))}), so there is nothing "
+            "to compress. Use --kv-profile off."
+        )
+    vocabulary = int(_config_value(model, "vocab_size") or _TOKENS)
+    tokens = mx.array([[i * _STRIDE % vocabulary for i in range(_TOKENS)]])
+    try:
+        with patch_attention(), patch_rope(model), capture_queries():
+            mx.eval(model(tokens, cache=caches))
+    except Exception as error:
+        mx.eval(model(tokens, cache=native))  # a model that fails on its own caches raises its own error
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise UnsupportedModelError(
+            f"{name} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead "
+            "of handing them to mlx-lm's scaled_dot_product_attention "
+            f"({type(error).__name__}: {lines[0][:160]}). Use --kv-profile off."
+        ) from error
+    unattended = [index for (index, _), probe in probes.items() if not any(view.is_attended for view in probe.views)]
+    if unattended:
+        raise UnsupportedModelError(
+            f"{name} cannot run on a compressed cache: its layers {unattended} fetch keys and values, but attention "
+            "never sees them. Use --kv-profile off."
+        )
+    ranks = ranks_of(model)
+    slots = [probe.facts(index, part, ranks) for (index, part), probe in probes.items()]
+    counts_keys = any(view.is_counted for probe in probes.values() for view in probe.views)
+    return ModelFacts(name, classes, slots, counts_keys, position_limit(model), ranks)

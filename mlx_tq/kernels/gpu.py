@@ -1,0 +1,199 @@
+"""Compiles the kernels of metal/ when they are first called, and runs them on the GPU."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_tq.errors import KernelUnavailableError
+
+# Values that a kernel's text leaves open, by name. Each set of values is compiled separately.
+Constant = int | bool | mx.Dtype
+Constants = tuple[tuple[str, Constant], ...]
+
+_BODY = "//// body\n"
+_COMMENT = re.compile(r"[ \t]*//.*")
+_INDENT = re.compile(r"\n\s+")
+# tq_compat.h has the part for CUDA, then the one for Metal.
+_DIALECTS = re.compile(r"#if defined\(__CUDACC__\).*?\n(.*?)\n#else\n(.*?)\n#endif\n", re.S)
+# Text for normalized keys or trellis codes, and its alternative.
+_OPTIONAL = re.compile(r"#if TQ_(NORMALIZED|TRELLIS)\n(.*?)(?:#else\n(.*?))?#endif\n", re.S)
+_INCLUDE = re.compile(r'#include "(\w+\.(?:h|inc))"\n')
+_SELECT = re.compile(r"TQ_SELECT\((\w+), (\w+)\)")
+_TYPE_NAMES = {
+    "metal": {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"},
+    "cuda": {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"},
+    "plain": {mx.float16: "float16", mx.bfloat16: "bfloat16", mx.float32: "float32"},
+}
+
+
+class UnsupportedByKernelError(KernelUnavailableError):
+    """Kernels do not have this format, rotation, head size or dtype; other calls can still use them."""
+
+
+class KernelText(NamedTuple):
+    header: str  # helper functions
+    body: str  # statements of the kernel's function
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A file of metal/ and the names of its arrays.
+
+    The text with the constant NORMALIZED has further arrays, `normalized`. Of each name in `sources` a kernel gets
+    SOURCES arrays (a constant), all of the first name first; TQ_SELECT(name, n) selects one in the text. `normalized`
+    then are sources too. mlx copies arrays of such a kernel that are not contiguous.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    normalized: tuple[str, ...] = ()
+
+    def input_names(self, constants: Constants) -> list[str]:
+        values = dict(constants)
+        normalized = self.normalized if values.get("NORMALIZED") else ()
+        levels = ["trellis_levels"] if _has_trellis(values) else []
+        if not self.sources:
+            return [*self.inputs, *normalized, *levels]
+        count = values["SOURCES"]
+        assert isinstance(count, int)  # noqa: S101 - tells the type checker
+        sources = [f"{name}_{i}" for name in (*self.sources, *normalized) for i in range(count)]
+        return [*self.inputs, *levels, *sources]
+
+    def run(self, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
+        """Run the kernel; its first call with given constants waits for the compiler and the result.
+
+        Args:
+            inputs: arrays in the order of `input_names`.
+            constants: values that the text leaves open.
+            call: `grid`, `threadgroup`, `output_shapes` and `output_dtypes`, as for the objects of `mx.fast`.
+
+        Raises:
+            KernelUnavailableError: there is no GPU, or its compiler rejects the text; the message has the compiler's.
+        """
+        device = gpu_backend()
+        if device is None:
+            raise KernelUnavailableError(
+                f"kernel {self.name!r} needs a GPU and mlx's default device is {mx.default_device()}. "
+                "Use backend auto or reference."
+            )
+        try:
+            compiled = compile_kernel(self, device, constants)
+            outputs = compiled(inputs=inputs, **call)
+            if compiled not in _proven and _evaluate(outputs):
+                _proven.add(compiled)
+        except (RuntimeError, ValueError) as error:
+            raise KernelUnavailableError(f"kernel {self.name!r} cannot run on {device}: {error}") from error
+        return outputs
+
+
+# Compiled kernels that have run: the GPU's compiler has accepted their text.
+_proven: set[Callable[..., list[mx.array]]] = set()
+
+
+def _evaluate(arrays: list[mx.array]) -> bool:
+    """Wait for arrays; return False inside a transformation such as `mx.compile`, which cannot wait."""
+    try:
+        mx.eval(arrays)
+    except ValueError:  # a compiler's error would be a RuntimeError
+        return False
+    return True
+
+
+def gpu_backend() -> str | None:
+    """Return "metal" or "cuda", whichever runs kernels on mlx's default device, or None on a CPU."""
+    if mx.default_device() != mx.gpu:
+        return None
+    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else None
+
+
+@cache
+def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callable[..., list[mx.array]]:
+    """Return the object of `mx.fast` for a kernel; the GPU compiles its text at the first call.
+
+    Constants stand in the text: mlx parses `template` values at every call, 2 us for twenty of them. They are in the
+    name too, because mlx keeps one text per name.
+    """
+    values = dict(constants)
+    sources = values.get("SOURCES", 1)
+    assert isinstance(sources, int)  # noqa: S101 - tells the type checker
+    header, body = kernel_text(
+        kernel.name, device, normalized=bool(values.get("NORMALIZED")), trellis=_has_trellis(values)
+    )
+    make: Any = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
+    compiled: Callable[..., list[mx.array]] = make(
+        name="_".join(["mlx_tq", kernel.name, *(_literal(value, "plain") for value in values.values())]),
+        input_names=kernel.input_names(constants),
+        output_names=list(kernel.outputs),
+        header=header,
+        source="".join(_declare(name, value, device) for name, value in constants) + _expand_selects(body, sources),
+        ensure_row_contiguous=bool(kernel.sources),
+    )
+    return compiled
+
+
+def _has_trellis(values: dict[str, Constant]) -> bool:
+    return bool(values.get("KEY_TRELLIS") or values.get("VALUE_TRELLIS"))
+
+
+def _literal(value: Constant, device: str) -> str:
+    return str(int(value)) if isinstance(value, int) else _TYPE_NAMES[device][value]
+
+
+def _declare(name: str, value: Constant, device: str) -> str:
+    if isinstance(value, mx.Dtype):
+        return f"using {name} = {_literal(value, device)};\n"
+    return f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {_literal(value, device)};\n"
+
+
+def _expand_selects(body: str, sources: int) -> str:
+    def expression(match: re.Match[str]) -> str:
+        name, number = match.groups()
+        choices = [f"{number} == {i} ? {name}_{i} : " for i in range(sources - 1)]
+        return f"({''.join(choices)}{name}_{sources - 1})"
+
+    return _SELECT.sub(expression, body)
+
+
+def kernels_folder() -> Traversable:
+    """Return metal/, from the wheel or from a checkout.
+
+    Raises:
+        KernelUnavailableError: neither has it.
+    """
+    checkout = Path(__file__).parents[2] / "metal"
+    for folder in (files("mlx_tq") / "metal", checkout):
+        if (folder / "tq_compat.h").is_file():
+            return folder
+    raise KernelUnavailableError(f"the kernels' text is missing: {checkout} has no kernels. Install mlx_tq again.")
+
+
+@cache
+def kernel_text(name: str, device: str = "metal", *, normalized: bool = False, trellis: bool = False) -> KernelText:
+    """Return the text of metal/`name`.metal with its includes, each once, and its optional parts resolved.
+
+    mlx copies and compares the text at every call, and searches it for names, in comments too. So comments, indents,
+    empty lines and the other dialect are dropped.
+    """
+    included: set[str] = set()
+    enabled = {"NORMALIZED": normalized, "TRELLIS": trellis}
+
+    def include(file: str) -> str:
+        if file in included:
+            return ""
+        included.add(file)
+        text = (kernels_folder() / file).read_text(encoding="utf-8")
+        text = _OPTIONAL.sub(lambda match: match.group(2 if enabled[match.group(1)] else 3) or "", text)
+        return _INCLUDE.sub(lambda match: include(match.group(1)), text)
+
+    text = _DIALECTS.sub(lambda match: match.group(1 if device == "cuda" else 2), include(f"{name}.metal"))
+    header, body = text.split(_BODY)
+    return KernelText(*(_INDENT.sub("\n", _COMMENT.sub("", part)) for part in (header, body)))

@@ -1,1 +1,0 @@
-"""GGUF files, llama.cpp's format: their header, weights, hyperparameters and tokenizer, as mlx-lm wants them."""

@@ -1,0 +1,168 @@
+"""The tokenizer of a GGUF file, written as the files of a model folder, which mlx-lm loads."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.models.gguf_file import GgufFile, damaged
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
+_SPACE = "▁"  # what SentencePiece writes for a space
+_ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")  # which llama.cpp looks for if a file names no end of turn
+
+# How text is split before pairs are merged, as in the tokenizer.json of these models and in llama.cpp.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2, _SMOLLM, _LLAMA3, _QWEN2 = "gpt-2", "smollm", "llama-bpe", "qwen2"
+_SPLITS = {_LLAMA3: _WORDS % r"\p{N}{1,3}", _QWEN2: _WORDS % r"\p{N}"}
+_PRE_TOKENIZERS = (_GPT2, _SMOLLM, _LLAMA3, _QWEN2)
+
+
+def write_tokenizer(file: GgufFile, folder: Path) -> list[int]:
+    """Write tokenizer.json and tokenizer_config.json, and return the tokens that end a completion."""
+    vocabulary = _read_vocabulary(file)
+    tokenizer = _byte_level(vocabulary) if vocabulary.kind == _BYTE_LEVEL else _sentencepiece(vocabulary)
+    _add_special_tokens(tokenizer, vocabulary)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{name: vocabulary.tokens[id_] for name, role in _ROLES.items() if (id_ := vocabulary.id(role)) is not None},
+    }
+    if template := file.metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return _end_tokens(vocabulary)
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens of a file, with their types and ids."""
+
+    file: GgufFile
+    kind: str  # of the tokenizer
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def id(self, role: str) -> int | None:
+        """Return the id of the token that has a role, such as bos, or None."""
+        id_ = self.get(f"{role}_token_id")
+        if id_ is not None and not (isinstance(id_, int) and id_ < len(self.tokens)):
+            raise damaged(self.file.path, f"its {role} token is {id_} of {len(self.tokens)}")
+        return id_
+
+    def of_type(self, *types: int) -> list[str]:
+        return [token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ in types]
+
+
+def _read_vocabulary(file: GgufFile) -> _Vocabulary:
+    kind, tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "tokens", "token_type"))
+    if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        raise UnsupportedModelError(
+            f"the model {str(file.path)!r} has an unknown tokenizer {str(kind)[:40]!r}; valid are {_BYTE_LEVEL} (byte "
+            f"level) and {_SENTENCEPIECE} (SentencePiece)."
+        )
+    if not tokens or not types or len(tokens) != len(types):
+        raise damaged(file.path, f"it has {len(tokens or ())} tokens and {len(types or ())} types of tokens")
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        raise damaged(file.path, "a token occurs twice in its vocabulary")
+    return _Vocabulary(file, kind, tokens, types, ids)
+
+
+def _byte_level(vocabulary: _Vocabulary) -> "Tokenizer":
+    """Return GPT-2's tokenizer: bytes are written as letters, and pairs merged in the file's order."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # comes with transformers
+
+    pre = vocabulary.get("pre")
+    if pre not in _PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the model {str(vocabulary.file.path)!r} has an unknown pre-tokenizer {str(pre)[:40]!r}: with another one "
+            f"it would read other tokens than it was trained on. Valid are {', '.join(_PRE_TOKENIZERS)}."
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.get("merges", [])]
+    if broken := [
+        merge for merge in merges if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.ids.keys()
+    ]:
+        raise damaged(vocabulary.file.path, f"the merge {' '.join(broken[0])!r} is not of tokens in its vocabulary")
+    # Llama 3 keeps a word that is a token, whatever its merges would make of it.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre == _LLAMA3))
+    if pre == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated")] if pre in _SPLITS else []
+    if pre == _SMOLLM:
+        cuts = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in _SPLITS)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> "Tokenizer":
+    """Return SentencePiece's BPE: two tokens merge if their union is a token, that with the highest score first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers  # comes with transformers
+
+    scores, ids = vocabulary.get("scores", []), vocabulary.ids
+    if len(scores) != len(ids):
+        raise damaged(vocabulary.file.path, f"it has {len(ids)} tokens and {len(scores)} scores")
+    merges = []
+    for token in sorted(vocabulary.of_type(_NORMAL), key=lambda token: -scores[ids[token]]):
+        cuts = [cut for cut in range(1, len(token)) if token[:cut] in ids and token[cut:] in ids]
+        merges += sorted(((token[:cut], token[cut:]) for cut in cuts), key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    unknown = vocabulary.id("unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=merges,
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+        )
+    )
+    spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    parts: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.get("add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(_SPACE))
+        parts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(spaces), decoders.Sequence(parts)
+    return tokenizer
+
+
+def _add_special_tokens(tokenizer: "Tokenizer", vocabulary: _Vocabulary) -> None:
+    """Add the tokens that are never split, and those that start and end every text."""
+    from tokenizers import AddedToken  # comes with transformers
+    from tokenizers.processors import TemplateProcessing  # comes with transformers
+
+    whole, special = vocabulary.of_type(_USER_DEFINED), vocabulary.of_type(_CONTROL, _UNKNOWN)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in whole])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    adds_bos = vocabulary.kind == _SENTENCEPIECE or vocabulary.get("pre") == _LLAMA3  # by default
+    ids = (
+        vocabulary.id("bos") if vocabulary.get("add_bos_token", adds_bos) else None,
+        vocabulary.id("eos") if vocabulary.get("add_eos_token", False) else None,
+    )
+    used = [(vocabulary.tokens[id_], id_) for id_ in ids if id_ is not None]
+    if used:
+        bos, eos = ("" if id_ is None else f"{vocabulary.tokens[id_]} " for id_ in ids)
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos}$A {eos}".strip(), pair=f"{bos}$A {bos}$B {eos}".strip(), special_tokens=used
+        )
+
+
+def _end_tokens(vocabulary: _Vocabulary) -> list[int]:
+    """Return the ids of the ends of text, of a turn and of a message."""
+    ends = {vocabulary.id("eos"), vocabulary.id("eot"), vocabulary.id("eom")}
+    if vocabulary.id("eot") is None:
+        ends |= {vocabulary.ids[token] for token in vocabulary.of_type(_CONTROL) if token in _TURN_ENDS}
+    return sorted(end for end in ends if end is not None)

@@ -1,0 +1,82 @@
+"""Policies that need no queries: `knorm`, `recency`, `streaming` and the control `random`."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.policies.options import option
+from mlx_tq.policies.policy import PackedLayer, PackedTokens, Policy
+
+_SINKS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyNorm(Policy):
+    """Keep the tokens with small keys.
+
+    Source: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430;
+    there for each head, here for all heads and layers together.
+    """
+
+    name: ClassVar[str] = "knorm"
+
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return minus the norm of each key, in units of its head's mean, averaged over heads and layers: [S]."""
+        norms: np.ndarray = np.mean([_key_norms(layer, len(tokens.positions)) for layer in tokens.layers], axis=0)
+        return -norms
+
+
+def _key_norms(layer: PackedLayer, tokens: int) -> np.ndarray:
+    """Return the mean over heads of the key norms, each head's in units of its mean: [S]."""
+    parts = []
+    for part in layer.split(tokens):
+        parts.append(mx.linalg.norm(part.keys(), axis=-1))
+        mx.eval(parts[-1])
+    norms = mx.concatenate(parts, axis=-1)[0]  # [H, S]
+    return np.array((norms / mx.maximum(norms.mean(axis=-1, keepdims=True), 1e-12)).mean(axis=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Policy):
+    """Keep random tokens: the control of every measurement.
+
+    Attributes:
+        seed: seed of the random numbers.
+    """
+
+    name: ClassVar[str] = "random"
+
+    seed: int = option(0, minimum=0)
+
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return uniform numbers in [0, 1), from the seed and the number of the round: float64 [S]."""
+        return np.random.default_rng((self.seed, tokens.round_number)).random(len(tokens.positions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recency(Policy):
+    """Keep the newest tokens."""
+
+    name: ClassVar[str] = "recency"
+    segmented: ClassVar[bool] = False
+
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return the position of each token, float64 [S]."""
+        return tokens.positions.astype(np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Policy):
+    """Keep the first four tokens (attention sinks) and the newest; with 4 sink tokens or more it equals `recency`.
+
+    Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453.
+    """
+
+    name: ClassVar[str] = "streaming"
+    segmented: ClassVar[bool] = False
+
+    def score(self, tokens: PackedTokens) -> np.ndarray:
+        """Return the position of each token, or infinity for a sink: float64 [S]."""
+        return np.where(tokens.positions < _SINKS, np.inf, tokens.positions.astype(np.float64))

@@ -1,0 +1,305 @@
+"""`PrefixCache`: a prompt continues from the longest prefix that was prefilled before, bit for bit as if prefilled now.
+
+A checkpoint is the state of all layers at the end of a prefill step. Its key is a digest of all that its bits depend
+on: the model, how its caches are stored, what computes, and the steps so far. The same tokens in other steps have
+another key, as what a step sees unpacked depends on where it begins.
+"""
+
+import copy
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq import __version__
+from mlx_tq.distributed.group import ALONE, Ranks
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.files import cache_folder
+from mlx_tq.kernels import backend, thresholds
+from mlx_tq.models import exact_fingerprint
+from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, LIMIT, RANK, Folder
+from mlx_tq.prefix_cache.records import ROWS, Checkpoint, decode_checkpoint
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.statistics import tokens_seen
+
+AUTO, OFF = "auto", "off"
+FORMAT = 1  # of the records
+_SHARED_BY = 4  # continuations that protect a checkpoint; with fewer, much is kept that nobody asks for again
+_MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
+
+
+def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:
+    """Open the folder that a user names; "auto" is in the user's cache folder, "off" is none.
+
+    Each of several ranks has a folder inside that one, as it has other heads of the same tokens.
+    """
+    if isinstance(name, Folder):
+        return name
+    if name in (None, OFF):
+        return None
+    path = cache_folder() / "prefix_cache" if name == AUTO else Path(name).expanduser()
+    return Folder(path if ranks.is_alone else path / f"{RANK}{ranks.rank}-of-{ranks.size}", limit)
+
+
+def derive_key(parent: str, content: bytes) -> str:
+    """Return the key of `content` under the key `parent`: 64 hex digits."""
+    digest = hashlib.sha256(parent.encode())
+    digest.update(content)
+    return digest.hexdigest()
+
+
+def root_key(model: Any, plan: Plan, salt: str = "") -> str:
+    """Return the key from which all keys of a model and plan derive. Reads all weights."""
+    versions = (FORMAT, __version__, version("mlx"), version("mlx-lm"))
+    stored = (plan.config.to_dict(), [layer.spec.to_dict() for layer in plan.layers], plan.classes)
+    parts = (exact_fingerprint(model), _environment(), versions, stored)
+    key = derive_key(salt, json.dumps(parts, sort_keys=True).encode())
+    for layer in plan.layers:
+        for array in layer.queries.arrays() if layer.queries else ():
+            key = derive_key(key, np.array(array.astype(mx.float32)).tobytes())
+    return key
+
+
+def _environment() -> list[str]:
+    """Return what computes now. Another device or another split of work sums in another order."""
+    device = mx.device_info().get("device_name")
+    return [platform.machine(), str(mx.default_device()), str(device), backend.current(), repr(thresholds.current())]
+
+
+def step_keys(root: str, segments: list[list[int]], step: int) -> dict[int, str]:
+    """Return the key of each prefill step by the number of tokens before its end; each segment begins a step."""
+    keys, key, stop = {}, root, 0
+    for ids in segments:
+        for start in range(0, len(ids), step):
+            tokens = np.array(ids[start : start + step], "<i8")
+            stop += len(tokens)
+            keys[stop] = key = derive_key(key, tokens.tobytes())
+    return keys
+
+
+@dataclass(frozen=True, eq=False)
+class RestoredCheckpoint:
+    """A checkpoint from the disk. While somebody has it, prompts that restore it share its rows."""
+
+    caches: list[Any]  # nobody prefills into these
+    block_keys: list[str]
+
+
+class ReusedPrefix(NamedTuple):
+    """Tokens that were restored, and the seconds that took. `note(stop)` stores the tokens before `stop`, if due."""
+
+    restored: int = 0
+    seconds: float = 0.0
+    note: Callable[[int], None] = lambda stop: None
+
+
+@contextmanager
+def reuse_prefix(
+    prefix_cache: "PrefixCache | None", caches: list[Any], ids: list[int], step: int
+) -> Iterator[ReusedPrefix]:
+    """Replace empty caches, in their list, by those of the longest cached prefix, and store what is prefilled next.
+
+    `ids` are the tokens that are prefilled in steps of `step`: with mlx-lm all but the prompt's last one.
+    """
+    if prefix_cache is None:
+        yield ReusedPrefix()
+        return
+    prompt = prefix_cache.prompt([ids], step)
+    try:
+        started = time.perf_counter()
+        caches[:] = prompt.restore() or caches
+        prompt.checkpoint = None  # these caches alone have the rows
+        yield ReusedPrefix(prompt.restored, time.perf_counter() - started, lambda stop: prompt.store(stop, caches))
+    finally:
+        prompt.close()
+
+
+class PrefixCache:
+    """KV caches of prompt prefixes on disk, for one model and one plan.
+
+    Any process may use the same folder. What is restored has the same bits as a fresh prefill in the same steps.
+    Prefixes that include evicted tokens are not stored.
+
+    Args:
+        model: model of mlx-lm. All its weights are read once, to identify it.
+        plan: how its caches are stored, from `plan_caches`.
+        folder: folder of the records, from `open_folder`.
+        warn: called with a message when prompts cannot be stored, once until they can be again.
+        salt: prefixes that were stored with another salt never match.
+    """
+
+    def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
+        self.plan, self.folder, self._warn = plan, folder, warn
+        self.root, self._environment = root_key(model, plan, salt), _environment()
+        self._has_failed = False
+        self.live: WeakValueDictionary[str, RestoredCheckpoint] = WeakValueDictionary()
+        self._continuations: dict[str, set[str]] = {}
+
+    def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "CachedPrompt":
+        """Return a prompt to restore and store, prefilled in steps of `step` tokens; each segment begins a step.
+
+        Any conversation may begin with the first `system` tokens, so these are evicted later than others.
+        """
+        return CachedPrompt(self, step_keys(self.root, segments, step), step, system)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether what computes is what it was; a kernel that fails on the way changes it."""
+        return _environment() == self._environment
+
+    def count_continuation(self, key: str, next_key: str) -> bool:
+        """Return whether prompts continued from a checkpoint in several ways, this one with the step `next_key`."""
+        if len(self._continuations) > _MAX_REMEMBERED:
+            self._continuations.clear()
+        next_keys = self._continuations.setdefault(key, set())
+        if len(next_keys) < _SHARED_BY:
+            next_keys.add(next_key)
+        return len(next_keys) == _SHARED_BY
+
+    def report_write(self, error: OSError | None) -> None:
+        """Warn of the first write that fails."""
+        if error is not None and not self._has_failed:
+            self._warn(
+                f"prompts cannot be stored in {self.folder.path} ({error.strerror}), so they will be prefilled again. "
+                "The conversation continues."
+            )
+        self._has_failed = error is not None
+
+
+class CachedPrompt:
+    """The checkpoints of one prompt."""
+
+    def __init__(self, prefix_cache: PrefixCache, keys: dict[int, str], step: int, system: int) -> None:
+        self._cache, self._folder, self._ranks = prefix_cache, prefix_cache.folder, prefix_cache.plan.ranks
+        self.keys = keys  # of the steps, by the tokens before their ends
+        # The last step may be shorter; a conversation continues with a longer one there.
+        steps = pairwise(keys.items())
+        self._next_keys = {stop: key for (stop, _), (next_stop, key) in steps if next_stop - stop == step}
+        self._block_keys: list[str] = []  # of the stored blocks
+        self._checkpoint_keys: list[str] = []  # of the checkpoints restored and stored
+        self._shared = system  # tokens that other prompts share
+        self._limit = max(keys, default=0)  # checkpoints of more tokens are unusable, on some rank
+        self._has_failed = False  # the disk may be full: the next prompt tries again
+        self.cached_tokens = 0  # that `find` found
+        self.restored = 0  # tokens
+        self.last_checkpoint = 0  # tokens before the last one that was restored or stored
+        self.checkpoint: RestoredCheckpoint | None = None
+
+    def find(self, *, alone: bool = False) -> int:
+        """Return the tokens before the last checkpoint on this rank `alone`, or on all, which search together."""
+
+        def find_last(limit: int) -> int:
+            keys = self.keys if self._cache.is_usable else {}
+            stops = (stop for stop in reversed(keys) if stop <= limit)
+            live = self._cache.live
+            return next((stop for stop in stops if keys[stop] in live or self._folder.has(CHECKPOINTS, keys[stop])), 0)
+
+        self.cached_tokens = find_last(self._limit) if alone else self._ranks.largest_common(find_last, self._limit)
+        return self.cached_tokens
+
+    @property
+    def live_caches(self) -> list[Any] | None:
+        """The caches that `restore` would copy, or None if it would read them from the disk."""
+        checkpoint = self._cache.live.get(self.keys.get(self.cached_tokens, ""))
+        return None if checkpoint is None else checkpoint.caches
+
+    def restore(self) -> list[Any] | None:
+        """Return caches of the last checkpoint that all ranks can use, or None if there is none."""
+        while stop := self.find():
+            key = self.keys[stop]
+            checkpoint = self._cache.live.get(key) or self._read(key)
+            (is_damaged,) = self._ranks.any([checkpoint is None])
+            if checkpoint is not None and not is_damaged:
+                self._cache.live[key] = self.checkpoint = checkpoint
+                self._block_keys, self._checkpoint_keys = list(checkpoint.block_keys), [key]
+                self.restored = stop
+                self._note_checkpoint(stop)
+                return copy.deepcopy(checkpoint.caches)
+            self._limit = stop - 1
+        return None
+
+    def _read(self, key: str) -> RestoredCheckpoint | None:
+        data = self._folder.read(CHECKPOINTS, key)
+        if data is None:
+            return None
+        try:
+            caches, block_keys = decode_checkpoint(data, partial(self._folder.read, BLOCKS))
+        except CacheFormatError:
+            self._folder.remove(CHECKPOINTS, key)
+            return None
+        sequence = sequence_in(caches)
+        if sequence is not None:
+            sequence.ranks = self._ranks  # which no file has
+            sequence.learn(layer.rope for layer in self._cache.plan.layers)
+        return RestoredCheckpoint(caches, block_keys)
+
+    def follow(self, other: "CachedPrompt", stop: int) -> bool:
+        """Continue after the first `stop` tokens of another prompt, if it prefilled them in the steps of this one."""
+        if stop not in self.keys or self.keys[stop] != other.keys.get(stop):
+            return False
+        self._block_keys, self._checkpoint_keys = list(other._block_keys), other._checkpoint_keys[-1:]
+        self._note_checkpoint(other.last_checkpoint)
+        return True
+
+    def can_store(self, stop: int) -> bool:
+        """Return whether a step ends after `stop` tokens that is not stored yet."""
+        is_new = stop in self.keys and stop > self.last_checkpoint
+        return is_new and not self._has_failed and self._cache.is_usable
+
+    def store(self, stop: int, caches: list[Any]) -> None:
+        """Store the caches if they hold exactly the first `stop` tokens and a step ends there."""
+        if not self.can_store(stop) or not _has_exactly(caches, stop):
+            return
+        try:
+            with self._folder.writing() as may_write:
+                if may_write:
+                    self._write(self.keys[stop], Checkpoint(caches))
+                    self._note_checkpoint(stop)
+                    self._cache.report_write(None)
+        except OSError as error:
+            self._has_failed = True
+            self._cache.report_write(error)
+
+    def _write(self, key: str, checkpoint: Checkpoint) -> None:
+        for data in checkpoint.encode_blocks(len(self._block_keys)):
+            # Under the root, so that the time to store tells nothing of what prompts with another salt have stored.
+            block_key = derive_key(self._cache.root, data)
+            self._folder.write(BLOCKS, block_key, data)
+            self._block_keys.append(block_key)
+        self._folder.write(CHECKPOINTS, key, checkpoint.encode(self._block_keys))
+        self._checkpoint_keys.append(key)
+
+    def _note_checkpoint(self, stop: int) -> None:
+        self.last_checkpoint = stop
+        if stop in self._next_keys and self._cache.count_continuation(self.keys[stop], self._next_keys[stop]):
+            self._shared = max(self._shared, stop)
+
+    def close(self) -> None:
+        """Wait for the disk after the prefill. Blocks count as used after the checkpoints that name them."""
+        blocks = [(BLOCKS, key) for key in self._block_keys]
+        self._folder.touch([*((CHECKPOINTS, key) for key in self._checkpoint_keys), *blocks])
+        if self._shared in self.keys:
+            count = max(0, self._shared - self._cache.plan.config.sinks) // ROWS
+            self._folder.touch([(CHECKPOINTS, self.keys[self._shared]), *blocks[:count]], protect=True)
+        if self._checkpoint_keys and not self._has_failed:
+            self._folder.sync(CHECKPOINTS, self._checkpoint_keys[-1])
+
+
+def _has_exactly(caches: list[Any], stop: int) -> bool:
+    """Return whether caches hold the tokens before `stop`: nothing was evicted or recalled."""
+    sequence = sequence_in(caches)
+    is_untouched = sequence is None or not (sequence.stats.rounds or sequence.archived or sequence.held)
+    return is_untouched and tokens_seen(caches) == stop

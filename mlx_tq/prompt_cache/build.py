@@ -1,0 +1,120 @@
+"""Caches made from a plan: fresh ones, or with what the model's own caches hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.shadow import ShadowKVCache
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.cache.tiered import TieredKVCache
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.policies.policy import CalibratedPolicy
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.plan import LayerPlan, Plan
+
+
+def build_caches(plan: Plan, *, shadow: bool = False) -> list[Any]:
+    """Fresh caches for the model: compressed where the plan says so, the model's own elsewhere.
+
+    Args:
+        plan: of the model.
+        shadow: the model's own attend everywhere, and compressed ones run beside them.
+    """
+    make = _maker(plan, shadow=shadow)
+    return _replace(plan, plan.native_caches(), lambda layer, _: make(layer))
+
+
+def make_cache(
+    spec: CacheSpec, number: int = 0, sequence: LayerGroup | None = None, *, shadow: bool = False
+) -> CompressedKVCache:
+    """An empty cache of one layer; without a sequence it keeps all tokens."""
+    kind = TieredKVCache if spec.cold else ShadowKVCache if shadow else CompressedKVCache
+    return kind(spec, number, sequence)
+
+
+def adopt_caches(plan: Plan, caches: list[Any]) -> list[Any]:
+    """Compressed caches with what the model's own caches hold, such as those that mlx-lm saved; `unasked` plans them.
+
+    Raises:
+        CacheFormatError: they are not of this model.
+    """
+    if [type(cache).__name__ for cache in caches] != plan.classes:
+        raise CacheFormatError(
+            f"the saved caches are {sorted({type(cache).__name__ for cache in caches})}; {plan.model_type} has "
+            f"{sorted(set(plan.classes))}. Make the file again with this model, without --kv-bits."
+        )
+    make = _maker(plan)
+
+    def adopt(layer: LayerPlan, source: Any) -> CompressedKVCache:
+        cache = make(layer)
+        if not source.empty():
+            sequence, cache.sequence = cache.sequence, None  # no forward pass, so none is announced
+            cache.append(source.keys[:, :, : source.offset], source.values[:, :, : source.offset])
+            cache.settle()  # the queries of these tokens are gone
+            cache.sequence = sequence
+            mx.eval(cache.state)
+        return cache
+
+    return _replace(plan, caches, adopt)
+
+
+def decode_caches(fresh: list[Any], caches: list[Any]) -> list[Any]:
+    """Caches of mlx-lm's own with what compressed ones hold, decoded; the way back from `adopt_caches`.
+
+    Args:
+        fresh: empty ones of the model, which take it.
+        caches: of the same model; those that are not compressed are handed on as they are.
+
+    Raises:
+        CacheFormatError: tokens have left, and mlx-lm's own caches cannot say which.
+    """
+
+    def decode(own: Any, cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(decode, own.caches, cache.caches))
+        if not isinstance(cache, CompressedKVCache):
+            return cache
+        if cache.size() < cache.offset:
+            raise CacheFormatError(
+                f"{cache.offset - cache.size():,} of the {cache.offset:,} tokens have left the cache, and those "
+                "that stay keep their positions, which mlx-lm's own caches cannot say. Read it without --kv-evict."
+            )
+        if not cache.empty():
+            own.update_and_fetch(*(handle.materialize() for handle in cache.keys_and_values()))
+        return own
+
+    return list(map(decode, fresh, caches))
+
+
+def _maker(plan: Plan, *, shadow: bool = False) -> Callable[[LayerPlan], CompressedKVCache]:
+    """Makes the caches of one sequence."""
+    eviction = plan.eviction
+    if eviction is None:
+        return lambda layer: make_cache(layer.spec, shadow=shadow)
+    numbers = {(layer.slot.index, layer.slot.part): number for number, layer in enumerate(plan.layers)}
+    policy, calibrators = eviction.config.policy, {}
+    if isinstance(policy, CalibratedPolicy):
+        calibrators = {
+            number: policy.make_calibrator(layer.rope, layer.queries)
+            for number, layer in enumerate(plan.layers)
+            if layer.rope is not None
+        }
+    sequence = LayerGroup(eviction, calibrators, ranks=plan.ranks)
+    return lambda layer: make_cache(layer.spec, numbers[layer.slot.index, layer.slot.part], sequence, shadow=shadow)
+
+
+def _replace(plan: Plan, caches: list[Any], make: Callable[[LayerPlan, Any], CompressedKVCache]) -> list[Any]:
+    """`caches` with each planned one replaced by what `make` returns for it."""
+    replaced = list(caches)
+    for layer in plan.layers:
+        index, part = layer.slot.index, layer.slot.part
+        if part is None:
+            replaced[index] = make(layer, replaced[index])
+        else:
+            parts = list(replaced[index].caches)
+            parts[part] = make(layer, parts[part])
+            replaced[index] = CacheList(*parts)
+    return replaced

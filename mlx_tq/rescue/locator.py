@@ -1,0 +1,203 @@
+"""Finds the rescue service: at a URL, or a private one that this process starts.
+
+A private service is a child process on a free loopback port, with a token and a folder of its own. It ends with this
+process, also if that is killed: it watches a pipe that only this process holds open. It deletes its folder; this
+process does if the service was killed. Its log goes to an unlinked file.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from mlx_tq.errors import ConfigError, RescueError
+
+T = TypeVar("T")
+
+OFF, AUTO = "off", "auto"
+DEFAULT_URL = "http://127.0.0.1:5054"
+TOKEN_VARIABLE = "RESCUE_TOKEN"  # noqa: S105  the service's own name for it
+
+_COMMAND = (sys.executable, "-m", "rescue_svc", "serve")
+# The environment may set everything else, such as RESCUE_EMBEDDER.
+_RESERVED = ("RESCUE_DATA_DIR", "RESCUE_STORE", "RESCUE_HOST", "RESCUE_PORT", TOKEN_VARIABLE, "RESCUE_CONFIG")
+_START_S, _STOP_S, _PROBE_S, _POLL_S = 60.0, 5.0, 0.5, 0.02
+_QUERY_S = "0.4"  # a query waits this long for its vector; then BM25 alone answers, within the timeout of a turn
+
+
+class Address(NamedTuple):
+    """URL of a service without a final slash, and the token that it requires."""
+
+    url: str
+    token: str | None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+
+def open_service(location: str, token: str | None = None) -> "ServiceLocator":
+    """Return the service at a URL; "auto" is the one on the default port if it answers, else a private one.
+
+    The token defaults to RESCUE_TOKEN.
+    """
+    if find_spec("httpx2") is None:
+        raise ConfigError(
+            "rescue needs httpx2; install it with `pip install 'mlx-tq[rescue]'`, or choose --rescue off."
+        )
+    token = token or os.environ.get(TOKEN_VARIABLE) or None
+    parts = urlsplit(location)
+    is_url = parts.scheme in ("http", "https") and parts.hostname
+    if location != AUTO and (not is_url or parts.username or parts.query or parts.fragment):
+        raise ConfigError(
+            f"rescue is {location!r}; it must be {OFF}, {AUTO} or a URL such as {DEFAULT_URL}. A token goes into the "
+            f"variable {TOKEN_VARIABLE}."
+        )
+    return ServiceLocator(None if location == AUTO else location.rstrip("/"), token)
+
+
+class ServiceLocator:
+    """Finds the service for a client, which calls `address` from one thread at a time; private without a `url`."""
+
+    def __init__(self, url: str | None, token: str | None) -> None:
+        self._address = None if url is None else Address(url, token)
+        self._token = token
+        self._process: subprocess.Popen[bytes] | None = None
+        self._private = Address("", secrets.token_urlsafe(32))
+        self._folder: Path | None = None
+        self._fault: str | None = None
+        self._end: Callable[[], object] = lambda: None
+        self._is_stopped = False
+
+    def address(self, http: Any) -> Address:
+        """Return the address; start a private service if needed, and raise RescueError if that fails."""
+        default = Address(DEFAULT_URL, self._token)
+        if self._address is None and self._process is None and _answers(http, default):
+            self._address = default
+        if self._address is not None:
+            return self._address
+        if self._fault is not None:
+            raise RescueError(self._fault)
+        if self._process is None or self._process.poll() is not None:
+            log = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
+            self._process = self._start(log)
+            try:
+                self._private = self._private._replace(url=_wait_for_url(self._process, log))
+            except RescueError as error:
+                self._fault = str(error)  # it would fail again
+                raise
+        return self._private
+
+    def stop(self) -> None:
+        """Stop a private service, also while it starts."""
+        self._is_stopped = True  # first: `_start` looks at it after it has set `_end`
+        self._end()
+
+    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        if self._folder is None or not self._folder.exists():  # one that ended regularly has deleted it
+            self._folder = Path(tempfile.mkdtemp(prefix="mlx-tq-rescue-"))
+        environment = {"RESCUE_QUERY_TIMEOUT_S": _QUERY_S}
+        environment |= {name: value for name, value in os.environ.items() if name not in _RESERVED}
+        environment |= {
+            "RESCUE_DATA_DIR": str(self._folder),
+            "RESCUE_PORT": "0",
+            TOKEN_VARIABLE: str(self._private.token),
+            "RESCUE_EPHEMERAL": "true",
+        }
+        process = subprocess.Popen(  # noqa: S603  our own module
+            _COMMAND,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process
+        )
+        self._end = weakref.finalize(self, _end, process, self._folder, log)  # runs when the interpreter ends, too
+        if self._is_stopped:
+            self._end()
+        return process
+
+
+def _answers(http: Any, address: Address) -> bool:
+    """Tell whether a rescue service answers and accepts the token."""
+    request = run_in_thread(lambda: http.get(f"{address.url}/readyz", headers=address.headers, timeout=_PROBE_S))
+    try:
+        response = request.result(_PROBE_S)
+        return bool(response.status_code == 200 and response.json()["status"] == "ready")
+    except Exception:  # noqa: BLE001  whatever listens there, it is not the service
+        return False
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
+    """Return the URL that the service logs once it listens."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        has_ended = process.poll() is not None
+        text = b""
+        with suppress(ValueError):  # closed: the service was stopped while it started
+            # pread from the start does not move the file offset, which the child shares and writes at.
+            text = os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0)
+        lines = text.decode("utf-8", errors="replace").split("\n")[:-1]
+        for line in lines:
+            if url := _url_in(line):
+                return url
+        if has_ended:
+            last = lines[-1] if lines else f"exit code {process.returncode}"
+            raise RescueError(
+                f"the private rescue service did not start: {last}. Install what it needs with "
+                "`pip install 'mlx-tq[rescue]'`, or choose --rescue off."
+            )
+        time.sleep(_POLL_S)
+    raise RescueError(
+        f"the private rescue service did not start within {_START_S:.0f} s; start one with `mlx-tq-rescue serve` and "
+        "see its log, or choose --rescue off."
+    )
+
+
+def _url_in(line: str) -> str | None:
+    try:
+        record = json.loads(line)
+        return str(record["url"]) if record["event"] == "listening" else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path, log: IO[bytes]) -> None:
+    """Ask the process to end, kill it if it does not, and delete its folder."""
+    if process.stdin is not None:
+        process.stdin.close()
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    log.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_in_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function in a daemon thread; unlike an executor's, it does not delay the end of the program."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001  raised where the result is needed
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="mlx_tq rescue call", daemon=True).start()
+    return future

@@ -1,0 +1,194 @@
+"""Admission: which waiting job may join the batch, by its slots and by memory.
+
+Jobs whose prompts share a prefix share its packed rows, which count once. If the shared prefix is not prefilled yet,
+one job (the leader) prefills it and the others follow.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from threading import Condition
+from typing import Any
+
+from mlx_tq.cache.sharing import Shared, shared_rows
+from mlx_tq.prompt_cache.passes import compressed_caches
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.server.api_errors import QueueFullError, UnavailableError
+from mlx_tq.server.job import Job, RunningJob, SessionResult, remaining_segments
+from mlx_tq.server.metrics import Metrics
+from mlx_tq.server.sessions import Sessions
+from mlx_tq.server.stored_prompts import StoredPrompts
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Limits of the engine. `memory` is the bytes of all caches, or None where caches are not compressed."""
+
+    concurrency: int  # answers generated at once
+    prompt_concurrency: int  # prompts prefilled at once
+    queue: int  # waiting jobs
+    prefill_step_size: int
+    prompt_cache_size: int
+    prompt_cache_bytes: int = sys.maxsize
+    memory: int | None = None
+    stalled_s: float = 120.0  # a longer step makes the server unhealthy
+    metrics_interval_s: float = 0.1  # measuring memory reads the size of every array
+
+
+class JobQueue:
+    """Waiting jobs. `changed` guards `jobs` and `stopping`."""
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit, self._metrics = limit, metrics
+        self.jobs: deque[Job] = deque()
+        self.stopping = False
+        self.changed = Condition()
+
+    def put(self, jobs: Sequence[Job]) -> None:
+        """Append jobs, all or none; must run on their event loop.
+
+        Raises:
+            QueueFullError, UnavailableError
+        """
+        with self.changed:
+            if self.stopping:
+                raise UnavailableError("the server is stopping; try again when it is back")
+            for job in [job for job in self.jobs if job.cancelled.is_set()]:
+                self.jobs.remove(job)
+                job.session_result.put_nowait(SessionResult())
+            if len(self.jobs) + len(jobs) > self._limit:
+                raise QueueFullError(f"{self._limit} requests are waiting, the limit; try again later")
+            self.jobs.extend(jobs)
+            self.measure()
+            self.changed.notify()
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+
+    def drain(self) -> list[Job]:
+        """Take all jobs, and accept no more."""
+        with self.changed:
+            self.stopping = True
+            jobs = list(self.jobs)
+            self.jobs.clear()
+            return jobs
+
+    def measure(self) -> None:
+        self._metrics.waiting.set(len(self.jobs))
+
+
+class Admission:
+    """Decides whether jobs fit into the batch, and what they share."""
+
+    def __init__(
+        self, plan: Plan | None, limits: EngineLimits, stored_prompts: StoredPrompts, sessions: Sessions | None
+    ) -> None:
+        self._plan, self._limits, self._stored_prompts, self._sessions = plan, limits, stored_prompts, sessions
+
+    def fits(self, job: Job, running: Collection[RunningJob], admitted: Sequence[Job]) -> bool:
+        """Return whether `job` can join. Alone it always can, which was checked when the request came."""
+        if not running and not admitted:
+            return True
+        if sum(len(other.answers) for other in (*admitted, job)) + _num_answers(running) > self._limits.concurrency:
+            return False
+        if self._limits.memory is None:
+            return True
+        room = self._limits.memory - self.reserved_nbytes(running, (*admitted, job))
+        return room >= 0 or (not admitted and self._shareable_nbytes(job, -room, running) >= -room)
+
+    def room_for_stored_prompts(self, running: Collection[RunningJob], admitted: Sequence[Job]) -> int | None:
+        """Return the bytes that remain for stored prompts, or None for no change. Sessions give way first."""
+        if self._limits.memory is None or not admitted:
+            return None
+        room = self._limits.memory - self.reserved_nbytes(running, admitted)
+        if self._sessions is not None:
+            self._sessions.trim_to(room)
+            room -= self._sessions.nbytes
+        return max(0, room)
+
+    def find_leader(self, job: Job, cached_tokens: int, running: Iterable[RunningJob]) -> tuple[RunningJob, int] | None:
+        """Return the running job that will prefill most of what `job` still needs, and the position up to which.
+
+        The position ends a prefill step of both, so that `job` computes what it would alone. There is no leader where
+        tokens may be evicted, because eviction moves shared rows.
+        """
+        if self._plan is None or self._plan.recalls or job.continues_session:
+            return None
+        ends = set(self.step_ends(remaining_segments(job.prompt, cached_tokens)[0], cached_tokens))
+        best = None
+        for candidate in running:
+            shortest = max(candidate.prefilled, best[1] if best else 0)
+            longest = _common_prefix(job.prompt.ids, candidate.job.prompt.ids)
+            common_ends = ends.intersection(candidate.step_ends)
+            stop = max((end for end in common_ends if shortest < end <= longest), default=0)
+            if stop and self.shared_nbytes(job, stop) and self.shared_nbytes(candidate.job, stop):
+                best = candidate, stop
+        return best
+
+    def step_ends(self, segments: Sequence[Sequence[int]], cached_tokens: int) -> list[int]:
+        """Return the positions where prefill steps end. The last token of all is not prefilled."""
+        step = self._limits.prefill_step_size
+        *lengths, last = (len(segment) for segment in segments)
+        starts = accumulate([cached_tokens, *lengths])
+        return [
+            min(start + n, start + length)
+            for start, length in zip(starts, [*lengths, last - 1], strict=True)
+            for n in range(step, length + step, step)
+        ]
+
+    def shared_rows(self, job: Job, caches: list[Any] | None) -> Shared:
+        """Return the rows of `caches` that a job which continues from them will share."""
+        shares = caches and self.shared_nbytes(job, job.max_total_tokens)
+        return shared_rows(compressed_caches(caches or [])) if shares else []
+
+    def shared_nbytes(self, job: Job, stop: int) -> int:
+        """Return the bytes of the first `stop` tokens that `job` can share."""
+        return 0 if self._plan is None else self._plan.shared_nbytes(stop, job.max_total_tokens)
+
+    def reserved_nbytes(self, running: Iterable[RunningJob], joining: Iterable[Job] = ()) -> int:
+        """Return the peak bytes of running jobs, their followers and joining jobs; shared rows count once."""
+        total, buffers = sum(map(self._peak_nbytes, joining)), set()
+        for other in running:
+            total += self._answer_nbytes(other.job) + self._others_nbytes(other.pending)
+            total += sum(self._peak_nbytes(job) - self.shared_nbytes(job, stop) for job, stop in other.followers)
+            for reference, nbytes in other.shared:
+                buffer = reference()
+                if buffer is not None and len(buffer.bodies) > 1:
+                    total -= nbytes
+                    buffers.add(buffer)
+        return total + sum(buffer.nbytes for buffer in buffers)
+
+    def _shareable_nbytes(self, job: Job, needed: int, running: Collection[RunningJob]) -> int:
+        """Return the bytes of `job` that running jobs hold or will hold; 0 if they cannot reach `needed`."""
+        if job.continues_session or self.shared_nbytes(job, len(job.prompt.ids)) < needed:
+            return 0
+        source = self._stored_prompts.find(job, 1, alone=True)
+        if (leader := self.find_leader(job, source.cached_tokens, running)) is not None:
+            return self.shared_nbytes(job, leader[1])
+        caches = source.caches if source.stored is None else source.stored.live_caches
+        buffers = {buffer for other in running for buffer, _ in other.shared}
+        return sum(nbytes for buffer, nbytes in self.shared_rows(job, caches) if buffer in buffers)
+
+    def _peak_nbytes(self, job: Job) -> int:
+        """Return the peak bytes of all answers to a prompt, which share it except for its last token."""
+        return self._answer_nbytes(job) + self._others_nbytes(job.others)
+
+    def _answer_nbytes(self, job: Job) -> int:
+        return 0 if self._plan is None else self._plan.peak_nbytes(job.max_total_tokens) + job.session_nbytes
+
+    def _others_nbytes(self, jobs: Iterable[Job]) -> int:
+        return sum(self._answer_nbytes(job) - self.shared_nbytes(job, len(job.prompt.ids) - 1) for job in jobs)
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _num_answers(running: Collection[RunningJob]) -> int:
+    followers = sum(len(job.answers) for other in running for job, _ in other.followers)
+    return followers + sum(1 + len(other.pending) for other in running)

@@ -1,0 +1,128 @@
+"""`OrderBroadcast`: the first rank decides what the engines of all ranks do before their next step."""
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tq.distributed.group import Ranks
+from mlx_tq.prompt_cache.passes import sequence_in
+from mlx_tq.server.job import Job, SessionCaches, SessionStart
+from mlx_tq.server.prompt_builder import Prompt
+from mlx_tq.session.transcript import SearchHits
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Jobs to admit, and batch uids of jobs to remove, before a step.
+
+    `stored_prompt_bytes` is the new limit of stored prompts, or None for no change.
+    """
+
+    admitted: list[Job] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    stored_prompt_bytes: int | None = None
+    keep_running: bool = True
+
+
+class OrderBroadcast:
+    """Sends orders from the first rank to the others, and keeps the sessions' caches of all ranks in agreement."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._count = 0
+        self._released: list[int] = []  # on the first rank: numbers of caches that no session holds any more
+        self._caches: dict[int, SessionCaches] = {}  # on the others, by number
+        self._samplers: MutableMapping[int, _FirstRanksSampler] = weakref.WeakValueDictionary()
+
+    def share(self, decide: Callable[[], Orders], *, idle: bool) -> Orders:
+        """Return what `decide` returns on the first rank, which alone calls it. If `idle`, it may wait for a job."""
+        if self._ranks.is_alone:
+            return decide()
+        decided: list[Orders] = []
+
+        def message() -> dict[str, Any] | None:
+            decided.append(decide())
+            if decided[0] == Orders():  # most steps
+                return None
+            released = self._released[:]
+            del self._released[: len(released)]
+            admitted = [_job_message(job) for job in decided[0].admitted]
+            return {**vars(decided[0]), "admitted": admitted, "released": released}
+
+        if idle:
+            self._ranks.synchronize()
+        received = (self._ranks.broadcast_when_ready if idle else self._ranks.broadcast)(message)
+        if decided:
+            return decided[0]
+        if received is None:
+            return Orders()
+        for number in received.pop("released"):
+            del self._caches[number]
+        return Orders(**{**received, "admitted": [self._job(**job) for job in received["admitted"]]})
+
+    def register(self, caches: list[Any]) -> SessionCaches:
+        """Number the caches of a session. Other ranks hold theirs until the first rank releases its own."""
+        registered = SessionCaches(caches)
+        registered.number, self._count = self._count, self._count + 1
+        if not self._ranks.is_first:
+            self._caches[registered.number] = registered
+            sequence = sequence_in(caches)
+            if sequence is not None:
+                sequence.take_departed()  # the first rank sends them to the rescue service
+        elif not self._ranks.is_alone:
+            weakref.finalize(registered, self._released.append, registered.number).atexit = False
+        return registered
+
+    def _job(
+        self, prompt: dict[str, Any], max_tokens: list[int], samplers: list[int], session: dict[str, Any] | None
+    ) -> Job:
+        """Return a job whose tokens the first rank samples, and whose events nobody receives."""
+        start = None if session is None else self._session_start(**session)
+        answers = [
+            Job(
+                Prompt(**prompt),
+                count,
+                self._samplers.setdefault(sampler, _FirstRanksSampler()),
+                [],
+                index=index,
+                session=start,
+            )
+            for index, (count, sampler) in enumerate(zip(max_tokens, samplers, strict=True))
+        ]
+        return replace(answers[0], others=tuple(answers[1:]))
+
+    def _session_start(
+        self, caches: int | None, cached_tokens: int, user_start: int, search_hits: dict[str, Any]
+    ) -> SessionStart:
+        ranges = tuple((start, stop) for start, stop in search_hits["ranges"])
+        held = None if caches is None else self._caches[caches]
+        return SessionStart(held, cached_tokens, user_start, SearchHits(ranges, search_hits["limit"]))
+
+
+def _job_message(job: Job) -> dict[str, Any]:
+    """Return a job's fields for JSON."""
+    start = job.session
+    return {
+        "prompt": asdict(job.prompt),
+        "max_tokens": [answer.max_tokens for answer in job.answers],
+        "samplers": [id(answer.sampler) for answer in job.answers],
+        "session": start
+        and {
+            "caches": None if start.caches is None else start.caches.number,
+            "cached_tokens": start.cached_tokens,
+            "user_start": start.user_start,
+            "search_hits": asdict(start.search_hits),
+        },
+    }
+
+
+class _FirstRanksSampler:
+    """Placeholder for a sampler of the first rank: one object per sampler, so that mlx-lm batches rows as there."""
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        return mx.argmax(logprobs, axis=-1)

@@ -1,0 +1,200 @@
+"""`PromptBuilder`: from messages or text to token ids, split where later requests are likely to share the prefix."""
+
+import inspect
+import json
+import secrets
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from mlx_tq.errors import ConfigError
+from mlx_tq.server import schemas
+from mlx_tq.server.api_errors import ContextLengthError, InvalidRequestError
+from mlx_tq.server.schemas import ChatRequest
+from mlx_tq.session.text import PromptLengthLimit
+
+Message = dict[str, Any]  # as templates expect it
+
+_TAIL = 11  # the last tokens of a template, among which it may open the model's reasoning
+_RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, also in segments at whose ends the cache is worth storing.
+
+    `kinds` of the segments are mlx-lm's "system", "user" or "assistant". `state` is "reasoning" where the template has
+    opened the model's reasoning, else "normal".
+    """
+
+    ids: list[int]
+    segments: list[list[int]]
+    kinds: list[str]
+    state: str = "normal"
+
+
+@dataclass(frozen=True)
+class TurnParts:
+    """New tokens of a conversation: before and after the user's last words, which are None if another role is last."""
+
+    before: list[int]
+    words: str | None
+    after: list[int]
+    state: str
+
+
+class PromptBuilder:
+    """Renders and tokenizes prompts; thread-safe. `positions` is the model's context length, or None."""
+
+    def __init__(self, tokenizer: Any, template_args: dict[str, Any], positions: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._template_args = template_args
+        self._limit = PromptLengthLimit(tokenizer, positions)
+        # A fast tokenizer is thread-safe unless its truncation or padding changes, which the first call may do; hence
+        # the `encode("")` below.
+        is_fast = getattr(tokenizer, "is_fast", False)
+        self._lock: AbstractContextManager[Any] = nullcontext() if is_fast else Lock()
+        tokenizer.encode("")
+        self.vocabulary = len(tokenizer.get_vocab())
+
+    def completion_prompt(self, prompt: str | list[int]) -> Prompt:
+        ids = self._encode(prompt, "prompt", special=True) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise InvalidRequestError("the tokenizer makes no tokens of the prompt", "prompt")
+        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            raise InvalidRequestError(f"the prompt has tokens outside of 0 to {self.vocabulary - 1}", "prompt")
+        return Prompt(ids, [ids], ["assistant"])
+
+    def chat_prompt(self, request: ChatRequest) -> Prompt:
+        messages, options = self.render_input(request)
+        prefill = str(messages.pop()["content"]) if request.prefill else ""
+        if not messages:
+            raise InvalidRequestError("the only message is the start of the answer; add a user message", "messages")
+        if prefill:
+            text = self._render_prefilled(messages, prefill, options)
+        else:
+            text = self._render(messages, add_generation_prompt=True, **options)
+        ids = self._encode(text, "messages")
+        if not ids:
+            raise InvalidRequestError("the tokenizer makes no tokens of the messages", "messages")
+        reasoning_start = self._reasoning_start(ids)
+        system_end = min(self._system_end(messages, ids, options), reasoning_start)
+        kinds = {system_end: "system", len(ids): "assistant", reasoning_start: "user"}  # by the segment's end
+        ends = sorted(kinds.keys() - {0})
+        return Prompt(
+            ids,
+            segments=[ids[start:end] for start, end in zip([0, *ends], ends, strict=False)],
+            kinds=[kinds[end] for end in ends],
+            state=self._state(ids),
+        )
+
+    def render_input(self, request: ChatRequest) -> tuple[list[Message], dict[str, Any]]:
+        """Return the messages and options for the chat template."""
+        if not self.tokenizer.has_chat_template:
+            raise InvalidRequestError(
+                "the model has no chat template; use /v1/completions, or start the server with --chat-template"
+            )
+        kwargs = request.chat_template_kwargs or {}
+        if wrong := sorted(set(kwargs) & _RESERVED):
+            raise InvalidRequestError(f"chat_template_kwargs may not set {', '.join(wrong)}", "chat_template_kwargs")
+        messages = [_template_message(message, index) for index, message in enumerate(request.messages)]
+        tools = [tool.model_dump() for tool in request.tools or []] if request.tool_choice != "none" else []
+        if tools and not self.tokenizer.has_tool_calling:
+            raise InvalidRequestError("the model's chat template has no tools; leave them out", "tools")
+        return messages, {**self._template_args, **kwargs, "tools": tools or None}
+
+    def split_turn(self, messages: list[Message], options: dict[str, Any], cached_messages: int) -> TurnParts | None:
+        """Return the tokens after the first `cached_messages`, the last of which is an answer without tool calls.
+
+        Returns None if the template does not show that answer unchanged.
+        """
+        marker, words = secrets.token_hex(8), None  # no template trims it and no message contains it
+        marked = list(messages)
+        if cached_messages:
+            marked[cached_messages - 1] = {**marked[cached_messages - 1], "content": f"Q{marker}H"}
+        if messages[-1]["role"] == "user":
+            words = messages[-1]["content"]
+            marked[-1] = {**marked[-1], "content": f"Q{marker}W"}
+        text = self._render(marked, add_generation_prompt=True, **options)
+        if cached_messages:
+            _, separator, text = text.partition(f"Q{marker}H")
+            if not separator:
+                return None
+        before, separator, after = text.partition(f"Q{marker}W")
+        if words is not None and not separator:
+            raise InvalidRequestError("the model's chat template does not show the last user message", "messages")
+        self._check_length(len(text) + len(words or ""), "messages")
+        before_ids, after_ids = (self._encode(part, "messages") for part in (before, after))
+        return TurnParts(before_ids, words, after_ids, self._state(before_ids + after_ids))
+
+    def _check_length(self, characters: int, param: str) -> None:
+        try:
+            self._limit.check(characters)
+        except ConfigError as error:
+            raise ContextLengthError(str(error), param) from error
+
+    def _encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
+        self._check_length(len(text), param)
+        with self._lock:
+            return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def _render(self, messages: list[Message], **options: Any) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template may raise
+            message = f"the model's chat template refuses this conversation: {error}"
+            raise InvalidRequestError(message, "messages") from error
+
+    def _render_prefilled(self, messages: list[Message], prefill: str, options: dict[str, Any]) -> str:
+        """Render up to the end of a partial answer, as the template shows any answer."""
+        marker = f"Q{secrets.token_hex(8)}A"
+        text = self._render([*messages, {"role": "assistant", "content": marker}], **options)
+        before, separator, _ = text.partition(marker)
+        if not separator:
+            raise InvalidRequestError("the model's chat template does not show assistant messages", "messages")
+        return before + prefill
+
+    def _system_end(self, messages: list[Message], ids: list[int], options: dict[str, Any]) -> int:
+        """Return how many tokens all conversations with these system messages share."""
+        count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        if not 0 < count < len(messages):
+            return 0
+        try:
+            text = self._render([*messages[:count], {"role": "user", "content": ""}], **options)
+            other = self._encode(text, "messages")
+        except InvalidRequestError:
+            return 0
+        return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), 0)
+
+    def _reasoning_start(self, ids: list[int]) -> int:
+        """Return where the template opens the reasoning, which later turns leave out; the end if it does not."""
+        if not self.tokenizer.has_thinking:
+            return len(ids)
+        start = self.tokenizer.rfind_think_start(ids, start=len(ids) - _TAIL)
+        return int(start) if start > 0 else len(ids)
+
+    def _state(self, ids: list[int]) -> str:
+        tokenizer = self.tokenizer
+        thinks = tokenizer.has_thinking and tokenizer.rfind_think_start(ids) > tokenizer.rfind_think_end(ids)
+        return "reasoning" if thinks else tokenizer.response_initial_state or "normal"
+
+
+def _template_message(message: schemas.Message, index: int) -> Message:
+    converted = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        converted["role"] = "system"
+    if isinstance(message.content, list):
+        converted["content"] = "".join(part.text for part in message.content)
+    converted.setdefault("content", "")
+    for call in converted.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        try:
+            call["function"]["arguments"] = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except json.JSONDecodeError as error:
+            param = f"messages.{index}.tool_calls"
+            raise InvalidRequestError(f"{param}: the arguments of a call are not JSON ({error})", param) from error
+    return converted

@@ -1,0 +1,155 @@
+"""`mlx_tq.server`: its flags, and the checks before a model is loaded."""
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+from mlx_tq.cli.args import KEY_VARIABLE, add_cache_arguments, add_rescue_arguments, config_from_args, parse_size
+from mlx_tq.cli.frame import DONE
+from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
+from mlx_tq.cli.parser import command_parser
+from mlx_tq.errors import ConfigError
+
+_MINIMUMS = {
+    "decode_concurrency": 1,
+    "prompt_concurrency": 1,
+    "max_queue": 1,
+    "max_tokens": 1,
+    "prompt_cache_size": 0,
+    "sessions": 0,
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser: the flags of mlx_lm.server that have a meaning here, and ours."""
+    parser = command_parser("server", "Serve a model over OpenAI's API on compressed KV caches.")
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API key")
+    add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 takes a free one")
+    add("--api-key", metavar="KEY", help=f"key that clients must send; {KEY_VARIABLE} is safer (default: none)")
+    add(
+        "--allowed-origins",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        metavar="A,B,...",
+        help="origins of web pages that may call, comma-separated (default: none)",
+    )
+    levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    add("--log-level", default="INFO", choices=levels, help="logging level")
+
+    add = (group := parser.add_argument_group("answers", "defaults for what a request does not set")).add_argument
+    add("--chat-template", metavar="TEXT", help="chat template (default: the tokenizer's)")
+    add(
+        "--chat-template-args",
+        type=_json_object,
+        default="{}",
+        metavar="JSON",
+        help="options of the template, such as '{\"enable_thinking\":false}'",
+    )
+    add_sampling_arguments(group)
+    add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
+
+    _add_limits(parser)
+    add_cache_arguments(parser, recall=True, store=True)
+    add_rescue_arguments(parser)
+    return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add("--decode-concurrency", type=int, default=32, metavar="N", help="answers generated at once")
+    add("--prompt-concurrency", type=int, default=8, metavar="N", help="prompts prefilled at once")
+    add("--prefill-step-size", type=int, default=2048, metavar="N", help="prompt tokens per prefill step")
+    add("--max-queue", type=int, default=64, metavar="N", help="waiting requests; more are refused with status 429")
+    add(
+        "--max-body",
+        type=parse_size,
+        metavar="SIZE",
+        help="maximum request size in bytes (default: 32 per token of context length, at least 2MB; 10MB if the model "
+        "states no context length)",
+    )
+    add("--allow-lark", action="store_true", help="accept Lark grammars in response_format from clients")
+    add("--prompt-cache-size", type=int, default=10, metavar="N", help="prompts whose caches stay in memory")
+    add(
+        "--prompt-cache-bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes of those caches (default: the rest of --kv-memory-limit)",
+    )
+    add(
+        "--kv-memory-limit",
+        type=parse_size,
+        metavar="SIZE",
+        help="bytes of all KV caches, such as 4GB (default: the free memory)",
+    )
+    add(
+        "--prefix-cache-share",
+        action="store_true",
+        help="share stored prefixes between servers with different API keys",
+    )
+    add("--sessions", type=int, default=16, metavar="N", help="maximum number of sessions")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    try:
+        from mlx_tq.server import guard, process  # their packages are an extra, which may not be installed
+    except ImportError as error:
+        raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
+    from http_limits.connections import open_listener  # likewise
+    from http_limits.log_limit import LogLimit  # likewise
+    from mlx_tq.cli.joining import join_ranks  # imports mlx, which --help does without
+    from mlx_tq.cli.preflight import check_arguments  # likewise
+    from mlx_tq.cli.stores import chosen_store  # likewise
+
+    check_arguments(args)
+    _check(args)
+    ranks = join_ranks(args)
+    folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [], ranks)
+    if folder is None and args.prefix_cache_share:
+        raise ConfigError("--prefix-cache-share is given, but nothing is stored: add --prefix-cache auto, or drop it.")
+    log = logging.StreamHandler(sys.stderr)
+    log.addFilter(LogLimit())
+    logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])
+    api_key = args.api_key or os.environ.get(KEY_VARIABLE)
+
+    def listen() -> socket.socket:
+        if not api_key and not guard.is_loopback(args.host):
+            raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {KEY_VARIABLE}.")
+        try:
+            return open_listener(args.host, args.port)
+        except OSError as error:
+            message = f"cannot listen on {args.host} port {args.port} ({error.strerror}); give another --port."
+            raise ConfigError(message) from error
+
+    listener = ranks.run_on_first(listen)
+    if listener is None:
+        process.follow(args, folder, ranks)
+    else:
+        with listener:
+            process.serve(args, api_key, folder, listener, ranks)
+    return DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, minimum in _MINIMUMS.items():
+        if getattr(args, name) < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {minimum} or more.")
+    if not (args.temp >= 0 and 0 <= args.top_p <= 1 and 0 <= args.min_p <= 1 and args.top_k >= 0):
+        raise ConfigError("--temp and --top-k must be 0 or more, --top-p and --min-p between 0 and 1.")
+    if not 0 <= args.port < 65536:
+        raise ConfigError(f"--port is {args.port}; it must be between 0 and 65535.")
+    if config_from_args(args).is_off and args.kv_memory_limit is not None:
+        raise ConfigError("--kv-memory-limit is for compressed caches, and mlx-lm's own was chosen. Drop it.")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value

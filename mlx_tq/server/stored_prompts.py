@@ -1,0 +1,113 @@
+"""Prompts whose caches are stored: in memory (mlx-lm's prompt cache), and in the prefix cache on disk."""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache
+from mlx_tq.server.job import Job
+from mlx_tq.server.job_recall import prepare_to_store
+from mlx_tq.server.prompt_builder import Prompt
+
+_MODEL_KEY = "model"  # mlx-lm's prompt cache could hold several models
+# Upper bound of the seconds to restore a token, as a share of those to prefill it. Two CPU cores need 0.005.
+_RESTORE_COST = 0.05
+# A prompt may take this share longer to its first token if that lets it be stored.
+_MAX_DELAY = 1 / 8
+_MIN_STORED = 32  # prefilling fewer tokens than this is faster than storing them
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """The start of a prompt: caches in memory, or a prompt in the prefix cache that has more of it."""
+
+    caches: list[Any] | None
+    cached_tokens: int
+    stored: CachedPrompt | None = None
+
+
+class StoredPrompts:
+    """Finds and stores caches of prompts and answers; in memory, the least recently used are evicted first."""
+
+    def __init__(self, size: int, nbytes: int, prefix_cache: PrefixCache | None, prefill_step_size: int) -> None:
+        self._memory = LRUPromptCache(size, nbytes)
+        self._prefix_cache, self._step = prefix_cache, prefill_step_size
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._memory.nbytes)
+
+    def trim_to(self, nbytes: int) -> None:
+        self._memory.trim_to(n_bytes=nbytes)
+
+    def clear(self) -> None:
+        self._memory.trim_to(n_sequences=0)
+
+    def insert(self, tokens: list[int], caches: list[Any], kind: str) -> None:
+        """Store caches that hold `tokens` in memory; `kind` is mlx-lm's: the role of the last segment."""
+        prepare_to_store(caches)
+        self._memory.insert_cache(_MODEL_KEY, list(tokens), caches, cache_type=kind)
+
+    def find(self, job: Job, unread: int, *, alone: bool = False) -> PromptSource:
+        """Return the best source of a prompt except for its last `unread` tokens.
+
+        The caches belong to others; the batch copies them. Unless `alone`, all ranks search together.
+        """
+        if job.session is not None and job.session.caches is not None:
+            return PromptSource(job.session.caches, job.session.cached_tokens)
+        caches, cached_tokens = self._find_in_memory(job.prompt.ids, unread)
+        if self._prefix_cache is not None:
+            # A prompt that continues from memory does not follow the prefix cache's steps, so it is not stored.
+            stored = _stored_prompt(self._prefix_cache, job.prompt, unread, self._step)
+            length, restorable = len(job.prompt.ids), stored.find(alone=alone)
+            if length - restorable + _RESTORE_COST * restorable <= (1 + _MAX_DELAY) * (length - cached_tokens):
+                return PromptSource(None, stored.cached_tokens, stored)
+        return PromptSource(caches, cached_tokens)
+
+    def follow(self, prompt: Prompt, leader: CachedPrompt | None, stop: int) -> CachedPrompt | None:
+        """Continue storing after the first `stop` tokens of the leader's prompt; return None if that is impossible."""
+        if self._prefix_cache is None or leader is None:
+            return None
+        stored = _stored_prompt(self._prefix_cache, prompt, 1, self._step)
+        return stored if stored.follow(leader, stop) else None
+
+    def _find_in_memory(self, ids: list[int], unread: int) -> tuple[list[Any] | None, int]:
+        lookup = ids[: len(ids) - unread + 1]  # mlx-lm leaves at least one token to prefill
+        if len(lookup) <= 1:
+            return None, 0
+        try:
+            caches, rest = self._memory.fetch_nearest_cache(_MODEL_KEY, lookup)
+        except CacheFormatError:  # the shared prefix lost tokens that are not archived
+            return None, 0
+        if caches is None or rest:
+            return caches, len(lookup) - len(rest)
+        if not can_trim_prompt_cache(caches):
+            return None, 0
+        trim_prompt_cache(caches, 1)
+        return caches, len(lookup) - 1
+
+
+def _stored_prompt(prefix_cache: PrefixCache, prompt: Prompt, unread: int, step: int) -> CachedPrompt:
+    segments = prompt.segments
+    system = len(segments[0]) if len(segments) > 1 and prompt.kinds[0] == "system" else 0
+    return prefix_cache.prompt([*segments[:-1], segments[-1][:-unread]], step, system)
+
+
+def is_worth_storing(stored: CachedPrompt, stop: int) -> bool:
+    """Return whether the first `stop` tokens, all prefilled, end a step that is worth storing."""
+    return stop - stored.last_checkpoint >= _MIN_STORED and stored.can_store(stop)
+
+
+def salt_of(api_key: str | None, *, shared: bool) -> str:
+    """Return the salt of the prefix cache's keys. Prompts of another API key never match, unless shared.
+
+    Prompts of batches never match those of single sequences, which sum in another order.
+    """
+    digest = "" if shared or not api_key else hashlib.sha256(api_key.encode()).hexdigest()
+    return f"server {digest}"

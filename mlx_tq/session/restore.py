@@ -1,0 +1,252 @@
+"""Recall of evicted context: for a question before its prefill, and for an answer while it is decoded."""
+
+import copy
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generation_stream
+
+from mlx_tq.policies.selection import PositionRange
+from mlx_tq.prompt_cache.archive import Extent
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.layer_group import LayerGroup
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in, sequence_layers
+from mlx_tq.prompt_cache.recall import LONGEST_QUESTION, Scored, deciding, holding, looking, positions_of, weighed
+from mlx_tq.rescue.wire import Range
+from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
+
+SHORTEST_QUESTION = 32  # tokens
+
+# Archived tokens that all layers may score for each decoded token, so that a search costs a twentieth of the steps
+# before it (docs/measurements/eviction.md). Counted and not timed: tokens must not depend on how busy the machine is.
+_SCORED_PER_TOKEN = 25
+_EMPTY_LINE, _EMPTY_LINE_TOKENS = re.compile(r"\n\s*\n[^\S\n]*$"), 6
+
+
+@dataclass(frozen=True)
+class RecallResult:
+    """The rows that were reloaded for a question and its answer."""
+
+    by_attention: tuple[int, ...] = ()  # positions that the model's own queries selected, ascending
+    by_search: tuple[int, ...] = ()  # those that the rescue service's search selected; some may be in both
+    ranked: tuple[Scored, ...] = ()  # the archived blocks by their latest scores, best first
+    search_blocks: tuple[Extent, ...] = ()  # the blocks of `by_search`; they stay until the answer is complete
+    seconds: float = 0.0  # time that scoring and reloading took
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted({*self.by_attention, *self.by_search})
+
+    @property
+    def archived(self) -> int:
+        """Return how many tokens were archived, recalled ones included."""
+        return sum(len(block.extent.positions) for block in self.ranked)
+
+
+def split_question(tokenizer: Any, ids: list[int]) -> tuple[list[int], list[int]]:
+    """Split a prompt into its document and its question: the last paragraph, of 32 to 256 tokens.
+
+    Without an empty line that near to the end, the question is the last line. It includes what a chat template adds.
+    """
+    line = None
+    for count in range(SHORTEST_QUESTION, min(LONGEST_QUESTION, len(ids))):
+        if "\n" in tokenizer.decode(ids[-count - 1 : -count]):
+            if _EMPTY_LINE.search(tokenizer.decode(ids[-count - _EMPTY_LINE_TOKENS : -count])):
+                return ids[:-count], ids[-count:]
+            line = line or count
+    count = line or max(1, min(SHORTEST_QUESTION, len(ids) - 1))
+    return ids[: len(ids) - count], ids[len(ids) - count :]
+
+
+def prefill(
+    model: Any, caches: list[Any], ids: list[int], step: int, progress: Callable[[int, int], None] = lambda *_: None
+) -> None:
+    """Run tokens through the model as mlx-lm does, `step` at a time."""
+    for start in range(0, len(ids), step):
+        with mx.stream(generation_stream):
+            model(mx.array(ids[start : start + step])[None], cache=caches)
+            mx.eval([cache.state for cache in caches])
+        mx.clear_cache()
+        progress(min(start + step, len(ids)), len(ids))
+
+
+def live_positions(caches: list[Any], tokens: int) -> np.ndarray:
+    """Return the positions in caches of `tokens` tokens, int64 [N]."""
+    layers = compressed_caches(caches)
+    return layers[0].positions if layers else np.arange(tokens)
+
+
+def evict_before_question(caches: list[Any], count: int) -> bool:
+    """Hold the eviction round that a question of `count` tokens makes due; return whether anything is archived.
+
+    The forward passes of question and answer would hold it too late: what they evict could not be recalled. It is held
+    with and without an archive, so that an archive that fails changes no token.
+    """
+    sequence = sequence_in(caches)
+    if sequence is None:
+        return False
+    sequence.make_room(sequence_layers(caches), count)
+    return bool(sequence.archived)
+
+
+def blocks_of_hits(caches: list[Any], hits: SearchHits) -> list[Extent]:
+    """Return the archived blocks that hold evicted positions of `hits`, as this rank knows them."""
+    sequence = sequence_in(caches)
+    if sequence is None or not hits.ranges:
+        return []
+    return holding(sequence.archived, hits.ranges, live_positions(caches, 0), hits.limit)
+
+
+def recall_rows(
+    model: Any, caches: list[Any], ids: list[int], step: int, limit: int | None = None, hits: SearchHits = NO_HITS
+) -> RecallResult:
+    """Reload the archived blocks that a question needs; `release` drops them again.
+
+    The question is run over a copy of the caches, and its queries score the archive. Of a longer message only the last
+    256 tokens are run. `limit` bounds the tokens that the queries select; by default the configuration says it.
+    """
+    began = time.perf_counter()
+    sequence, question = sequence_in(caches), ids[-LONGEST_QUESTION:]
+    if sequence is None or not evict_before_question(caches, len(question)):
+        return RecallResult()
+    if limit is None:
+        limit = sequence.plan.recall_tokens(len(ids) + sequence_layers(caches)[0].offset)
+    fork = copy.deepcopy(caches)
+    layers, forked = sequence_layers(fork), sequence_in(fork)
+    assert forked is not None  # noqa: S101 - tells the type checker: a copy evicts like its original
+    forked.listen(looking(len(layers)), rounds=False)
+    with compressed(model):
+        prefill(model, fork, question, step)
+    ranked, by_attention = forked.look(layers, len(question), limit)
+    if hits.ranges:
+        sequence.agree()
+    by_search = blocks_of_hits(caches, hits)
+    if by_attention or by_search:
+        sequence.recall(sequence_layers(caches), dict.fromkeys([*by_attention, *by_search]))
+    attention, search = (
+        tuple(np.intersect1d(positions_of(blocks), sequence.recalled).tolist()) for blocks in (by_attention, by_search)
+    )
+    return RecallResult(attention, search, tuple(ranked), tuple(by_search), time.perf_counter() - began)
+
+
+def restore_context(
+    model: Any,
+    caches: list[Any],
+    question: list[int],
+    step: int,
+    *,
+    hits: SearchHits = NO_HITS,
+    quote: Callable[[np.ndarray, int], Quotation] | None = None,
+    read: int = 0,
+    quote_at: int = 0,
+) -> tuple[RecallResult, Quotation]:
+    """Recall rows and quote text for a question, before its prefill; the quotation is pinned until `release`.
+
+    `caches` have the `read` tokens before the question. Hits that are archived are reloaded. `quote` gets the live
+    positions and the number of reloaded hit tokens, and quotes the others, at index `quote_at` of the question.
+    """
+    recalled = recall_rows(model, caches, question, step, hits=hits)
+    if quote is None:
+        return recalled, NO_QUOTATION
+    quotation = quote(live_positions(caches, read), len(recalled.by_search))
+    pin(caches, quotation.positions_at(read + quote_at))
+    return recalled, quotation
+
+
+def pin(caches: list[Any], positions: PositionRange | None) -> None:
+    """Exempt positions from eviction and from the budget; None exempts none."""
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        sequence.held = positions
+
+
+def release(caches: list[Any]) -> None:
+    """Drop recalled rows from the caches, and unpin the quotation."""
+    pin(caches, None)
+    sequence = sequence_in(caches)
+    if sequence is not None:
+        sequence.release(sequence_layers(caches))
+
+
+def take_archive_warning(caches: list[Any]) -> str | None:
+    """Return what a user should know of the archive, once."""
+    sequence = sequence_in(caches)
+    return None if sequence is None or sequence.archive is None else sequence.archive.take_warning()
+
+
+class RecallDuringDecode:
+    """Searches the archive again while an answer is decoded, with the answer's own queries.
+
+    Each search replaces what the previous one recalled. Blocks of the rescue service's search stay, and blocks that lie
+    whole in a quotation are not reloaded. The layers that decided the question's best blocks search; without any, all
+    that search for a question.
+
+    Attributes:
+        positions: recalled positions, in the order in which they were reloaded.
+        searches: number of searches so far.
+        seconds: time that they took.
+    """
+
+    def __init__(self, caches: list[Any], recalled: RecallResult, quoted: Sequence[Range] = ()) -> None:
+        self._caches, self._recalled, self._quoted = caches, recalled, quoted
+        self._tokens, self._next_search = 0, 0
+        self.positions: list[int] = []
+        self.searches, self.seconds = 0, 0.0
+        self._sequence: LayerGroup | None = None
+        self._numbers: Collection[int] = ()  # of the layers that search
+        self._ranked: Sequence[Scored] = recalled.ranked
+
+    def start(self) -> None:
+        """Capture queries from now on; eviction rounds go on meanwhile."""
+        sequence = sequence_in(self._caches)
+        if sequence is not None and sequence.plan.config.recalls:
+            self._sequence = sequence
+            self._numbers = deciding(self._recalled.ranked) or looking(len(sequence_layers(self._caches)))
+            sequence.listen(self._numbers, rounds=True)
+            self._next_search = self._tokens_to_next_search(sequence)
+
+    def count_token(self) -> None:
+        """Count a decoded token, and search if it is time."""
+        self._tokens += 1
+        if self._sequence is not None and self._tokens >= self._next_search and self._sequence.archived:
+            self._search(self._sequence)
+
+    def stop(self) -> None:
+        if self._sequence is not None:
+            self._sequence.listen([], rounds=True)
+
+    def result(self) -> RecallResult:
+        """Return what was recalled for the question and while decoding."""
+        recalled = self._recalled
+        by_attention, seconds = (
+            tuple(sorted({*recalled.by_attention, *self.positions})),
+            recalled.seconds + self.seconds,
+        )
+        return replace(recalled, by_attention=by_attention, ranked=tuple(self._ranked), seconds=seconds)
+
+    def _tokens_to_next_search(self, sequence: LayerGroup) -> int:
+        layers, archived = sequence_layers(self._caches), len(positions_of(sequence.archived))
+        scored = weighed(archived, self._numbers, sequence.plan.recall_tokens(layers[0].offset))
+        tokens = sequence.ranks.max(np.array([scored / len(layers) / _SCORED_PER_TOKEN]))  # all ranks search at once
+        return max(sequence.plan.config.recall_every, int(tokens[0]))
+
+    def _search(self, sequence: LayerGroup) -> None:
+        began = time.perf_counter()
+        layers = sequence_layers(self._caches)
+        latest = min(sequence.plan.config.recall_every, LONGEST_QUESTION)
+        count = max(1, min(latest, layers[0].spec.window))  # the window has to hold all of them
+        limit = sequence.plan.recall_tokens(layers[0].offset)
+        self._ranked, selected = sequence.look(layers, count, limit, back=True)
+        blocks = [*self._recalled.search_blocks, *(block for block in selected if not self._is_quoted(block))]
+        self.positions += sequence.exchange(layers, list(dict.fromkeys(blocks))).tolist()
+        self.searches, self.seconds = self.searches + 1, self.seconds + time.perf_counter() - began
+        self._next_search, self._tokens = self._tokens_to_next_search(sequence), 0
+
+    def _is_quoted(self, block: Extent) -> bool:
+        first, last = block.positions[0], block.positions[-1]
+        return any(start <= first and last < stop for start, stop in self._quoted)

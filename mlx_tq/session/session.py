@@ -1,0 +1,431 @@
+"""`Session`: a conversation over one cache, in which evicted context is recalled when a turn needs it."""
+
+import json
+import secrets
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_tq.cache.files import CONVERSATION
+from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig, RescueConfig
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import ranks_of
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache, open_folder
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache
+from mlx_tq.prompt_cache.passes import cache_parts
+from mlx_tq.prompt_cache.plan import Plan
+from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.prompt_cache.statistics import CacheStats, cache_stats
+from mlx_tq.rescue import AUTO, OFF, RescueClient, open_service
+from mlx_tq.rescue.wire import Range
+from mlx_tq.session.restore import live_positions, take_archive_warning
+from mlx_tq.session.shadow_mode import make_shadow, without_auto_recall
+from mlx_tq.session.text import SESSION_ID, PlainText, PromptLengthLimit, TurnTemplate, check_max_tokens, check_text
+from mlx_tq.session.transcript import Quotation, Transcript, quotation_limit
+from mlx_tq.session.turn import UNLIMITED, Progress, Turn, TurnStats, search_evicted
+from mlx_tq.session.worker import Worker
+
+_NEARLY_FULL = 0.9  # of the context
+_FLUSH_S = 60.0  # that `load` waits for the rescue service
+
+
+class Session:
+    """A conversation with a model.
+
+    Any thread may call a session, and take each piece of an answer in another one: it computes in a thread of its own.
+
+    Args:
+        model: a model of mlx-lm.
+        tokenizer: its tokenizer.
+        config: how the cache is stored and evicted.
+        rescue: "off", "auto", the URL of a rescue service, or a `RescueConfig`. By default off, and a loaded
+            conversation keeps a service on this machine.
+        system_prompt: system prompt of the conversation.
+        session_id: name of the conversation at the service. Without one, the service forgets the conversation when it
+            is closed, unless it was saved.
+        max_tokens: most tokens of an answer; -1 for all that the model allows.
+        sampler: a sampler as of `mlx_lm.sample_utils.make_sampler`; greedy by default. It runs in the session's thread,
+            so arrays that it holds must be computed (`mx.eval`).
+        seed: seed of the sampler; by default a random one.
+        prefill_step_size: tokens of a prefill step; eviction happens between steps.
+        template: options of the chat template.
+        prefix_cache: where the first prompt of a conversation is cached: a folder, "auto" for one in the user's cache
+            folder, "off", or a `Folder` with a limit.
+        shadow: let the model's own cache answer, and compare the compressed one with it every `shadow` tokens.
+        warn: called with each warning for the user.
+
+    Attributes:
+        turns: statistics of the turns so far.
+        cache: the prompt cache.
+        plan: how the cache is stored; None for mlx-lm's own.
+        client: the client of the rescue service, or None.
+        context_length: positions that the model allows, or None.
+
+    Raises:
+        ConfigError: a setting that cannot be met.
+        UnsupportedModelError: the model cannot run on such a cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: KVConfig = PROFILES[DEFAULT_PROFILE],
+        *,
+        rescue: str | RescueConfig | None = None,
+        system_prompt: str | None = None,
+        session_id: str | None = None,
+        max_tokens: int = 512,
+        sampler: Callable[..., Any] | None = None,
+        seed: int | None = None,
+        prefill_step_size: int = 512,
+        template: dict[str, Any] | None = None,
+        prefix_cache: str | Folder | None = None,
+        shadow: int | None = None,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        _check_settings(system_prompt, session_id, max_tokens, sampler, seed, prefill_step_size)
+        self.model, self.tokenizer, self.config = model, tokenizer, without_auto_recall(config, shadow)
+        self.rescue = rescue if isinstance(rescue, RescueConfig) else RescueConfig(service=rescue or OFF)
+        self._may_take_rescue = rescue is None  # from a file
+        self.max_tokens, self.sampler, self.prefill_step_size = max_tokens, sampler, prefill_step_size
+        self.context_length = position_limit(model)
+        self.turns: list[TurnStats] = []
+        self._warn = warn
+        self._length_limit = PromptLengthLimit(tokenizer, self.context_length)
+        self._length_limit.check(len(system_prompt or ""), "system prompt")
+        self._template = TurnTemplate(tokenizer, system_prompt, template)
+        self._plain = PlainText(tokenizer)
+        self._keeps_text = session_id is not None  # at the service, when the session is closed
+        self._is_busy = self._is_stopping = self._is_closed = False
+        self._warned: set[str] = set()
+        # Compute what is still lazy in the caller's thread, such as a change of the model's type.
+        mx.eval([value for module in model.modules() for value in module.values() if isinstance(value, mx.array)])
+        self._worker = Worker()
+        self._end_worker = weakref.finalize(self, self._worker.end)  # also when the program ends
+        self._worker.run(lambda: mx.random.seed(secrets.randbits(63) if seed is None else seed))
+        self.plan = self._worker.run(lambda: self._make_plan(self.config))
+        self._prefix_folder, self._shadow_every = open_folder(prefix_cache, ranks=ranks_of(model)), shadow
+        self._prefix_cache: PrefixCache | None = None
+        self.client = _open_client(self.rescue)
+        self._begin(session_id or uuid.uuid4().hex, self._worker.run(self._make_caches))
+
+    def _make_plan(self, config: KVConfig) -> Plan | None:
+        return None if config.is_off else plan_caches(self.model, config)
+
+    def _make_caches(self) -> list[Any]:
+        has_prefix_cache = self._prefix_folder is not None
+        self.shadow = make_shadow(self.model, self.plan, self._shadow_every, has_prefix_cache=has_prefix_cache)
+        if self.shadow is not None:
+            return self.shadow.caches
+        return make_prompt_cache(self.model) if self.plan is None else build_caches(self.plan)
+
+    def _begin(self, session_id: str, caches: list[Any]) -> None:
+        self.session_id, self.cache = session_id, caches
+        limit = quotation_limit(self.rescue, self.context_length)
+        self._last_question: Range = (0, 0)  # positions
+        self._transcript = Transcript(self._plain, self.client, self.rescue, session_id, limit)
+
+    # A turn.
+
+    def respond(self, text: str, *, max_tokens: int | None = None, progress: Progress | None = None) -> Iterator[str]:
+        """Yield the answer to a message piece by piece. Leave the loop, or call `stop`, to end it early.
+
+        Args:
+            text: the user's message.
+            max_tokens: most tokens of this answer; by default those of the session.
+            progress: called in the session's thread with the prompt tokens that are prefilled, and with all.
+
+        Raises:
+            ConfigError: `text` is not UTF-8 text, the conversation would exceed the model's context, a turn is in
+                progress, or the session is closed.
+        """
+        if self._is_closed:
+            raise ConfigError("the session is closed; make a new one, and load what was saved of this.")
+        check_text(text, "message")
+        self._length_limit.check(len(text), "message", used=len(self._transcript.ids))
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        check_max_tokens(max_tokens)
+        self._check_idle()
+        self._is_busy, self._is_stopping = True, False
+        progress = progress or (lambda done, total: None)
+        try:
+            yield from self._worker.iterate(self._answer(text, max_tokens, progress), self.stop)
+        finally:
+            self._is_busy = False
+        self._warn_after_turn()
+
+    def _answer(self, text: str, max_tokens: int, progress: Progress) -> Generator[str]:
+        transcript, start = self._transcript, len(self._transcript.ids)
+        before = self._template.between(transcript.ids[-1]) if start else self._template.opening
+        message = [*before, *self._plain.encode(text), *self._template.closing]
+        room = self._room_after(len(message))
+        can_restore = self.config.evict is not None and (self.config.evict.recalls or self.client is not None)
+        turn = Turn(
+            self.model,
+            self.tokenizer,
+            self.cache,
+            transcript,
+            self.prefill_step_size,
+            prefix_cache=None if start else self._open_prefix_cache(),
+            shadow=self.shadow,
+            progress=progress,
+            is_stopped=lambda: self._is_stopping,
+        )
+        try:
+            with turn:
+                split = can_restore and self.shadow is None and len(message) > LONGEST_QUESTION
+                turn.prepare(message, text, split=split, quote_at=len(before), room=room)
+                for response in turn.decode(max_tokens, sampler=self.sampler):
+                    yield response.text
+        finally:
+            self._end_turn(turn, len(before))
+
+    def _end_turn(self, turn: Turn, before: int) -> None:
+        """Take note of a turn that is settled; `before` is the number of its tokens before the user's words."""
+        if not turn.is_consistent:
+            raise CacheFormatError(
+                "the turn was interrupted where this model's cache cannot go back. Reset the session."
+            )
+        if not turn.is_undone:
+            stats = turn.stats
+            stop = turn.start + stats.prompt_tokens - len(self._template.closing)
+            self._last_question = (turn.start + before, stop)
+            self.turns.append(stats)
+        elif not turn.start:
+            self._begin(self.session_id, self._make_caches())
+
+    def _room_after(self, tokens: int) -> int:
+        """Return the positions that are left behind `tokens` more; raise a ConfigError if there are none."""
+        if self.context_length is None:
+            return UNLIMITED
+        used = len(self._transcript.ids)
+        room = self.context_length - used - tokens
+        if room < 1:
+            fits = max(0, tokens + room - 1)  # one is for the answer
+            raise ConfigError(
+                f"the conversation has {used:,} tokens and this turn {tokens:,}; the model has "
+                f"{self.context_length:,} positions, which evicted tokens keep: {fits:,} tokens would fit. Shorten the "
+                "turn, start a new conversation (reset), or take a model with a longer context."
+            )
+        return room
+
+    def _open_prefix_cache(self) -> PrefixCache | None:
+        if self._prefix_folder is None or self.plan is None:
+            return None
+        if self._prefix_cache is None or self._prefix_cache.plan is not self.plan:
+            self._prefix_cache = PrefixCache(self.model, self.plan, self._prefix_folder, self._warn_once)
+        return self._prefix_cache
+
+    def stop(self) -> None:
+        """End the current answer after its next token; safe in a signal handler and from other threads."""
+        self._is_stopping = True
+
+    def quote(self, query: str) -> Quotation:
+        """Return the evicted text that a question needs, quoted. `respond` does this by itself."""
+        live = self._live_positions()
+        return self._transcript.quote(search_evicted(self.model, self._transcript, query, live), live)
+
+    def _live_positions(self) -> np.ndarray:
+        return live_positions(self.cache, len(self._transcript.ids))
+
+    def _check_idle(self) -> None:
+        if self._is_busy:
+            raise ConfigError("a turn is in progress; read its answer to the end, or close it, before anything else.")
+
+    def _warn_after_turn(self) -> None:
+        tokens = len(self._transcript.ids)
+        if self.context_length is not None and tokens > _NEARLY_FULL * self.context_length:
+            self._warn_once(
+                f"the conversation has {tokens:,} of the model's {self.context_length:,} positions; it ends there, "
+                "evicted tokens included.",
+                topic="context",
+            )
+        recalls = self.config.evict is not None and self.config.evict.recalls
+        evicted = tokens - len(self._live_positions())
+        if evicted and self.client is None and not recalls and self.shadow is None:
+            self._warn_once(
+                f"{evicted:,} tokens were evicted and are lost to the model. Recall and rescue bring "
+                "back what a turn needs: choose --kv-recall auto, or --rescue auto.",
+                topic="eviction",
+            )
+        for warning in (take_archive_warning(self.cache), self.client.take_warning() if self.client else None):
+            if warning is not None:
+                self._warn_once(warning)
+
+    def _warn_once(self, message: str, topic: str | None = None) -> None:
+        """Warn once of a topic; by default the message is one."""
+        if (topic or message) not in self._warned:
+            self._warned.add(topic or message)
+            self._warn(message)
+
+    # The conversation.
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens of the conversation by position, evicted ones included."""
+        return list(self._transcript.ids)
+
+    @property
+    def last_exchange(self) -> tuple[str, str] | None:
+        """The last question and its answer, also of a loaded conversation; None if there is none."""
+        start, stop = self._last_question
+        if not stop:
+            return None
+        question = self._transcript.ids_without_quotations(start, stop)
+        answer = self._transcript.ids[stop + len(self._template.closing) :]
+        decode = self.tokenizer.decode
+        return decode(question, skip_special_tokens=True), decode(answer, skip_special_tokens=True)
+
+    @property
+    def stats(self) -> CacheStats:
+        """The tokens and bytes of the cache."""
+        return self._worker.run(lambda: cache_stats(self.cache, self.plan))
+
+    @property
+    def recalled_tokens(self) -> int:
+        """How many tokens the last turn recalled."""
+        return len(self.turns[-1].recalled) if self.turns else 0
+
+    @property
+    def quoted_tokens(self) -> int:
+        """How many tokens the quotations of the conversation have."""
+        return sum(stop - start for start, stop in self._transcript.quoted)
+
+    def reset(self) -> None:
+        """Start a new conversation; the service forgets this one. Raises a ConfigError while a turn is in progress."""
+        self._check_idle()
+        self._forget()
+        self.turns = []
+        self._begin(uuid.uuid4().hex, self._worker.run(self._make_caches))
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a .safetensors file: a prompt cache with the tokens in its metadata.
+
+        Raises:
+            ConfigError: there is nothing to save, a turn is in progress, or the session has a shadow.
+            CacheFormatError: the file cannot be written, or exists and is no conversation.
+        """
+        self._check_idle()
+        if not self._transcript.ids:
+            raise ConfigError("there is nothing to save; say something first.")
+        self._check_no_shadow()
+        session = {
+            "id": self.session_id,
+            "ids": self._transcript.ids,
+            "quoted": self._transcript.quoted,
+            "rescue": asdict(self.rescue),
+            "last_question": self._last_question,
+        }
+        metadata = {"model": str(getattr(self.tokenizer, "name_or_path", "")), CONVERSATION: json.dumps(session)}
+        options: dict[str, Any] = {"model": self.model, "config": self.config, "metadata": metadata}
+        self._worker.run(lambda: save_prompt_cache(path, self.cache, **options))
+        self._keeps_text = True
+
+    def load(self, path: str | Path) -> None:
+        """Continue a conversation that `save` wrote, also in another process, with the configuration that it had.
+
+        Sends its evicted text to the service again, and waits for that up to a minute.
+
+        Raises:
+            CacheFormatError: the file is damaged, or holds no conversation with this model.
+            ConfigError: a turn is in progress, or the session has a shadow.
+        """
+        self._check_idle()
+        self._check_no_shadow()
+        if not Path(path).is_file():
+            raise CacheFormatError(f"No such file: {path}")
+        loaded = self._worker.run(lambda: load_prompt_cache(path, model=self.model))
+        if CONVERSATION not in loaded.metadata:
+            raise CacheFormatError(f"{path} is a prompt cache, not a conversation. Take it for mlx_tq.generate.")
+        saved = json.loads(loaded.metadata[CONVERSATION])
+        ids, rescue, (start, stop) = saved["ids"], RescueConfig(**saved["rescue"]), saved["last_question"]
+        lengths = {part.offset for part in cache_parts(loaded.caches) if hasattr(part, "offset")}
+        if lengths - {len(ids)}:
+            raise CacheFormatError(f"{path} holds {len(ids)} tokens and a cache of {lengths}; it is damaged.")
+        plan = self._worker.run(lambda: self._make_plan(loaded.config))
+        self._forget()
+        self._take_rescue(rescue)
+        self.turns, self.config, self.plan, self._keeps_text = [], loaded.config, plan, True
+        self._begin(saved["id"], loaded.caches)
+        self._transcript.ids = ids
+        self._transcript.quoted = [(first, last) for first, last in saved["quoted"]]
+        self._last_question = (start, stop)
+        self._transcript.send_evicted(np.setdiff1d(np.arange(len(ids)), self._live_positions()))
+        if self._transcript.has_sent and self.client is not None and not self.client.flush(_FLUSH_S):
+            self._warn_once(
+                f"the rescue service has not taken all of the evicted text within {_FLUSH_S:g} s; until it has, "
+                "answers may miss some of it."
+            )
+
+    def _take_rescue(self, saved: RescueConfig) -> None:
+        """Use the rescue service of a loaded conversation, but let no file choose one on another machine."""
+        if not self._may_take_rescue or self.client is not None or saved.service == OFF:
+            return
+        if saved.service != AUTO:
+            self._warn_once(
+                f"the conversation had rescue by {saved.service}, which a file cannot choose. Give --rescue "
+                f"{saved.service} to use it."
+            )
+            return
+        self.rescue, self.client = saved, _open_client(saved)
+
+    def _check_no_shadow(self) -> None:
+        if self.shadow is not None:
+            raise ConfigError("a conversation with --kv-shadow cannot be saved or loaded. Start again without it.")
+
+    def close(self) -> None:
+        """End the conversation. The service forgets it unless it was saved or has a name."""
+        self._is_closed = True
+        if self.client is not None:
+            self._forget()
+            self.client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _forget(self) -> None:
+        if self.client is not None and self._transcript.has_sent and not self._keeps_text:
+            self.client.forget(self.session_id)
+
+
+def _open_client(rescue: RescueConfig) -> RescueClient | None:
+    return None if rescue.service == OFF else RescueClient(open_service(rescue.service))
+
+
+def _check_settings(
+    system_prompt: Any, session_id: Any, max_tokens: Any, sampler: Any, seed: Any, prefill_step_size: Any
+) -> None:
+    if system_prompt is not None:
+        check_text(system_prompt, "system prompt")
+    check_max_tokens(max_tokens)
+    if session_id is not None and not (isinstance(session_id, str) and SESSION_ID.fullmatch(session_id)):
+        raise ConfigError(f"session_id is {session_id!r:.80}; it must be 1 to 64 letters, digits, _ and -.")
+    if not _is_whole_number(prefill_step_size, 1):
+        raise ConfigError(f"prefill_step_size is {prefill_step_size!r}; it must be a whole number of 1 or more.")
+    if seed is not None and not (_is_whole_number(seed, 0) and seed < 2**64):
+        raise ConfigError(f"seed is {seed!r}; it must be a whole number from 0 to 2^64 - 1, or None.")
+    if sampler is not None and not callable(sampler):
+        raise ConfigError(
+            f"sampler is of type {type(sampler).__name__}; it must be a function of log-probabilities, such as one of "
+            "mlx_lm.sample_utils.make_sampler, or None."
+        )
+
+
+def _is_whole_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,302 @@
+"""`Turn`: one prompt and its answer. `generate`, `chat`, `demo` and `Session` run it."""
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import astuple, dataclass
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import stream_generate
+from mlx_lm.models.cache import can_trim_prompt_cache
+
+from mlx_tq.errors import CacheFormatError
+from mlx_tq.models import ranks_of
+from mlx_tq.prefix_cache.prefix_cache import PrefixCache, ReusedPrefix, reuse_prefix
+from mlx_tq.prompt_cache.compressed import compressed
+from mlx_tq.prompt_cache.passes import cache_parts, compressed_caches, sequence_in
+from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.session.restore import (
+    RecallDuringDecode,
+    RecallResult,
+    evict_before_question,
+    live_positions,
+    prefill,
+    release,
+    restore_context,
+    split_question,
+)
+from mlx_tq.session.shadow_mode import Shadow
+from mlx_tq.session.transcript import NO_QUOTATION, Quotation, SearchHits, Transcript
+
+Progress = Callable[[int, int], None]
+UNLIMITED = 2**31  # positions of a model that does not say how many it has
+
+
+@dataclass(frozen=True)
+class TurnStats:
+    """Tokens, speed and recall of one turn.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, its quotation included.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        generation_tokens: tokens of the answer.
+        finish_reason: "stop", "length" or "interrupted".
+        ttft: seconds to the first token, recall included.
+        seconds: seconds of the whole turn.
+        prompt_tps, generation_tps: tokens per second.
+        peak_memory: peak memory of the process until now, in bytes.
+        restore_seconds: seconds that the prefix cache took.
+        recalled: positions whose rows were reloaded for the turn, ascending.
+        by_search: recalled positions that the rescue service's search selected; attention scores selected the others.
+        archived: tokens in the archive at its latest search.
+        recall_seconds: seconds that all searches of the archive took.
+        searches, search_seconds: searches while decoding, and their part of `recall_seconds`.
+        quotation: evicted text that the prompt quotes.
+        rescue_seconds: seconds that the rescue service's search took.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    finish_reason: str
+    ttft: float
+    seconds: float
+    prompt_tps: float
+    generation_tps: float
+    peak_memory: int
+    restore_seconds: float
+    recalled: tuple[int, ...]
+    by_search: tuple[int, ...]
+    archived: int
+    recall_seconds: float
+    searches: int
+    search_seconds: float
+    quotation: Quotation
+    rescue_seconds: float
+
+
+class StoppedError(Exception):
+    """The turn was stopped during its prefill."""
+
+
+class Turn:
+    """One prompt and its answer on the caches of a session: prefill, recall, quote, decode, settle.
+
+    Call `prepare` and `decode` inside its context. Leaving the context settles: caches and transcript have the same
+    tokens again, also after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
+    runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
+
+    Attributes:
+        start: tokens of the transcript before the turn.
+        is_undone: nothing was answered, and the turn left no tokens. If `start` is 0, the caches have to be replaced.
+        is_consistent: False if the caches could not be trimmed to one length.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        caches: list[Any],
+        transcript: Transcript,
+        step: int,
+        *,
+        prefix_cache: PrefixCache | None = None,
+        shadow: Shadow | None = None,
+        progress: Progress = lambda done, total: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._model, self._tokenizer, self._caches, self._transcript = model, tokenizer, caches, transcript
+        self._step, self._prefix_cache, self._shadow = step, prefix_cache, shadow
+        self._progress, self._is_stopped = progress, is_stopped
+        self.start = len(transcript.ids)
+        self.is_undone, self.is_consistent = False, True
+        self._ranks, self._stack = ranks_of(model), ExitStack()
+        self._began = time.perf_counter()
+        self._prefix, self._quotation, self._question = ReusedPrefix(), NO_QUOTATION, list[int]()
+        self._recall = RecallDuringDecode(caches, RecallResult())
+        self._prompt_tokens = self._prefilled = self._room = 0
+        self._ttft = self._rescue_seconds = 0.0
+        self._response: Any = None  # the latest of mlx-lm
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(compressed(self._model))
+        return self
+
+    def prepare(
+        self, prompt: list[int], query: str | None, *, split: bool = False, quote_at: int = 0, room: int = UNLIMITED
+    ) -> None:
+        """Prefill what is before the question, then recall and quote what the question needs.
+
+        Args:
+            prompt: tokens of the prompt.
+            query: text to search evicted text for; None if nothing may be recalled or quoted.
+            split: prefill the document of the prompt first, so that its question can recall what it evicted.
+            quote_at: index of a prompt without document before which the quotation goes.
+            room: positions that are left behind the prompt, for quotation and answer.
+        """
+        self._prompt_tokens, self._room = len(prompt), room
+        self._ranks.check_equal("the tokens of the prompt", np.array(prompt))
+        # Only the first rank knows of a rescue service, so it decides for all.
+        document = self._ranks.broadcast(lambda: len(split_question(self._tokenizer, prompt)[0]) if split else 0)
+        self._prefix = self._stack.enter_context(
+            reuse_prefix(self._prefix_cache, self._caches, prompt[: document or -1], self._step)
+        )
+        cached = self._prefix.restored
+        self._prefilled = max(document, cached)
+        self._transcript.append(prompt[: self._prefilled])
+        report = self._progress_from(cached)
+
+        def report_prefill(done: int, total: int) -> None:
+            self._send_evicted()
+            report(done, total)
+
+        prefill(self._model, self._caches, prompt[cached : self._prefilled], self._step, report_prefill)
+        question = prompt[self._prefilled :]
+        quote_at = 0 if self._prefilled else quote_at
+        if query is not None:
+            self._restore_context(query, question, quote_at)
+        question[quote_at:quote_at] = self._quotation.ids
+        self._transcript.append(question, self._quotation, quote_at)
+        self._question, self._prompt_tokens = question, self._prefilled + len(question)
+
+    def _restore_context(self, query: str, question: list[int], quote_at: int) -> None:
+        evict_before_question(self._caches, min(len(question), LONGEST_QUESTION))
+        self._send_evicted()
+        read, began = len(self._transcript.ids), time.perf_counter()
+        hits = search_evicted(self._model, self._transcript, query, live_positions(self._caches, read))
+        self._rescue_seconds = time.perf_counter() - began
+
+        def quote(live: np.ndarray, recalled_tokens: int) -> Quotation:
+            quotation = self._transcript.quote(hits, live, used=recalled_tokens)
+            return quotation if len(quotation.ids) < self._room else NO_QUOTATION
+
+        recalled, self._quotation = restore_context(
+            self._model, self._caches, question, self._step, hits=hits, quote=quote, read=read, quote_at=quote_at
+        )
+        self._recall = RecallDuringDecode(self._caches, recalled, quoted=self._quotation.ranges)
+        self._recall.start()
+
+    def decode(self, max_tokens: int, **options: Any) -> Generator[Any]:
+        """Yield mlx-lm's response to each token of the answer; `options` go to its `stream_generate`.
+
+        A `prompt_cache` among the options may add the caches of a draft model.
+        """
+        room = self._room - len(self._quotation.ids)
+        caches = options.setdefault("prompt_cache", self._caches)
+        if self._shadow is not None:
+            self._shadow.begin(self._question[-1], len(self._transcript.ids) - 1)
+        responses = stream_generate(
+            self._model,
+            self._tokenizer,
+            self._question,
+            max_tokens=room if max_tokens < 0 else min(max_tokens, room),
+            prefill_step_size=self._step,
+            prompt_progress_callback=self._progress_from(self._prefilled),
+            **options,
+        )
+        with closing(responses):
+            for response in responses:
+                if self._response is None and "draft_model" in options:  # mlx-lm reports no progress with one
+                    self._progress(self._prompt_tokens, self._prompt_tokens)
+                self._note_response(response)
+                yield response
+                if self._is_stopped():
+                    break
+        for cache in compressed_caches(caches):
+            cache.check_health()
+
+    def _note_response(self, response: Any) -> None:
+        if self._response is None:
+            self._ttft = time.perf_counter() - self._began
+        self._response = response
+        self._transcript.append([response.token])
+        self._send_evicted()
+        self._recall.count_token()
+        if self._shadow is not None:
+            self._shadow.token(response.token, response.text, response.logprobs)
+
+    def _progress_from(self, start: int) -> Progress:
+        """Return mlx-lm's progress callback for a prefill that begins behind the first `start` tokens."""
+
+        def report(done: int, _: int) -> None:
+            self._prefix.note(start + done)
+            if self._is_stopped() and start + done < self._prompt_tokens:
+                raise StoppedError
+            self._progress(start + done, self._prompt_tokens)
+
+        return report
+
+    def _send_evicted(self) -> None:
+        sequence = sequence_in(self._caches)
+        if sequence is not None:
+            self._transcript.send_evicted(sequence.take_departed())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        try:
+            self._stack.close()
+        finally:
+            self._settle()
+        return kind is StoppedError
+
+    def _settle(self) -> None:
+        self._ranks.synchronize()
+        self._recall.stop()
+        is_answered = self._response is not None
+        if not is_answered and not self.start:  # new caches also free the buffers
+            self.is_undone = True
+            return
+        self.is_undone = not is_answered and can_trim_prompt_cache(self._caches) and self._trim(self.start)
+        length = self.start if self.is_undone else min([len(self._transcript.ids), *self._offsets()])
+        # After Ctrl-C in a forward pass, some layers have a token that others have not.
+        self.is_consistent = all(offset == length for offset in self._offsets()) or self._trim(length)
+        if self.is_consistent:
+            self._transcript.truncate(length)
+            self._send_evicted()  # after an undo: its text does not go to the service
+            release(self._caches)
+
+    def _offsets(self) -> list[int]:
+        return [part.offset for part in cache_parts(self._caches) if hasattr(part, "offset")]
+
+    def _trim(self, length: int) -> bool:
+        """Trim the caches to `length` tokens; return whether all could be."""
+        with suppress(CacheFormatError):
+            for part in cache_parts(self._caches):
+                if hasattr(part, "offset"):
+                    part.trim(part.offset - length)
+        return all(offset == length for offset in self._offsets())
+
+    @property
+    def stats(self) -> TurnStats:
+        """The statistics of the turn until now."""
+        last, recall, cached = self._response, self._recall.result(), self._prefix.restored
+        prompt_tps = last.prompt_tps if last else 0.0
+        if last and self._prefilled > cached:  # mlx-lm prefilled only the question
+            prompt_tps = (self._prompt_tokens - cached) / self._ttft
+        return TurnStats(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=cached,
+            generation_tokens=last.generation_tokens if last else 0,
+            finish_reason=(last.finish_reason if last else None) or "interrupted",
+            ttft=self._ttft,
+            seconds=time.perf_counter() - self._began,
+            prompt_tps=prompt_tps,
+            generation_tps=last.generation_tps if last else 0.0,
+            peak_memory=mx.get_peak_memory(),
+            restore_seconds=self._prefix.seconds,
+            recalled=tuple(recall.positions),
+            by_search=recall.by_search,
+            archived=recall.archived,
+            recall_seconds=recall.seconds,
+            searches=self._recall.searches,
+            search_seconds=self._recall.seconds,
+            quotation=self._quotation,
+            rescue_seconds=self._rescue_seconds,
+        )
+
+
+def search_evicted(model: Any, transcript: Transcript, query: str, live: np.ndarray) -> SearchHits:
+    """Search evicted text for `query`; the first of several ranks searches for all."""
+    ranges, limit = ranks_of(model).broadcast(lambda: astuple(transcript.search(query, live)))
+    return SearchHits(tuple((start, stop) for start, stop in ranges), limit)

@@ -1,0 +1,92 @@
+"""Check what works on this machine."""
+
+# ruff: noqa: T201 - prints the output of a command
+
+import json
+import platform
+import sqlite3
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+from rescue_svc.embed import choose_embedder
+from rescue_svc.embed.sentence_models import find_minilm, verify_minilm
+from rescue_svc.errors import DirectoryInUseError, RescueServiceError
+from rescue_svc.index import choose_engine
+from rescue_svc.opening import open_all
+from rescue_svc.settings import Settings
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    ok: bool
+    says: str
+
+
+def run(settings: Settings, as_json: bool = False) -> None:
+    findings = examine(settings)
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            print(f"{'ok ' if finding.ok else 'BAD'} {finding.what:<9} {finding.says}")
+    if not all(finding.ok for finding in findings):
+        raise RescueServiceError("something does not work; the lines marked BAD say what to do")
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Check everything that the service needs. A store that was not closed cleanly is verified when it is opened."""
+    return [
+        Finding("python", True, f"{platform.python_version()} on {platform.platform(terse=True)}"),
+        _examine_sqlite(),
+        _examine("index", lambda: _describe_index(settings)),
+        _examine("embedder", lambda: _describe_embedder(settings)),
+        _examine("store", lambda: _describe_store(settings)),
+    ]
+
+
+def _examine(what: str, describe: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, True, describe())
+    except RescueServiceError as error:
+        return Finding(what, False, str(error))
+
+
+def _examine_sqlite() -> Finding:
+    options = {row[0] for row in sqlite3.connect(":memory:").execute("PRAGMA compile_options")}
+    ok = "ENABLE_FTS5" in options
+    says = f"{sqlite3.sqlite_version}, FTS5 {'built in' if ok else 'missing: use a Python whose SQLite has it'}"
+    return Finding("sqlite", ok, says)
+
+
+def _describe_index(settings: Settings) -> str:
+    if settings.store is not None:
+        return "an exact scan, in the database" if settings.index == "exact" else "pgvector's HNSW, in the database"
+    if choose_engine(settings.index) == "numpy":
+        return "numpy; `pip install faiss-cpu` searches large sessions faster"
+    return f"faiss {version('faiss-cpu')}"
+
+
+def _describe_embedder(settings: Settings) -> str:
+    chosen, reason = choose_embedder(settings.embedder, settings.model_path)
+    if chosen is None:
+        return f"none, BM25 answers alone: {reason}"
+    if chosen.name != "minilm":
+        return chosen.name if chosen.folder is None else f"{chosen.name} in {chosen.folder}, its vectors {chosen.model}"
+    folder = find_minilm(settings.model_path)
+    verify_minilm(folder)
+    return f"minilm in {folder}, weights verified, sentence-transformers {version('sentence-transformers')}"
+
+
+def _describe_store(settings: Settings) -> str:
+    if settings.store is None and not settings.data_dir.exists():
+        return f"{settings.data_dir} will be created"
+    try:
+        store, _ = open_all(settings)
+    except DirectoryInUseError:
+        return f"{settings.data_dir} is in use by a running service"
+    sessions = store.sessions()
+    store.close()
+    intact = ", all intact" if settings.store is None else ""
+    return f"{store.describe()}: {len(sessions)} sessions, {sum(s.spans for s in sessions)} spans{intact}"

@@ -1,0 +1,113 @@
+"""Run the service."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+
+import uvicorn
+
+from http_limits.connections import BACKLOG, limited_connection, open_listener
+from rescue_svc import logs
+from rescue_svc.app import create_app
+from rescue_svc.ephemeral import ephemeral_folder, make_permanent
+from rescue_svc.errors import SettingsError
+from rescue_svc.service import RescueService
+from rescue_svc.settings import Settings
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10
+CONNECTIONS = 512  # or four for each request that may be in progress, if that is more
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run(settings: Settings) -> None:
+    """Serve until a signal; the store is sealed at the end, or deleted if it is ephemeral."""
+    logs.configure(settings.log_level)
+    shutdown = Shutdown()
+    if settings.ephemeral:
+        shutdown.handle_signals()  # before the first file: a signal in between would leave it
+        shutdown.follow_stdin()
+        with ephemeral_folder(settings) as private_settings:
+            _listen_and_serve(private_settings, shutdown)
+    else:
+        _listen_and_serve(settings, shutdown)
+    if shutdown.by_ctrl_c:
+        raise KeyboardInterrupt
+
+
+class Shutdown:
+    """Remembers a request to end, and passes it to the server.
+
+    It raises no exception in running code, so that sealing and deleting are completed, also after a second signal.
+    """
+
+    def __init__(self) -> None:
+        self.by_ctrl_c = False
+        self._is_requested = False
+        self._server: uvicorn.Server | None = None
+
+    def handle_signals(self) -> None:
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # such as SIGHUP under nohup
+                signal.signal(number, lambda number, _: self._request(number))
+
+    def follow_stdin(self) -> None:
+        """End with standard input, a pipe whose other end closes when the parent ends or is killed."""
+        threading.Thread(target=self._watch, daemon=True, args=[sys.stdin is not None]).start()
+
+    def serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
+        self._server = server  # before the check: a signal between the two reaches the server
+        if not self._is_requested:
+            server.run(sockets=[listener])
+
+    def _watch(self, is_open: bool) -> None:
+        with suppress(OSError):  # such as a terminal that was closed
+            while is_open and os.read(0, 4096):
+                pass
+        self._request()
+
+    def _request(self, number: int | None = None) -> None:
+        self._is_requested = True
+        self.by_ctrl_c |= number == signal.SIGINT
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+def _listen_and_serve(settings: Settings, shutdown: Shutdown) -> None:
+    try:
+        listener = open_listener(settings.host, settings.port)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {settings.host} port {settings.port} ({error.strerror}); set --port or free it"
+        ) from error
+    with listener:
+        service = RescueService(settings)
+        shutdown.handle_signals()
+        try:
+            if not settings.ephemeral and settings.store is None:
+                make_permanent(settings.data_dir)
+            host, port = listener.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            protocol = limited_connection(max(CONNECTIONS, 4 * settings.max_in_flight))
+            fields = {"url": url, "store": service.store.describe(), "connections": protocol.max_connections}
+            log.info("listening", extra=fields)
+            config = uvicorn.Config(
+                create_app(service),
+                http=protocol,
+                ws="none",
+                backlog=BACKLOG,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=GRACE_S,
+            )
+            shutdown.serve(uvicorn.Server(config), listener)
+        finally:
+            service.close()
+            log.info("closed")

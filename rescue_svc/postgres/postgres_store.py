@@ -1,0 +1,233 @@
+"""The store in PostgreSQL. What a call wrote is in its log on disk when it returns."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from psycopg.errors import UndefinedTable
+
+from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError
+from rescue_svc.postgres import vectors, words
+from rescue_svc.postgres.connections import Connections, transaction
+from rescue_svc.postgres.schema import create_tables, drop_tables, migrate
+from rescue_svc.settings import Caps
+from rescue_svc.store import NewSpan, Pending, Session, Span, Vectors
+
+log = logging.getLogger(__name__)
+
+_SESSION = "id, name, spans, text_bytes, created, updated"
+_SPAN = "start, stop, layer, score, text, id"
+# Spans, queue and counts in one round trip. The session's row is locked, so that no other service adds the same digest.
+_ADD = """
+    WITH added AS (
+        INSERT INTO spans_{session:d} (id, start, stop, layer, score, text, length, digest, words)
+        SELECT nextval('span_ids'), start, stop, layer, score, text, length, digest, to_tsvector('words', plain) FROM (
+            SELECT * FROM unnest(%(starts)s::bigint[], %(stops)s::bigint[], %(layers)s::integer[],
+                %(scores)s::double precision[], %(texts)s::text[], %(lengths)s::integer[], %(digests)s::bytea[],
+                %(plain)s::text[]) WITH ORDINALITY AS new(start, stop, layer, score, text, length, digest, plain, place)
+            WHERE NOT EXISTS (SELECT FROM spans_{session:d} AS old WHERE old.digest = new.digest) ORDER BY place) AS new
+        RETURNING id, length, octet_length(text) AS size
+    ), waiting AS (
+        INSERT INTO queue (span, session) SELECT id, {session:d} FROM added
+    )
+    UPDATE sessions SET spans = spans + n, text_bytes = text_bytes + size, words = words + length,
+        updated = greatest(updated, %(now)s)
+    FROM (SELECT count(*) AS n, coalesce(sum(size), 0) AS size, coalesce(sum(length), 0) AS length FROM added) AS sums
+    WHERE id = {session:d} RETURNING n, spans, (SELECT sum(spans) FROM sessions) + n"""
+
+
+class PostgresStore:
+    """Spans of all sessions, in a database that several services can use at once.
+
+    With `hnsw`, large sessions get an HNSW index. Each of several services that write at the same moment may reach the
+    limits on all sessions together.
+    """
+
+    def __init__(self, connections: Connections, caps: Caps, *, hnsw: bool) -> None:
+        self._connections = connections
+        self._caps = caps
+        self._hnsw = hnsw
+        self._given_up: set[int] = set()
+        self._common_words: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        try:
+            with connections.take() as connection:
+                migrate(connection)
+        except BaseException:
+            connections.close()
+            raise
+        if not connections.server.durable:
+            log.warning("fsync or full_page_writes is off on the server: a power cut may lose what was acknowledged")
+
+    def describe(self) -> str:
+        server = self._connections.server
+        removal = "with the server's checkpoints"
+        if server.may_checkpoint:
+            removal = "at once" if server.may_empty_log else "at once, its log when that is reused"
+        return (
+            f"{self._connections.where}, PostgreSQL {server.version}, pgvector {server.vector}, page checksums "
+            f"{'on' if server.checksums else 'off'}, forgotten text is deleted from disk {removal}"
+        )
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
+        now = time.time()
+        new: dict[bytes, NewSpan] = {}
+        for span in spans:
+            new.setdefault(span.digest(), span)
+        unique = list(new.values())
+        plain = [words.plain(span.text) for span in unique]
+        rows = {
+            "starts": [span.start for span in unique],
+            "stops": [span.stop for span in unique],
+            "layers": [span.layer for span in unique],
+            "scores": [span.score for span in unique],
+            "texts": [span.text for span in unique],
+            "digests": list(new),
+            "lengths": [len(tokens) for tokens in plain],
+            "plain": [" ".join(tokens) for tokens in plain],
+            "now": now,
+        }
+        with self._connections.take() as connection, transaction(connection):
+            session = self._session_for_writing(connection, name, now)
+            added, total, stored = connection.execute(_ADD.format(session=session), rows).fetchone() or (0, 0, 0)
+            self._check_caps(name, total, stored)
+        return added, total
+
+    def _session_for_writing(self, connection: psycopg.Connection, name: str, now: float) -> int:
+        while True:
+            row = connection.execute("SELECT id FROM sessions WHERE name = %s FOR NO KEY UPDATE", [name]).fetchone()
+            if row:
+                return int(row[0])
+            if connection.execute("SELECT count(*) >= %s FROM sessions", [self._caps.sessions]).fetchone() == (True,):
+                raise StoreFullError(
+                    f"there are {self._caps.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
+                )
+            row = connection.execute(
+                "INSERT INTO sessions (name, created, updated) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING RETURNING id",
+                [name, now, now],
+            ).fetchone()
+            if row:  # else another service has just inserted it
+                create_tables(connection, row[0])
+                return int(row[0])
+
+    def _check_caps(self, name: str, total: int, stored: int) -> None:
+        if total > self._caps.session_spans:
+            raise SessionFullError(
+                f"session {name} would have {total} spans, the limit is {self._caps.session_spans}; "
+                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
+            )
+        if stored > self._caps.spans:
+            raise StoreFullError(
+                f"the store would have {stored} spans, the limit is {self._caps.spans}; "
+                "forget sessions or raise RESCUE_MAX_SPANS"
+            )
+
+    def session(self, name: str) -> Session | None:
+        rows = self._rows(f"SELECT {_SESSION} FROM sessions WHERE name = %s", name)
+        return Session(*rows[0]) if rows else None
+
+    def sessions(self) -> list[Session]:
+        return [Session(*row) for row in self._rows(f"SELECT {_SESSION} FROM sessions ORDER BY updated DESC, id DESC")]
+
+    def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
+        statement = f"SELECT {_SPAN} FROM spans_{session.id:d}"
+        if ids is None:
+            return [Span(*row) for row in self._connections.rows_of_session(f"{statement} ORDER BY id")]
+        return [
+            Span(*row)
+            for row in self._connections.rows_of_session(f"{statement} WHERE id = ANY(%s) ORDER BY id", list(ids))
+        ]
+
+    def page(self, session: Session, first: int, count: int) -> list[Span]:
+        statement = f"SELECT {_SPAN} FROM spans_{session.id:d} ORDER BY id LIMIT %s OFFSET %s"
+        return [Span(*row) for row in self._connections.rows_of_session(statement, count, first)]
+
+    def covered(self, session: Session, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        rows = self._connections.rows_of_session(
+            f"""SELECT id FROM unnest(%s::bigint[], %s::bigint[]) AS r(low, high)
+                JOIN spans_{session.id:d} AS s ON s.start >= low AND s.start < high AND s.stop <= high""",
+            [low for low, _ in ranges],
+            [high for _, high in ranges],
+        )
+        return {row[0] for row in rows}
+
+    def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
+        common = self._common_words[session.id]
+        with self._connections.take() as connection, suppress(UndefinedTable):
+            return words.search(connection, session.id, session.spans, query, limit, excluded, common)
+        return {}
+
+    def forget(self, name: str) -> Session:
+        with self._connections.take() as connection:
+            with transaction(connection):
+                row = connection.execute(
+                    f"DELETE FROM sessions WHERE name = %s RETURNING {_SESSION}",
+                    [name],
+                ).fetchone()
+                if row is None:
+                    raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+                session = Session(*row)
+                drop_tables(connection, session.id)
+            if self._connections.server.may_empty_log:
+                connection.execute("SELECT pg_switch_wal()")
+            if self._connections.server.may_checkpoint:
+                connection.execute("CHECKPOINT")
+        self._common_words.pop(session.id, None)
+        return session
+
+    def _rows(self, statement: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        with self._connections.take() as connection:
+            return connection.execute(statement, parameters).fetchall()
+
+    def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
+        self._adopt_sessions(model)
+        with self._connections.take() as connection:
+            with transaction(connection):
+                taken = vectors.take(connection, self._given_up, limit)
+                pending = self._texts(taken)
+                if pending:
+                    vectors.store(connection, model, pending, embed(pending))
+                vectors.leave_queue(connection, set(taken) - {item.span for item in pending})
+            if pending and self._hnsw:
+                vectors.index_large(connection, {item.session for item in pending})
+        return bool(taken)
+
+    def _adopt_sessions(self, model: str) -> None:
+        """Take over sessions of other models; their vectors are recomputed."""
+        for (session,) in self._rows("SELECT id FROM sessions WHERE model IS DISTINCT FROM %s", model):
+            with self._connections.take() as connection:
+                vectors.adopt(connection, session, model)
+
+    def _texts(self, taken: dict[int, int]) -> list[Pending]:
+        """Return spans with their texts, read outside the transaction, in which they would block a DROP."""
+        by_session = defaultdict(list)
+        for span, session in taken.items():
+            by_session[session].append(span)
+        return [
+            Pending(span, session, text)
+            for session, spans in by_session.items()
+            for span, text in self._connections.rows_of_session(
+                f"SELECT id, text FROM spans_{session:d} WHERE id = ANY(%s) ORDER BY id", spans
+            )
+        ]
+
+    def give_up(self, model: str, span: int) -> None:
+        self._given_up.add(span)
+
+    def count_pending(self, model: str) -> int:
+        rows = self._rows(
+            """SELECT (SELECT count(*) FROM queue JOIN sessions ON id = session WHERE model IS NULL OR model = %s)
+                    + (SELECT coalesce(sum(spans), 0) FROM sessions WHERE model <> %s)""",
+            model,
+            model,
+        )
+        return int(rows[0][0])
+
+    def count_vectors(self, session: int, model: str) -> int:
+        return vectors.count(self._connections, session, model)

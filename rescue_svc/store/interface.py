@@ -1,0 +1,103 @@
+"""The interfaces of a store and of its index.
+
+SQLite with indexes in memory (`rescue_svc.store`, `rescue_svc.index`) and PostgreSQL (`rescue_svc.postgres`) implement
+them. Every call is safe from many threads, and may raise StoreUnavailableError or StoreDamagedError.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
+
+from rescue_svc.store.records import NewSpan, Pending, Session, Span, Vectors
+
+IndexName = Literal["faiss", "numpy", "hnsw", "exact"]
+
+
+class Store(Protocol):
+    """Spans of all sessions. A session that is forgotten while it is read is empty."""
+
+    def describe(self) -> str:
+        """Return the location and state of the store, without a password."""
+
+    def close(self) -> None:
+        """Finish calls in progress and release the store."""
+
+    def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
+        """Store spans in one transaction; return how many are new and how many the session then has.
+
+        They are on disk when this returns. After SessionFullError or StoreFullError nothing of the call is stored.
+        """
+
+    def session(self, name: str) -> Session | None:
+        """Return a session, or None if it was never written or is forgotten."""
+
+    def sessions(self) -> list[Session]:
+        """Return all sessions, the most recently written first."""
+
+    def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
+        """Return the session's spans with these ids, or all, in the order of writing."""
+
+    def page(self, session: Session, first: int, count: int) -> list[Span]:
+        """Return `count` spans after the first `first`, in the order of writing."""
+
+    def covered(self, session: Session, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        """Return the ids of spans inside one of `ranges`."""
+
+    def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return up to `limit` span ids with their BM25 score (higher is better), best first, without `excluded`."""
+
+    def forget(self, name: str) -> Session:
+        """Delete a session so that no byte of its text remains, and return it; raise SessionNotFoundError."""
+
+    def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
+        """Store the vectors [N, D] that `embed` returns for up to `limit` pending spans; return whether there were any.
+
+        Exceptions of `embed` pass through, and the spans stay pending.
+        """
+
+    def give_up(self, model: str, span: int) -> None:
+        """Leave a span that cannot be embedded without a vector until the next start."""
+
+    def count_pending(self, model: str) -> int:
+        """Count the spans without a vector of `model`."""
+
+    def count_vectors(self, session: int, model: str) -> int:
+        """Count a session's vectors."""
+
+
+class SessionIndex(Protocol):
+    """The vectors of one session."""
+
+    def search(self, query: Vectors, limit: int, excluded: set[int]) -> dict[int, float]:
+        """Return the cosines of up to `limit` spans for a unit query [D], best first."""
+
+    def similarities(self, query: Vectors, spans: Iterable[int]) -> dict[int, float]:
+        """Return the cosine of each of these spans that has a vector."""
+
+
+class Index(Protocol):
+    """Dense search over the vectors of the spans."""
+
+    @property
+    def name(self) -> IndexName:
+        """Return the method of search."""
+
+    def current(self, session: int) -> SessionIndex:
+        """Return a session's index with every vector that the store has now."""
+
+    def resume(self, session: int) -> int:
+        """Load a session's index ahead of a query; return how many vectors it has."""
+
+    def hibernate(self, session: int) -> int:
+        """Remove a session's index from memory; return how many vectors it had there."""
+
+    def forget(self, session: int) -> None:
+        """Delete a session's vectors outside the store."""
+
+    def is_resident(self, session: int) -> bool:
+        """Return whether a session's index is in memory."""
+
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of indexes in memory, and the bytes of their vectors."""
+
+    def save_all(self) -> None:
+        """Save the indexes in memory for a fast next start."""

@@ -1,0 +1,304 @@
+"""The store in SQLite. What a call wrote is on disk when it returns."""
+
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from rescue_svc.errors import SessionFullError, SessionNotFoundError, StoreFullError, StoreUnavailableError
+from rescue_svc.settings import Caps
+from rescue_svc.store import check, files, fts
+from rescue_svc.store.migrations import migrate
+from rescue_svc.store.records import (
+    COLUMNS,
+    NewSpan,
+    Pending,
+    Session,
+    Span,
+    StoredVectors,
+    Vectors,
+    delete_vectors,
+    insert_vector,
+    span_of_row,
+    vector_of_row,
+    vector_seal,
+)
+
+log = logging.getLogger(__name__)
+
+READERS = 4
+
+
+class SqliteStore:
+    """Spans of all sessions in one database, which one process opens."""
+
+    def __init__(self, directory: Path, caps: Caps) -> None:
+        self.directory = directory
+        self._caps = caps
+        self._lock = files.DirectoryLock(directory)
+        self._writing = threading.Lock()
+        self._readers: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+        self._common_words: dict[int, dict[str, int]] = {}
+        self._embedded: dict[str, int] = {}  # by model: the last span with a vector, or that was given up
+        try:
+            with files.sqlite_errors():
+                self._open(directory / files.DATABASE)
+        except OSError as error:
+            self._lock.release()
+            raise StoreUnavailableError(f"data directory {directory} cannot be used: {error}") from error
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self, path: Path) -> None:
+        trust = files.trust(self.directory)
+        with ExitStack() as on_failure:
+            self._writer = on_failure.enter_context(closing(files.connect(path)))
+            self._prepare(trust)
+            on_failure.pop_all()
+        for _ in range(READERS):
+            self._readers.put(files.connect(path))
+
+    def _prepare(self, trust: files.Trust) -> None:
+        migrate(self._writer)
+        if trust in ("crashed", "altered"):
+            log.warning(
+                "the database was not closed cleanly, or was changed; checking every row", extra={"trust": trust}
+            )
+            check.verify(self._writer, rebuild_words=trust == "altered")
+        # A crash after a committed DELETE may keep old text in the log.
+        self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        files.seal_open(self.directory)
+        (self.directory / files.INDEXES).mkdir(exist_ok=True, mode=0o700)
+
+    def describe(self) -> str:
+        return str(self.directory)
+
+    def close(self) -> None:
+        with self._writing:
+            try:
+                with files.sqlite_errors():
+                    self._purge_log()
+                    for _ in range(READERS):
+                        self._readers.get().close()
+                    self._writer.close()
+                    files.seal_closed(self.directory)
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        with self._writing, files.sqlite_errors():
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._writer
+                self._writer.execute("COMMIT")
+            except BaseException:
+                # SQLite has already rolled back by itself after some errors, a full disk among them.
+                if self._writer.in_transaction:
+                    self._writer.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _read(self) -> Iterator[sqlite3.Connection]:
+        reader = self._readers.get()
+        try:
+            with files.sqlite_errors():
+                reader.execute("BEGIN")
+                try:
+                    yield reader
+                finally:
+                    reader.execute("ROLLBACK")
+        finally:
+            self._readers.put(reader)
+
+    def write(self, name: str, spans: Sequence[NewSpan]) -> tuple[int, int]:
+        now = time.time()
+        with self._write() as connection:
+            session = self._session_for_writing(connection, name, now)
+            new = [span for span in spans if self._insert(connection, session, name, span)]
+            size = sum(len(span.text.encode()) for span in new)
+            total = connection.execute(
+                """UPDATE sessions SET spans = spans + ?, text_bytes = text_bytes + ?, updated = max(updated, ?)
+                   WHERE id = ? RETURNING spans""",
+                (len(new), size, now, session),
+            ).fetchone()[0]
+            self._check_caps(connection, name, total)
+        return len(new), total
+
+    def _session_for_writing(self, connection: sqlite3.Connection, name: str, now: float) -> int:
+        row = connection.execute("SELECT id FROM sessions WHERE name = ?", (name,)).fetchone()
+        if row:
+            return int(row[0])
+        if connection.execute("SELECT count(*) FROM sessions").fetchone()[0] >= self._caps.sessions:
+            raise StoreFullError(
+                f"there are {self._caps.sessions} sessions, the limit; forget some or raise RESCUE_MAX_SESSIONS"
+            )
+        cursor = connection.execute(
+            "INSERT INTO sessions (name, spans, text_bytes, created, updated) VALUES (?, 0, 0, ?, ?)", (name, now, now)
+        )
+        session = cursor.lastrowid
+        assert session is not None  # noqa: S101 - an INSERT always sets it; this tells the type checker
+        fts.create(connection, session)
+        return session
+
+    def _insert(self, connection: sqlite3.Connection, session: int, name: str, span: NewSpan) -> bool:
+        row = connection.execute(
+            """INSERT INTO spans (session, start, stop, layer, score, text, digest, seal)
+               VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+               ON CONFLICT (session, digest) DO NOTHING RETURNING id""",
+            (session, span.start, span.stop, span.layer, span.score, span.text, span.digest(), span.seal(name)),
+        ).fetchone()
+        if row:
+            fts.add(connection, session, row[0], span.text)
+        return row is not None
+
+    def _check_caps(self, connection: sqlite3.Connection, name: str, total: int) -> None:
+        if total > self._caps.session_spans:
+            raise SessionFullError(
+                f"session {name} would have {total} spans, the limit is {self._caps.session_spans}; "
+                "forget it, use another, or raise RESCUE_MAX_SESSION_SPANS"
+            )
+        stored = connection.execute("SELECT sum(spans) FROM sessions").fetchone()[0]
+        if stored > self._caps.spans:
+            raise StoreFullError(
+                f"the store would have {stored} spans, the limit is {self._caps.spans}; "
+                "forget sessions or raise RESCUE_MAX_SPANS"
+            )
+
+    def session(self, name: str) -> Session | None:
+        with self._read() as connection:
+            row = connection.execute(
+                "SELECT id, name, spans, text_bytes, created, updated FROM sessions WHERE name = ?", (name,)
+            ).fetchone()
+        return Session(*row) if row else None
+
+    def sessions(self) -> list[Session]:
+        with self._read() as connection:
+            rows = connection.execute(
+                "SELECT id, name, spans, text_bytes, created, updated FROM sessions ORDER BY updated DESC, id DESC"
+            ).fetchall()
+        return [Session(*row) for row in rows]
+
+    def page(self, session: Session, first: int, count: int) -> list[Span]:
+        with self._read() as connection:
+            rows = connection.execute(
+                f"SELECT {COLUMNS} FROM spans WHERE session = ? ORDER BY id LIMIT ? OFFSET ?",  # noqa: S608
+                (session.id, count, first),
+            ).fetchall()
+        return [span_of_row(row, session.name) for row in rows]
+
+    def spans(self, session: Session, ids: Sequence[int] | None = None) -> list[Span]:
+        chosen = "" if ids is None else f" AND id IN ({','.join('?' * len(ids))})"
+        with self._read() as connection:
+            rows = connection.execute(
+                f"SELECT {COLUMNS} FROM spans WHERE session = ?{chosen} ORDER BY id",  # noqa: S608 - only ? marks
+                (session.id, *(ids or ())),
+            ).fetchall()
+        return [span_of_row(row, session.name) for row in rows]
+
+    def covered(self, session: Session, ranges: Sequence[tuple[int, int]]) -> set[int]:
+        with self._read() as connection:
+            return {
+                row[0]
+                for start, stop in ranges
+                for row in connection.execute(
+                    "SELECT id FROM spans WHERE session = ? AND start >= ? AND start < ? AND stop <= ?",
+                    (session.id, start, stop, stop),
+                )
+            }
+
+    def bm25(self, session: Session, query: str, limit: int, excluded: set[int]) -> dict[int, float]:
+        with self._read() as connection:
+            if not connection.execute("SELECT 1 FROM sessions WHERE id = ?", (session.id,)).fetchone():
+                return {}
+            common = self._common_words.setdefault(session.id, {})
+            return fts.search(connection, session.id, session.spans, query, limit, excluded, common)
+
+    def forget(self, name: str) -> Session:
+        session = self.session(name)
+        if session is None:
+            raise SessionNotFoundError(f"no session {name}; `GET /sessions` lists all")
+        with self._write() as connection:
+            fts.drop(connection, session.id)
+            connection.execute("DELETE FROM embeddings WHERE session = ?", (session.id,))
+            connection.execute("DELETE FROM sessions WHERE id = ?", (session.id,))
+        with self._writing, files.sqlite_errors():
+            self._purge_log()
+        self._common_words.pop(session.id, None)
+        return session
+
+    def _purge_log(self) -> None:
+        busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if busy:
+            raise StoreUnavailableError(
+                "another program, such as a backup, reads the database, so that its log still has old text; it is "
+                "purged at the next DELETE or when the service stops"
+            )
+
+    def embed_next(self, model: str, limit: int, embed: Callable[[list[Pending]], Vectors]) -> bool:
+        spans = self.pending(model, self._embedded.get(model, 0), limit)
+        if spans:
+            self.store_vectors(model, spans, embed(spans))
+            self._embedded[model] = spans[-1].span
+        return bool(spans)
+
+    def give_up(self, model: str, span: int) -> None:
+        self._embedded[model] = span
+
+    def pending(self, model: str, after: int, limit: int) -> list[Pending]:
+        """Return the next spans after id `after` without a vector of `model`."""
+        with self._read() as connection:
+            rows = connection.execute(
+                """SELECT s.id, s.session, s.text FROM spans s LEFT JOIN embeddings e ON e.span = s.id AND e.model = ?
+                   WHERE s.id > ? AND e.span IS NULL ORDER BY s.id LIMIT ?""",
+                (model, after, limit),
+            )
+            return [Pending(*row) for row in rows]
+
+    def count_pending(self, model: str) -> int:
+        with self._read() as connection:
+            spans = connection.execute("SELECT coalesce(sum(spans), 0) FROM sessions").fetchone()[0]
+            vectors = connection.execute("SELECT count(*) FROM embeddings WHERE model = ?", (model,)).fetchone()[0]
+        return int(spans - vectors)
+
+    def store_vectors(self, model: str, spans: Sequence[Pending], matrix: Vectors) -> None:
+        """Store a vector [N, D] for each span, except for spans that were forgotten meanwhile."""
+        with self._write() as connection:
+            for item, vector in zip(spans, matrix, strict=True):
+                blob = vector.astype("<f4").tobytes()
+                insert_vector(connection, item.span, model, blob, vector_seal(item.span, model, blob))
+
+    def vectors(self, session: int, model: str, after: int, dim: int) -> StoredVectors:
+        """Return the vectors stored after sequence number `after`; damaged ones are removed."""
+        with self._read() as connection:
+            rows = connection.execute(
+                "SELECT seq, span, vector, seal FROM embeddings WHERE session = ? AND model = ? AND seq > ? "
+                "ORDER BY seq",
+                (session, model, after),
+            ).fetchall()
+        read = [(span, vector_of_row(span, model, blob, seal)) for _, span, blob, seal in rows]
+        intact = [(span, vector) for span, vector in read if vector is not None and vector.shape == (dim,)]
+        spans = [span for span, _ in intact]
+        damaged = {span for span, _ in read}.difference(spans)
+        if damaged:
+            log.warning(
+                "damaged vectors are removed, and recomputed at the next start", extra={"vectors": len(damaged)}
+            )
+            with self._write() as connection:
+                delete_vectors(connection, list(damaged))
+        matrix = np.stack([vector for _, vector in intact]) if intact else np.zeros((0, dim), np.float32)
+        return StoredVectors(np.array(spans, np.int64), matrix, rows[-1][0] if rows else after)
+
+    def count_vectors(self, session: int, model: str, upto: int = 2**62) -> int:
+        with self._read() as connection:
+            row = connection.execute(
+                "SELECT count(*) FROM embeddings WHERE session = ? AND model = ? AND seq <= ?", (session, model, upto)
+            ).fetchone()
+        return int(row[0])

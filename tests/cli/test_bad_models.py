@@ -1,0 +1,116 @@
+"""Models that are missing, damaged, unknown, or that no compressed cache can serve."""
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from mlx_tq import load
+from mlx_tq.errors import ConfigError
+
+from .tools import EMBEDDED, copy_model, refused, zoo_model
+
+HI = ("-p", "hi", "-m", 2, "--verbose", "F")
+OFF = ("--kv-profile", "off")
+WEIGHTS = (EMBEDDED / "model.safetensors").read_bytes()
+CONFIG = (EMBEDDED / "config.json").read_bytes()
+
+
+def _config(**changes):
+    return json.dumps({**json.loads(CONFIG), **changes}).encode()
+
+
+# A file, what it holds instead, or None where it is gone, and what is said.
+DAMAGED = {
+    "half of the weights": ("model.safetensors", WEIGHTS[: len(WEIGHTS) // 2], "Perhaps an incomplete download"),
+    "no header": ("model.safetensors", b"\0" * 1000, "Invalid json header length"),
+    "empty weights": ("model.safetensors", b"", "Download or convert it again"),
+    "no weights": ("model.safetensors", None, "No safetensors"),
+    "half of the config": ("config.json", CONFIG[:50], "a JSON file is damaged"),
+    "config of another kind": ("config.json", b"{}", "model_type"),
+    "config that contradicts itself": ("config.json", _config(num_attention_heads=5, hidden_size="x"), "does not fit"),
+    "config without sizes": ("config.json", b'{"model_type": "qwen3"}', "config.json does not fit"),
+    "no config": ("config.json", None, "Give a folder with config.json and safetensors"),
+    "no tokenizer": ("tokenizer*", None, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged(cli, tmp_path, name):
+    pattern, content, says = DAMAGED[name]
+    folder = copy_model(tmp_path / "model")
+    for file in list(folder.glob(pattern)):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+    line = refused(cli("generate", *HI, "--model", folder), says)
+    assert f"the model '{folder}' cannot be loaded" in line or content is None
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "frobnicator"}, "Model type frobnicator not supported"),
+        ({"num_hidden_layers": 7}, "Missing 11 parameters"),
+        ({"hidden_size": 512}, "Expected shape"),
+    ],
+)
+def test_config_of_another_model(cli, tmp_path, config, says):
+    line = refused(cli("generate", *HI, "--model", copy_model(tmp_path / "model", **config)), says, code=1)
+    assert len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "code", "says"),
+    [
+        ("gemma2", {}, 1, ("gemma2 ", "computes with the keys and values that it fetched", "Use --kv-profile off.")),
+        ("mamba2", {"expand": 1}, 1, ("mamba2 ", "keeps no plain KV cache", "Use --kv-profile off.")),
+        ("llama", {"head_dim": 40}, 2, ("layer 0 of llama", "head_dim 40 cannot be stored as q8", "valid are")),
+        ("llama", {"head_dim": 72}, 2, ("layer 0 of llama", "head_dim 72 cannot be stored as q8", "valid are")),
+    ],
+)
+def test_unsupported_architecture(cli, tmp_path, name, config, code, says):
+    """Refused by name, with the reason and the way out, which works."""
+    words = ("generate", *HI, "--model", zoo_model(tmp_path / "model", name, **config))
+    refused(cli(*words), *says, code=code)
+    assert cli(*words, *OFF).code == 0
+
+
+@pytest.mark.parametrize("flags", [(), OFF], ids=["default", "off"])
+@pytest.mark.parametrize("part", ["k_proj", "model.norm"])
+def test_nan_weights(cli, tmp_path, part, flags):
+    folder = copy_model(tmp_path / "model", poisoned(part))
+    refused(cli("generate", *HI, "--model", folder, *flags), "NaN", "Check its weights", code=1)
+    if part == "k_proj" and not flags:  # found before a cache is saved
+        file = tmp_path / "cache.safetensors"
+        words = ("--model", folder, "--prompt-cache-file", file, "--kv-sinks", 0, "--kv-window", 0)
+        result = cli("cache_prompt", "-p", "one two " * 90, *words)
+        assert (result.code, result.out, "NaN or infinite" in result.err) == (1, "", True)
+        assert not file.exists()
+
+
+def poisoned(part):
+    return lambda weights: {name: w * mx.nan if part in name else w for name, w in weights.items()}
+
+
+def test_template_that_refuses_a_system_prompt(cli, tmp_path):
+    """Gemma's templates raise an error of their own."""
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    words = ("generate", *HI, "--model", copy_model(tmp_path / "model", template=lambda text: refusal + text))
+    refused(cli(*words, "--system-prompt", "Be brief."), "System role not supported", "Drop --system-prompt")
+    assert cli(*words).code == 0
+
+
+def test_draft_model_with_another_vocabulary(cli, tmp_path):
+    path = copy_model(tmp_path / "draft") / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    del vocabulary[max(vocabulary, key=vocabulary.get)], tokenizer["model"]["merges"][-1]
+    path.write_text(json.dumps(tokenizer))
+    refused(cli("generate", *HI, "--draft-model", path.parent), "draft model has a vocabulary of", "own tokenizer")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8", mx.float16])
+def test_a_type_that_is_none_to_compute_in(dtype):
+    with pytest.raises(ConfigError, match=r"dtype .* is unknown; valid are float32, float16, bfloat16"):
+        load(dtype=dtype)

@@ -1,0 +1,122 @@
+"""`mlx_tq.bench` measures every cache and writes the figures; their values are not checked here."""
+
+import json
+
+import pytest
+from http_harness import wait_for
+
+from cli.tools import EMBEDDED, command, environment
+from mlx_tq import __main__
+from mlx_tq.bench.model import BenchedCache, measure_model
+from mlx_tq.kernels import thresholds
+from mlx_tq.models import embedded_path, load
+
+SMALL = ["--tokens", "512", "--dtypes", "float32", "--rounds", "1", "--query-heads", "2", "--kv-heads", "1"]
+MODEL = ["--tokens", "192", "--dtypes", "float32", "--rounds", "1", "-m", "3"]
+ARMS = ["off", "kv-bits 8", "kv-bits 4", "small", "small, random 60%"]
+
+
+def test_one_layer(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert __main__.main(["bench", *SMALL, "--profiles", "small", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [t["arm"] for t in report["timings"]] == ["fp16", "kv-bits 8", "kv-bits 4", "small"]
+    for timing in report["timings"]:
+        assert 0 < timing["low"] <= timing["median"] <= timing["high"]
+    sizes = {t["arm"]: t["nbytes"] for t in report["timings"]}
+    assert sizes["fp16"] == 512 * 128 * 2 * 4  # float32
+    assert "decode attention, float32, 512 tokens" in capsys.readouterr().out
+
+
+def test_json_to_stdout_is_only_json(capsys):
+    assert __main__.main(["bench", *SMALL, "--profiles", "safe", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["shape"] == {"query_heads": 2, "kv_heads": 1, "head_dim": 128}
+
+
+def test_a_report_to_attach(tmp_path, monkeypatch, capsys):
+    """One file has the self-tests, the thresholds and every cache, as Markdown and as JSON."""
+    monkeypatch.setattr(thresholds, "write", lambda best: tmp_path / "thresholds.json")  # not this machine's own
+    path = tmp_path / "report.md"
+    flags = ["--profiles", "small", "--kv-evict", "random", "--kv-budget", "60%"]
+    also = ["--json", str(tmp_path / "figures.json"), "--markdown", str(tmp_path / "tables.md")]
+    assert __main__.main(["bench", "--report", str(path), *MODEL, "--batches", "1", "2", *flags, *also]) == 0
+    text = path.read_text()
+    assert (tmp_path / "tables.md").read_text().strip() in text
+    report = json.loads(text.rpartition("```json\n")[2].removesuffix("\n```\n"))
+    assert json.loads((tmp_path / "figures.json").read_text())["figures"] == report["figures"]
+    figures = {(f["arm"], f["batch"]): f for f in report["figures"]}
+    assert list(dict.fromkeys(arm for arm, _ in figures)) == ARMS
+    assert {arm for arm, batch in figures if batch == 2} == {arm for arm in ARMS if "kv-bits" not in arm}
+    for (_, batch), figure in figures.items():
+        assert 0 < figure["low"] <= figure["decode_tps"] <= figure["high"]
+        if batch == 1:  # rows of a batch share what they have not changed
+            assert figure["kv_nbytes"] <= figure["active_nbytes"] < figure["peak_nbytes"]
+    # 6 layers, 2 KV heads of 128, keys and values in float32; mlx-lm's buffers grow by 256 tokens.
+    assert figures["off", 1]["kv_nbytes"] == 256 * 6 * 2 * 128 * 2 * 4
+    assert "blas" in report["environment"]
+    assert "## Self-tests" in text
+    assert "| small, random 60% |" in text
+
+
+def test_contexts_beyond_the_model_are_skipped_and_named(capsys):
+    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "none", "--kv-bits", "--json", "-"]
+    assert __main__.main(["bench", "--model", str(embedded_path()), *MODEL, *flags, "--tokens", "5", "5000"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert [(figure["arm"], figure["tokens"]) for figure in report["figures"]] == [("off", 5), ("safe", 5)]
+    assert list(report["skipped"]) == ["5,000 tokens"]
+    assert "skipped: 5,000 tokens: the model has 4,096 positions" in captured.err
+
+
+def test_a_report_that_fails_does_not_change_the_thresholds(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(thresholds, "write", lambda best: pytest.fail("kept"))
+    assert __main__.main(["bench", "--report", str(tmp_path / "report.md"), *MODEL, "--tokens", "5000"]) == 2
+    assert "all exceed the model's 4,096 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv-evict", "recency"], "--kv-evict applies only to the measurement of a model: add --model"),
+        (["--prefill-step-size", "7"], "--prefill-step-size applies only to the measurement of a model"),
+        (["--dequantize"], "--dequantize applies only to the measurement of a model"),
+        (["--model", "any", "--head-dim", "64"], "--head-dim applies only to the measurement of one layer: drop it"),
+        (["--report", "r.md", "--tune"], "--report tunes by itself. Drop --tune"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
+    assert __main__.main(["bench", "--model", "nothing", "--json", str(tmp_path / "missing" / "f.json")]) == 2
+    assert "is no writable folder" in capsys.readouterr().err
+
+
+def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped():
+    """On CUDA 8 bits in groups of 64 have none for some shapes. A failure of a compressed cache ends the run."""
+
+    class Fails(BenchedCache):
+        def make(self, model):
+            raise RuntimeError("[quantized_matmul] No implementation for problem shape")
+
+    model, tokenizer = load()
+    run = {"dtype": "float32", "batches": [1], "max_tokens": 2, "rounds": 2, "step": 16}
+    prompt, skipped = tokenizer.encode("A text of a few words that is read."), {}
+    figures = measure_model(model, prompt, [BenchedCache("off"), Fails("kv-bits 8", kv_bits=8)], skipped=skipped, **run)
+    assert [figure.arm for figure in figures] == ["off"]
+    assert skipped == {"kv-bits 8": "[quantized_matmul] No implementation for problem shape"}
+    with pytest.raises(RuntimeError, match="No implementation"):
+        measure_model(model, prompt, [Fails("off")], skipped={}, **run)
+
+
+def test_a_killed_run_has_written_its_measurements(tmp_path, popen):
+    path = tmp_path / "bench.json"
+    flags = ["--profiles", "safe", "--batches", "1", "--kv-evict", "random", "--tokens", "5", "3000", "--rounds", "9"]
+    process = popen(command("bench", "--model", EMBEDDED, *flags, "--json", path), env=environment())
+    wait_for(path.exists)
+    process.kill()
+    process.wait()
+    assert {figure["tokens"] for figure in json.loads(path.read_text())["figures"]} == {5}

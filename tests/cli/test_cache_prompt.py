@@ -1,0 +1,210 @@
+"""Read a prompt once with cache_prompt, and continue from its file: ours, and mlx-lm's."""
+
+import mlx.core as mx
+import mlx_lm.models.cache as native_cache
+import pytest
+
+from mlx_tq import load_prompt_cache
+
+from .tools import EMBEDDED, PACKED, copy_model, facts, refused, zoo_model
+
+TEXT, QUESTION = facts(16)
+ASK = ("-p", QUESTION, "-m", 20, "--verbose", "F")
+OFF = ("--kv-profile", "off")
+
+
+@pytest.fixture
+def saved(quick, tmp_path):
+    """A cache of TEXT, mostly packed."""
+    file = tmp_path / "saved.safetensors"
+    result = quick("cache_prompt", "-p", TEXT, "--prompt-cache-file", file, *PACKED)
+    assert result.code == 0
+    return file
+
+
+@pytest.fixture
+def native(mlx_lm, tmp_path):
+    """The same, saved by mlx-lm."""
+    file = tmp_path / "native.safetensors"
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file)
+    return file
+
+
+@pytest.mark.parametrize("flags", [OFF, PACKED, ()], ids=["off", "packed", "default"])
+def test_continue_is_as_if_read_at_once(quick, tmp_path, flags):
+    file = tmp_path / "cache.safetensors"
+    result = quick("cache_prompt", "-p", "-", "--prompt-cache-file", file, *flags, stdin=TEXT)
+    assert (result.code, result.out) == (0, "")
+    assert (flags == OFF) or "KV cache of qwen3" in result.err
+    assert "tok" in result.err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == [file.name], "no temporary file is left"
+    before = file.read_bytes()
+    at_once = quick("generate", "-p", TEXT + QUESTION, "-m", 20, "--json", *flags).json
+    continued = quick("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", file).json
+    assert continued["text"] == at_once["text"] == "417295"
+    assert continued["stats"]["prompt_tokens"] < 40
+    ours, theirs = continued["stats"]["cache"], at_once["stats"]["cache"]
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["nbytes"] <= theirs["nbytes"], "a file holds no spare capacity"
+    assert file.read_bytes() == before
+
+
+def test_more_of_the_conversation(quick, saved):
+    """System prompts and prefilled answers are placed as in a prompt that is read at once."""
+    for flags in (("--prefill-response", "It is 41"), ("--chat-template-config", '{"enable_thinking": false}')):
+        at_once = quick("generate", "-p", TEXT + QUESTION, "-m", 20, "--verbose", "F", *PACKED, *flags)
+        continued = quick("generate", *ASK, *flags, "--prompt-cache-file", saved)
+        assert continued.out == at_once.out
+        assert continued.out.strip()
+
+
+def test_template_that_strips_the_prompt(quick, tmp_path):
+    """Llama's templates trim a message; a question from `echo` ends in a line break."""
+    assert "m['content']" in (template := (EMBEDDED / "tokenizer_config.json").read_text())
+    assert "| trim" not in template
+    model = copy_model(tmp_path / "model", template=lambda t: t.replace("m['content']", "m['content'] | trim"))
+    file = tmp_path / "cache.safetensors"
+    words = ("--model", model, "--prompt-cache-file", file)
+    assert quick("cache_prompt", "-p", "The code is 12.", *words).code == 0
+    result = quick("generate", "-m", 3, *words, "--verbose", "F", stdin="What is the code?\n")
+    assert (result.code, result.err) == (0, "")
+
+
+def test_file_of_mlx_lm_with_off(quick, mlx_lm, native):
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, "--prompt-cache-file", native)
+    for named in ((), ("--model", EMBEDDED)):
+        assert quick("generate", *ASK, *OFF, *named, "--prompt-cache-file", native).out == theirs
+    # What stands before the user's words is taken for cached.
+    words = ("--model", EMBEDDED, *ASK, "--system-prompt", "Answer.", "--prompt-cache-file", native)
+    assert quick("generate", *words, *OFF).out == mlx_lm("generate", *words)
+
+
+def test_a_file_that_is_not_compressed_is_mlx_lms_too(quick, mlx_lm, native, tmp_path):
+    """It continues as if it had saved the file itself; and ours is checked as every file of ours is."""
+    file = tmp_path / "ours.safetensors"
+    for _ in range(2):  # the second one replaces the first
+        assert quick("cache_prompt", "--model", EMBEDDED, "-p", TEXT, "--prompt-cache-file", file, *OFF).code == 0
+    words = ("generate", *ASK, "--prompt-cache-file")
+    assert mlx_lm(*words, file) == mlx_lm(*words, native) == quick(*words, file).out == "417295\n"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    refused(quick(*words, file), "is damaged (its checksum differs)", code=1)
+
+
+def test_a_compressed_file_is_decoded_for_mlx_lm(cli, mlx_lm, tmp_path, embedded):
+    saved, file = tmp_path / "saved.safetensors", tmp_path / "decoded.safetensors"
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", saved, *PACKED).code == 0
+    result = cli("cache_prompt", "--decode", saved, "--model", EMBEDDED, "--prompt-cache-file", file)
+    assert (result.code, result.out) == (0, "")
+    packed = load_prompt_cache(saved, model=embedded[0]).caches
+    for cache, own in zip(packed, native_cache.load_prompt_cache(str(file)), strict=True):
+        assert own.offset == cache.offset
+        for held, handle in zip((own.keys, own.values), cache.keys_and_values(), strict=True):
+            assert mx.array_equal(held[:, :, : own.offset], handle.materialize()).item()
+    theirs = mlx_lm("generate", *ASK, "--prompt-cache-file", file)
+    assert theirs == cli("generate", *ASK, "--prompt-cache-file", saved).out == "417295\n"
+    words = ("cache_prompt", "--decode", saved, "--prompt-cache-file", file)
+    refused(cli(*words, "-p", "x"), "drop the prompt")
+    refused(cli(*words, *PACKED), "drop the prompt, and the flags of the cache")
+    evicts = (*PACKED, "--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 64, "--prefill-step-size", 64)
+    assert cli("cache_prompt", "-p", TEXT, "--prompt-cache-file", saved, *evicts).code == 0
+    assert cli("generate", *ASK, "--prompt-cache-file", saved).out == "417295\n"  # what left is in the file's archive
+    refused(cli(*words), "tokens have left the cache", code=1)
+
+
+def test_file_of_mlx_lm_is_compressed(quick, native):
+    words = ("generate", "-p", QUESTION, "-m", 20, "--json", "--prompt-cache-file", native)
+    answer = quick(*words, *PACKED, "--kv-normalize", "off").json  # which keeps less in so short a text
+    assert answer["text"] == "417295"
+    assert answer["stats"]["cache"]["ratio"] > 1.2
+    assert {layer["key"] for layer in answer["plan"]["layers"]} == {"tq4"}
+
+
+def test_quantised_file_of_mlx_lm(quick, mlx_lm, tmp_path):
+    file = tmp_path / "quantised.safetensors"
+    bits = ("--kv-bits", 8, "--quantized-kv-start", 0)
+    mlx_lm("cache_prompt", "--model", EMBEDDED, "--prompt", TEXT, "--prompt-cache-file", file, *bits)
+    theirs = mlx_lm("generate", "--model", EMBEDDED, *ASK, *bits, "--prompt-cache-file", file)
+    assert quick("generate", *ASK, *bits, "--prompt-cache-file", file).out == theirs
+    other = quick("generate", *ASK, "--kv-bits", 4, "--prompt-cache-file", file)
+    assert (other.code, other.out) == (2, "")
+    assert "was made with --kv-bits 8, not 4" in other.err
+    compressed = quick("generate", *ASK, *PACKED, "--prompt-cache-file", file)
+    assert (compressed.code, compressed.out) == (1, "")
+    assert "without --kv-bits" in compressed.err
+
+
+def test_model_of_the_file_is_used(quick, tmp_path):
+    model, file = zoo_model(tmp_path / "llama", "llama"), tmp_path / "cache.safetensors"
+    assert quick("cache_prompt", "--model", model, "-p", TEXT, "--prompt-cache-file", file).code == 0
+    words = ("generate", "-p", QUESTION, "-m", 5, "--json", "--prompt-cache-file", file)
+    unnamed, named = quick(*words).json, quick(*words, "--model", model).json
+    assert unnamed["plan"]["model_type"] == "llama"
+    assert unnamed["text"] == named["text"]
+
+
+def test_draft_model_with_a_file(quick, saved, tmp_path):
+    """The file is the model's alone; a draft model of other weights has a cache of its own."""
+    draft = copy_model(tmp_path / "draft", lambda weights: {k: w * 1.01 for k, w in weights.items()})
+    words = ("generate", *ASK, "--prompt-cache-file", saved)
+    assert quick(*words, "--draft-model", draft).out == quick(*words).out == "417295\n"
+
+
+def test_another_configuration(quick, saved):
+    words = ("generate", *ASK, "--prompt-cache-file", saved)
+    refused(quick(*words, "--kv-profile", "small"), "made with another configuration", "sinks is 16, not 128", code=1)
+    refused(quick(*words, *PACKED, "--kv-key", "q8"), "key is 'tq4', not 'q8'", code=1)
+    assert quick(*words, *PACKED).code == 0
+    assert quick(*words, "--kv-sinks", 16).code == 0, "what a flag does not say is the file's"
+    refused(quick(*words, "--kv-sinks", 8), "sinks is 16, not 8. Drop those options", code=1)
+    for flag in ("--kv-bits", "--max-kv-size"):
+        refused(quick(*words, flag, 8), f"{flag} cannot change")
+
+
+def test_bits_that_chose_the_formats(cli, tmp_path):
+    """The same bits again are the file's formats, and other bits are refused."""
+    file, small = tmp_path / "cache.safetensors", ("--kv-sinks", 16, "--kv-window", 32)
+    bits = ("--prompt-cache-file", file, "--kv-mean-bits")
+    assert cli("cache_prompt", "-p", TEXT, *bits, 4.3, *small).code == 0
+    assert cli("generate", *ASK, *bits, 4.3).out == cli("generate", *ASK, *bits[:2]).out == "417295\n"
+    refused(cli("generate", *ASK, *bits, 3), "made with another configuration: key is", code=1)
+
+
+def test_another_model(quick, saved, native, tmp_path):
+    other, words = zoo_model(tmp_path / "other", "llama"), ("generate", *ASK, "--prompt-cache-file")
+    finetuned = copy_model(tmp_path / "finetuned", lambda weights: {k: w * 1.01 for k, w in weights.items()})
+    refused(quick(*words, native, *OFF, "--model", other), str(EMBEDDED), code=1)
+    for model in (other, finetuned):
+        refused(quick(*words, saved, "--model", model), "whose weights are not", code=1)
+
+
+def test_truncated(quick, saved, native):
+    for file in (saved, native):
+        whole = file.read_bytes()
+        for keep, flags in ((0, ()), (5, OFF), (5000, ()), (len(whole) - 1, OFF)):
+            file.write_bytes(whole[:keep])
+            refused(quick("generate", *ASK, *flags, "--prompt-cache-file", file), str(file), "another copy", code=1)
+
+
+def test_foreign_and_missing(quick, tmp_path):
+    text, image = tmp_path / "text.safetensors", tmp_path / "image.safetensors"
+    text.write_text("No arrays here." * 100)
+    mx.save_safetensors(str(image), {"pixels": mx.zeros((2, 2))}, {"1.0": "KVCache"})
+    for file, says in (
+        (EMBEDDED / "model.safetensors", ("is not a prompt cache", "mlx_tq.cache_prompt")),
+        (text, ("damaged or no cache file",)),
+        (image, ("damaged",)),
+        (tmp_path / "none.safetensors", ("there is no cache file",)),
+        (tmp_path, ("there is no cache file",)),
+    ):
+        refused(quick("generate", *ASK, "--prompt-cache-file", file), *says, code=1)
+
+
+def test_unsupported_model_with_off(quick, tmp_path):
+    """Off needs nothing of ours, so a model that we cannot serve can be cached, and continued."""
+    model, file = zoo_model(tmp_path / "gemma2", "gemma2"), tmp_path / "cache.safetensors"
+    words = ("--model", model, "--prompt-cache-file", file)
+    assert quick("cache_prompt", "-p", "The city", *words, *OFF).code == 0
+    result = quick("generate", *words, "-p", "of", "-m", 3, "--json", "--verbose", "F")
+    assert (result.code, result.err, result.json["plan"]) == (0, "", None)

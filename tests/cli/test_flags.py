@@ -1,0 +1,153 @@
+"""Flags: those of mlx-lm have its names, types and defaults; every default is in the help; every name told is real."""
+
+import argparse
+import re
+from importlib import import_module
+
+import pytest
+
+from mlx_tq import config
+from mlx_tq.__main__ import COMMANDS
+from mlx_tq.cli import args, names
+from mlx_tq.cli.parser import command_parser
+from mlx_tq.codec.formats import format_names
+from mlx_tq.kernels.backend import BACKENDS
+from mlx_tq.models import DTYPES
+from mlx_tq.policies.policy import policy_names
+
+# Flags of mlx-lm's commands that ours do not have, and what is another's here, each with its reason.
+ABSENT = {
+    "generate": set(),
+    "cache_prompt": {
+        "eos_token",  # ends no prompt
+        *("max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start"),  # mlx-lm's caches are its command's
+    },
+    "chat": {
+        *("xtc_probability", "xtc_threshold", "max_kv_size"),
+        "pipeline",  # as for the server
+    },
+    "server": {
+        *("draft_model", "num_draft_tokens"),  # batches draft nothing
+        "use_default_chat_template",
+        *("kv_bits", "kv_group_size", "quantized_kv_start"),  # caches that cannot be batched
+        "pipeline",
+    },
+}
+DIFFERENT = {
+    "generate": {
+        "prompt": {"default"},  # mlx-lm's is "hello"; ours reads standard input
+        "verbose": {"type"},  # a copy, compared below
+    },
+    "cache_prompt": {
+        "model": {"default"},  # the embedded one
+        "prompt": {"option_strings", "required"},  # also -p; ours reads standard input
+    },
+    "chat": {
+        "model": {"default"},
+        "max_tokens": {"default"},  # 512, as the server's
+        "prefill_step_size": {"default"},  # 512: Ctrl-C is noticed between steps
+    },
+    "server": {
+        "allowed_origins": {"type", "default"},  # mlx-lm lets every web page call
+        "chat_template": {"default"},  # None, not ""
+        "chat_template_args": {"type"},  # json.loads takes what is no object
+        "prompt_cache_bytes": {"type"},  # mlx-lm's takes a negative size
+    },
+}
+PARTS = ("option_strings", "type", "default", "nargs", "choices", "const", "required")
+
+
+class Caught(Exception):  # noqa: N818  no error: how a parser leaves mlx-lm's main
+    pass
+
+
+def options(parser):
+    return {action.dest: action for action in parser._actions if action.dest != "help"}
+
+
+@pytest.fixture
+def mlx_lms_flags(monkeypatch):
+    """The flags of `mlx_lm.COMMAND`, taken where its main reads them."""
+
+    def flags(command):
+        def catch(parser, *_):
+            raise Caught(parser)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_args", catch)
+            with pytest.raises(Caught) as caught:
+                import_module(f"mlx_lm.{command}").main()
+        return options(caught.value.args[0])
+
+    return flags
+
+
+@pytest.mark.parametrize("command", ABSENT)
+def test_flags_of_mlx_lm_are_the_same_here(mlx_lms_flags, command):
+    theirs, ours = mlx_lms_flags(command), options(import_module(f"mlx_tq.{command}").build_parser())
+    assert set(theirs) - set(ours) == ABSENT[command]
+    found = {}
+    for name in theirs.keys() & ours.keys():
+        mine, other = ours[name], theirs[name]
+        parts = {part for part in PARTS if getattr(mine, part) != getattr(other, part)}
+        if {mine.type, other.type} == {str, None}:  # the same to argparse
+            parts.discard("type")
+        found |= {name: parts} if parts else {}
+    assert found == DIFFERENT[command]
+
+
+@pytest.mark.parametrize("word", ["False", "false", "F", "f", "FALSE", "True", "T", "0", "no", ""])
+def test_verbose_is_read_as_mlx_lm_reads_it(mlx_lms_flags, word):
+    ours = options(import_module("mlx_tq.generate").build_parser())["verbose"]
+    assert ours.type(word) == mlx_lms_flags("generate")["verbose"].type(word)
+
+
+def leaves(command):
+    """The parsers of a command: its own, or those of its subcommands."""
+    parser = import_module(f"mlx_tq.{command}").build_parser()
+    nested = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [leaf for parsers in nested for leaf in parsers] or [parser]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_tells_the_default(command):
+    for parser in leaves(command):
+        shown = re.split(r"\n  (?=-)", parser.format_help())[2:]  # after the usage and --help
+        actions = [a for group in parser._action_groups for a in group._group_actions if a.dest != "help"]
+        for text, action in zip(shown, actions, strict=True):
+            assert action.help, text
+            assert ("(default:" in text) == (not action.required and action.nargs != 0), text
+            assert "None" not in text
+
+
+def test_defaults_are_shown_as_they_are_typed():
+    parser = command_parser("x", "y")
+    parser.add_argument("--share", default="50%", help="of 100 %%")
+    parser.add_argument("--sizes", nargs="+", default=[1, 2], help="in order")
+    parser.add_argument("--told", help="by itself (default: the model's)")
+    parser.add_argument("--switch", action="store_true", help="turn on")
+    parser.add_argument("--needed", required=True, help="given")
+    shown = " ".join(parser.format_help().split())
+    for line in ("of 100 % (default: 50%)", "in order (default: 1 2)", "(default: the model's) ", "turn on ", "given"):
+        assert line in shown
+    assert shown.count("(default: ") == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "config_"),
+    [(args.OPTIONS, config.KVConfig()), (args.RESCUE_OPTIONS, config.RescueConfig())],
+    ids=["cache", "rescue"],
+)
+def test_defaults_that_the_help_tells_are_true(settings, config_):
+    """Where it tells a number: a format is the profile's, a size may depend on the model."""
+    told = {o.field: re.search(r"\(default: ([\d.]+)\)", o.help) for o in settings}
+    numbers = {field: float(found[1]) for field, found in told.items() if found}
+    assert numbers
+    assert numbers == {field: getattr(config_, field) for field in numbers}
+
+
+def test_names_in_help_texts_are_those_of_the_registries():
+    assert tuple(format_names(compared=False)) == names.FORMATS
+    assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (names.PROFILES, names.DEFAULT_PROFILE)
+    assert tuple(name for name in policy_names() if name != "published") == names.POLICIES
+    assert (BACKENDS, DTYPES) == (names.BACKENDS, names.DTYPES)

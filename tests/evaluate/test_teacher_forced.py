@@ -1,0 +1,109 @@
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.errors import ConfigError
+from mlx_tq.evaluate.arms import OFF, parse_arm
+from mlx_tq.evaluate.teacher_forced import TokenScores, check_steps, cut_chunks, divergence, perplexity, score_text
+from mlx_tq.prompt_cache.predictions import kl_divergence
+
+LENGTH, STEP = 352, 160
+REGIONS = {"sinks": 16, "window": 32}
+
+
+@pytest.fixture(scope="module")
+def chunks(embedded):
+    return cut_chunks(embedded[1], load_text(), 1, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def scores(exact, chunks):
+    arms = [OFF, *(parse_arm(name, **REGIONS) for name in ("q8/q8", "tq4/tq4", "tq2/tq2"))]
+    return score_text(exact[0], chunks, arms, STEP)
+
+
+def test_perplexity_of_off_is_what_numpy_finds_in_the_logits_of_mlx_lm(exact, chunks):
+    model, (ids,) = exact[0], chunks
+    cache, logits = make_prompt_cache(model), []
+    for start in range(0, LENGTH - 1, STEP):
+        step = model(mx.array(ids[start : min(start + STEP, LENGTH - 1)])[None], cache=cache)[0]
+        logits.append(np.array(step.astype(mx.float32), dtype=np.float64))
+    joined = np.concatenate(logits)
+    shifted = joined - joined.max(axis=-1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    nll = -log_p[np.arange(STEP, LENGTH - 1), ids[STEP + 1 :]]
+
+    (scores,) = score_text(model, chunks, [], STEP)
+    row = perplexity("off", scores, scores.nll)
+    assert row["tokens"] == len(nll) == LENGTH - 1 - STEP
+    assert row["ppl"] == pytest.approx(np.exp(nll.mean()), rel=1e-5)
+    assert row["ppl_error"] == pytest.approx(np.exp(nll.mean()) * nll.std(ddof=1) / np.sqrt(len(nll)), rel=1e-4)
+    assert row.items() >= {"delta": 0, "delta_error": 0, "packed": 0, "kept": 1, "rounds": 0}.items()
+    assert row["nbytes"] == sum(layer.nbytes for layer in cache)
+    assert row["seconds"] > 0
+
+
+def test_fewer_bits_diverge_more_and_a_second_fp16_cache_by_nothing(scores):
+    control, q8, tq4, tq2 = (divergence("", score) for score in scores[1:])
+    assert control.items() >= {"kld": 0, "kld_99": 0, "top1": 100}.items()
+    assert 0 < q8["kld"] < tq4["kld"] / 2 < tq2["kld"] / 10
+    assert tq2["kld"] > 0.005
+    assert q8["top1"] > tq2["top1"]
+    assert q8["kld_median"] < q8["kld_99"]
+
+
+def test_the_packed_share_and_the_bytes_are_counted(scores):
+    attended = sum(range(STEP + 1, LENGTH))
+    body = [(start - 32) // 32 * 32 - 16 for start in (STEP, 2 * STEP)]
+    packed = body[0] * STEP + body[1] * (LENGTH - 1 - 2 * STEP)
+    assert scores[2].packed == pytest.approx(packed / attended)
+    assert scores[0].packed == 0
+    assert scores[4].nbytes < scores[3].nbytes < scores[2].nbytes < scores[0].nbytes
+
+
+def test_the_error_of_the_change_is_that_of_paired_differences():
+    rng = np.random.default_rng(1)
+    baseline = rng.normal(3, 2, 1000)
+    arm = TokenScores(baseline + rng.normal(0.01, 0.001, 1000), np.zeros(1000), np.ones(1000, bool), 0.5, 0)
+    row = perplexity("x", arm, baseline)
+    assert row["delta"] == pytest.approx(100 * (np.exp(0.01) - 1), abs=0.02)
+    assert row["delta_error"] < 0.01 < row["ppl_error"]
+
+
+def test_divergence_follows_its_definition():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (2, 5, 40))
+    p, q = (np.exp(x) / np.exp(x).sum(axis=-1, keepdims=True) for x in logits)
+    expected = (p * np.log(p / q)).sum(axis=-1)
+    np.testing.assert_allclose(np.array(kl_divergence(mx.array(np.log(p)), mx.array(np.log(q)))), expected, rtol=1e-4)
+
+
+def test_a_pass_that_would_measure_nothing_is_refused(embedded):
+    model, tokenizer = embedded
+    parts = cut_chunks(tokenizer, load_text(), 3, 50)
+    assert [len(part) for part in parts] == [50, 50, 50]
+    tokens = tokenizer.encode(load_text()[:2000], add_special_tokens=False)
+    assert [token for part in parts for token in part] == tokens[:150]
+    with pytest.raises(ConfigError, match="chunks is 0"):
+        cut_chunks(tokenizer, "text", 0, 10)
+    with pytest.raises(ConfigError, match=r"the text has \d+ tokens; 3 chunks of 100 need 300"):
+        cut_chunks(tokenizer, "a few words", 3, 100)
+    balanced = parse_arm("balanced")
+    for length, step, message in (
+        (5000, 512, "the model allows 4,096 positions"),
+        (512, 512, "--length above 513"),
+        (2048, 0, "step is 0"),
+        (300, 128, "never read a packed one with sinks 128 and window 128"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            score_text(model, [[1] * length], [balanced], step)
+    check_steps(model, 513 + 200, 256, [balanced])
+    check_steps(model, 300, 128, [OFF])
+    short = parse_arm("balanced", sinks=8, window=16)
+    with pytest.raises(ConfigError, match="--kv-normalize off: normalized keys pack none before 136 tokens"):
+        check_steps(model, 200, 128, [short])
+    check_steps(model, 200, 128, [replace(short, config=replace(short.config, normalize=False))])

@@ -1,0 +1,1 @@
+"""Tests of the patches into mlx-lm and of the model probe."""

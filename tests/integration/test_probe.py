@@ -1,0 +1,123 @@
+"""The probe refuses unsupported models by name and runs once per model."""
+
+import gc
+import weakref
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as native
+from mlx_lm.models.llama import Model as Llama
+from zoo import build
+
+from mlx_tq import compressed, make_prompt_cache
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
+from mlx_tq.errors import UnsupportedModelError
+from mlx_tq.integration.probe import model_facts
+from mlx_tq.prompt_cache.compressed import plan_caches
+
+COMPUTES = (
+    r"^{} cannot run on a compressed cache: it computes with the keys and values that it fetched, instead of "
+    r"handing them to mlx-lm's scaled_dot_product_attention \(.+\)\. Use --kv-profile off\.$"
+)
+NOTHING = r"^{} keeps no plain KV cache \(its caches are ArraysCache\), so there is nothing to compress\. Use --kv-pro"
+REASONS = dict.fromkeys(("gemma2", "deepseek_v3", "glm4_moe_lite", "plamo", "plamo2"), COMPUTES)
+REASONS |= dict.fromkeys(("mamba2", "rwkv7"), NOTHING)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_an_unsupported_model_is_refused_and_stays_usable(name):
+    model = build(name)
+    for refuse in (plan_caches, make_prompt_cache):
+        with pytest.raises(UnsupportedModelError, match=REASONS[name].format(name)):
+            refuse(model, KVConfig())
+    with pytest.raises(UnsupportedModelError, match=REASONS[name].format(name)), compressed(model, KVConfig()):
+        raise AssertionError
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    plain = model(tokens, cache=native.make_prompt_cache(model))
+    with compressed(model, PROFILES["off"]):
+        assert mx.array_equal(model(tokens, cache=make_prompt_cache(model, PROFILES["off"])), plain)
+
+
+def test_a_model_that_fails_on_its_own_caches_raises_its_own_error():
+    model = build("llama")
+    model.layers[0].self_attn.o_proj.weight = mx.zeros((3, 3))
+    with pytest.raises(ValueError, match="matmul"):
+        plan_caches(model, KVConfig())
+
+
+def test_a_layer_that_stores_keys_but_does_not_attend_to_them_is_refused():
+    model = build("llama")
+
+    def ignores_keys(x, mask=None, cache=None):
+        cache.update_and_fetch(*(mx.zeros((1, 2, x.shape[1], 64)) for _ in range(2)))
+        return x
+
+    model.layers[1].self_attn = ignores_keys
+    with pytest.raises(UnsupportedModelError, match=r"llama .*layers \[1\] fetch keys and values, but attention never"):
+        plan_caches(model, KVConfig())
+
+
+def test_reading_fetched_keys_is_refused_with_the_attribute():
+    """A handle has shape, ndim and dtype, nothing else."""
+    model = build("llama")
+    with compressed(model):
+        caches = make_prompt_cache(model, KVConfig())
+        key, _ = caches[0].update_and_fetch(*(mx.zeros((1, 2, 3, 64)) for _ in range(2)))
+    with pytest.raises(UnsupportedModelError, match=r"the model reads \.transpose of the keys or values .*profile off"):
+        key.transpose(0, 2, 1, 3)
+    assert not hasattr(key, "__array__")
+
+
+class Counting(Llama):
+    """Counts its forward passes."""
+
+    passes = 0
+
+    def __call__(self, *args, **kwargs):
+        self.passes += 1
+        return super().__call__(*args, **kwargs)
+
+
+def counting(seed=0):
+    model = build("llama", seed=seed)
+    model.__class__ = Counting
+    return model
+
+
+def test_a_model_is_probed_once():
+    model, other = counting(), counting(seed=1)
+    for config in (KVConfig(), KVConfig(key="tq4"), KVConfig(sinks=4, evict=EvictConfig("knorm", 512))):
+        make_prompt_cache(model, config)
+        with compressed(model, config):
+            pass
+    assert model.passes == 1
+    assert model_facts(model) is model_facts(model) is not model_facts(other)
+    assert other.passes == 1
+
+
+def test_a_model_is_probed_again_when_its_weights_change_shape_or_type():
+    model = counting()
+    assert model_facts(model).slots[0].dtype == "float32"
+    model.layers[0].self_attn.q_proj.weight = model.layers[0].self_attn.q_proj.weight * 2  # the same shape
+    model_facts(model)
+    assert model.passes == 1
+    model.set_dtype(mx.float16)
+    assert model_facts(model).slots[0].dtype == "float16"
+    assert model.passes == 2
+    for layer in model.layers:  # each pair of KV heads becomes one
+        attention = layer.self_attn
+        attention.n_kv_heads = 1
+        attention.k_proj.weight, attention.v_proj.weight = (p.weight[:64] for p in (attention.k_proj, attention.v_proj))
+    assert {slot.heads for slot in model_facts(model).slots} == {1}
+    assert model.passes == 3
+
+
+def test_facts_do_not_outlive_their_model():
+    model = counting()
+    facts, model_reference = weakref.ref(model_facts(model)), weakref.ref(model)
+    del model
+    gc.collect()
+    assert model_reference() is None, "facts must not keep their model alive"
+    model_facts(counting(seed=2))
+    gc.collect()
+    assert facts() is None

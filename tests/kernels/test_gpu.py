@@ -1,0 +1,112 @@
+"""The text of kernels, its agreement with the codec, and errors where kernels cannot run."""
+
+import re
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernels.cases import DIMS
+from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
+from mlx_tq.codec.formats.base import FP16_MAX
+from mlx_tq.codec.rotation import get_rotation
+from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.kernels import backend, gpu
+from mlx_tq.kernels.arguments import can_rotate, sign_flips
+from mlx_tq.kernels.gpu import Kernel, kernel_text
+from mlx_tq.kernels.wht import wht
+
+NAMES = sorted(file.name.removesuffix(".metal") for file in gpu.kernels_folder().iterdir() if file.suffix == ".metal")
+COPY = Kernel("copy", inputs=("values",), outputs=("copied",))
+CALL = {"inputs": [mx.zeros(8)], "constants": (), "grid": (8, 1, 1), "threadgroup": (8, 1, 1)}
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_text_is_complete_and_short(name, normalized):
+    header, body = kernel_text(name, normalized=normalized)
+    assert "TQ_NORMALIZED" not in header + body
+    assert "#include" not in header + body
+    assert "//" not in header + body, "mlx would find names in comments"
+    assert header.count("#define TQ_FN") == 1
+    assert "#pragma METAL fp contract(off)" in header
+    assert "CUDA" not in header
+    limit = 24_500 if normalized else 22_000
+    assert len(header + body) < limit, "mlx copies the text at every call: 20 kB take 0.5 us"
+
+
+def test_text_of_a_wheel_and_missing_text(tmp_path):
+    (tmp_path / "wheel" / "metal").mkdir(parents=True)
+    (tmp_path / "wheel" / "metal" / "tq_compat.h").touch()
+    with mock.patch.object(gpu, "files", return_value=tmp_path / "wheel"):
+        assert gpu.kernels_folder() == tmp_path / "wheel" / "metal"
+    with (
+        mock.patch.object(gpu, "files", return_value=tmp_path),
+        mock.patch.object(gpu, "__file__", str(tmp_path / "a" / "b" / "c")),
+        pytest.raises(KernelUnavailableError, match="Install mlx_tq again"),
+    ):
+        gpu.kernels_folder()
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d[\d.e-]*(?=f)", re.search(pattern, text, re.S).group(0))]
+
+
+def test_constants_are_those_of_the_codec():
+    header = kernel_text("encode").header
+    expected = [*boundaries(2), *boundaries(3), *boundaries(4)]
+    assert np.array_equal(np.float32(numbers(r"tq_boundaries\[25\].*?;", header)), expected)
+    for i, name in enumerate(("first", "third", "fifth")):
+        by_bits = [POLYNOMIALS[bits][i] if i < len(POLYNOMIALS[bits]) else 0.0 for bits in (2, 3, 4)]
+        assert np.array_equal(np.float32(numbers(rf"float tq_{name}\(\) .*?;", header)), np.float32(by_bits))
+    assert numbers(r"#define TQ_FP16_MAX [^\n]*", header) == [FP16_MAX]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_sign_flips_are_those_of_the_rotation(dim):
+    rotation = get_rotation("wht", dim, 3)
+    words = np.array(sign_flips(rotation))
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert np.array_equal(1.0 - 2 * bits[: -(-dim // 32)].ravel()[:dim], np.array(rotation.signs))
+    assert words.dtype == np.uint32
+    assert len(words) >= 8
+
+
+def test_rotations_without_a_kernel():
+    assert not can_rotate(None)
+    for name, dim in (("haar", 64), ("wht", 1024), ("wht", 12 * 64)):
+        assert not can_rotate(get_rotation(name, dim, 0))
+
+
+def test_a_kernel_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: None)
+    with pytest.raises(KernelUnavailableError, match=r"kernel 'copy' needs a GPU.*Device\(.*Use backend auto"):
+        COPY.run(**CALL, output_shapes=[(8,)], output_dtypes=[mx.float32])
+
+
+def test_only_the_first_call_waits(monkeypatch):
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
+    compiled = mock.Mock(return_value=[mx.zeros(8)])
+    monkeypatch.setattr(gpu, "compile_kernel", lambda *_: compiled)
+    with mock.patch.object(mx, "eval") as evaluate:
+        for _ in range(3):
+            COPY.run(**CALL, output_shapes=[(8,)], output_dtypes=[mx.float32])
+    assert (compiled.call_count, evaluate.call_count) == (3, 1)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_mx_compile_traces_a_kernel(monkeypatch):
+    """A traced call cannot wait; the first call outside of `mx.compile` does."""
+
+    def add_one(inputs, **call):
+        return [inputs[0].reshape(2, 64) + 1]
+
+    monkeypatch.setattr(gpu, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "compile_kernel", lambda *_: add_one)
+    x, rotation = mx.zeros((2, 64)), get_rotation("wht", 64, 0)
+    with backend.using("metal"):
+        assert mx.array_equal(mx.compile(lambda x: wht(x, rotation))(x), x + 1)
+        with mock.patch.object(mx, "eval") as evaluate:
+            wht(x, rotation)
+    assert evaluate.called

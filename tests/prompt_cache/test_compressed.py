@@ -1,0 +1,92 @@
+"""One way to begin: what `compressed` and `make_prompt_cache` take, and what they say of what they do not."""
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+import zoo
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import make_prompt_cache as mlx_lm_cache
+
+from mlx_tq import EvictConfig, KVConfig, compressed, make_prompt_cache
+from mlx_tq.config import PROFILES
+from mlx_tq.errors import CacheFormatError, ConfigError
+from prompt_cache.driving import MODEL
+
+
+def served():
+    """The caches that mlx-lm makes now, as their specs' formats and sizes, or the class of its own."""
+    return {(c.spec.key, c.spec.value, c.spec.window) if hasattr(c, "spec") else type(c) for c in mlx_lm_cache(MODEL)}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "wanted"),
+    [
+        (None, {"key": "tq3", "value": "turbo2", "window": 40}, {("tq3", "tq2", 40)}),
+        (None, {"window": 40}, {("q8", "tq4", 40)}),
+        (KVConfig(key="tq3", window=40), {}, {("tq3", "tq4", 40)}),
+        (None, {}, {KVCache}),
+        (PROFILES["off"], {}, {KVCache}),
+        (None, {"key": "fp16", "value": "fp16"}, {KVCache}),
+    ],
+)
+def test_a_configuration_or_its_settings(config, settings, wanted):
+    with compressed(MODEL, config, **settings):
+        assert served() == wanted
+    assert served() == {KVCache}
+    with compressed(MODEL, sinks=4, window=24, evict=EvictConfig("knorm:granularity=1", 60)):
+        assert all(cache.sequence is not None for cache in mlx_lm_cache(MODEL))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (KVConfig(), {"key": "q8"}, r"both a config and key were given\. Give one of them, or dataclasses\.replace"),
+        (None, {"key": "q9"}, "format 'q9' is unknown"),
+        (None, {"window": -1}, "window is -1; it must be 0 or more"),
+        ("small", {}, r"config is 'small'; it must be a KVConfig, such as mlx_tq\.KVConfig"),
+        ({"key": "q8"}, {}, r"it must be a KVConfig, such as mlx_tq\.KVConfig"),
+        (4, {}, r"it must be a KVConfig, such as mlx_tq\.KVConfig"),
+    ],
+)
+def test_what_cannot_be_met(config, settings, message):
+    with pytest.raises(ConfigError, match=message), compressed(MODEL, config, **settings):
+        raise AssertionError
+    if config is not None and not settings:
+        with pytest.raises(ConfigError, match=message):
+            make_prompt_cache(MODEL, config)
+    assert served() == {KVCache}
+    for none in (lambda: make_prompt_cache(None), compressed(None, KVConfig()).__enter__):
+        with pytest.raises(ConfigError, match=r"model is None; it must be a model of mlx-lm, as `mlx_tq\.load"):
+            none()
+
+
+def test_a_size_of_mlx_lms_own_rotating_caches_is_refused(embedded):
+    """mlx-lm drops it silently where a model makes its own caches. Other models, and whoever sets none, are served."""
+    model, tokenizer = embedded
+    sized = {"max_tokens": 2, "max_kv_size": 64}
+    with compressed(model, KVConfig()):
+        with pytest.raises(ConfigError, match=r"max_kv_size is 64, .* KVConfig\(evict=.*budget=64"):
+            mlx_lm.generate(model, tokenizer, "Hello", **sized)
+        assert mlx_lm.models.cache.make_prompt_cache(MODEL, 64)
+        assert mlx_lm.generate(model, tokenizer, "Hello", max_tokens=2)
+    assert mlx_lm.generate(model, tokenizer, "Hello", **sized)
+    assert mlx_lm.models.cache.make_prompt_cache is mlx_lm_cache
+
+
+@pytest.mark.parametrize("evict", [None, EvictConfig("knorm:granularity=1", 300)])
+@pytest.mark.parametrize("stored", [40, 400])
+def test_a_cache_of_another_model(stored, evict):
+    """Of another head size, of another number of layers; the model's own is served as before."""
+    tokens = mx.arange(40)[None]
+    models = {name: zoo.build(name) for name in ("llama", "qwen3", "smollm3")}
+    for name in models:
+        cache = make_prompt_cache(models[name], KVConfig(evict=evict))
+        with compressed(models[name]):
+            mx.eval(models[name](mx.arange(stored)[None] % 160, cache=cache))
+        for other in models:
+            with compressed(models[other]):
+                if other == name:
+                    mx.eval(models[other](tokens, cache=cache))
+                    continue
+                with pytest.raises(CacheFormatError, match=f"is of another model than this {other}: .*Make a new one"):
+                    models[other](tokens, cache=cache)

@@ -1,0 +1,122 @@
+"""The queue, disconnected clients, and signals, with one slot in the batch and one place in the queue."""
+
+import signal
+import socket
+import threading
+
+import httpx
+import openai
+import pytest
+from http_harness import wait_for
+
+from .conftest import ENDLESS, PACKED, QUESTION
+from .harness import Server, together
+
+LONG = {"max_tokens": 4000, "logit_bias": ENDLESS}
+
+
+@pytest.fixture(scope="module")
+def narrow(start):
+    return start("--decode-concurrency", "1", "--max-queue", "1")
+
+
+def idle(server):
+    metrics = server.metrics()
+    return metrics["mlx_tq_running"] == metrics["mlx_tq_waiting"] == 0
+
+
+def occupy(server):
+    """Return a stream that would run for minutes, after its first token."""
+    stream = server.chat(QUESTION, stream=True, **LONG)
+    for chunk in stream:
+        if chunk.choices[0].delta.content:
+            return stream
+    raise AssertionError("nothing was generated")
+
+
+def test_a_full_queue_is_429(narrow):
+    first = occupy(narrow)
+    second = threading.Thread(target=narrow.chat, args=(QUESTION,))
+    second.start()
+    wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1)
+    with pytest.raises(openai.RateLimitError, match="1 requests are waiting") as full:
+        narrow.chat(QUESTION)
+    assert full.value.code == "queue_full"
+    assert full.value.response.headers["retry-after"] == "1"
+    with pytest.raises(openai.RateLimitError):
+        narrow.chat(QUESTION, stream=True)
+    first.close()
+    second.join()
+    wait_for(lambda: idle(narrow))
+    patient = openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=20)
+    message = {"role": "user", "content": QUESTION}
+    calls = [lambda: patient.chat.completions.create(model="default_model", messages=[message])] * 3
+    assert [answer.choices[0].message.content for answer in together(calls)] == ["417295"] * 3
+    patient.close()
+
+
+def post_and_disconnect(server, wait):
+    """Send a request without streaming, wait, and close the connection."""
+    body = '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "logit_bias": {"0": -100, "2": -100}}'
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body.encode())
+        wait()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_disconnects_frees_its_slot(narrow, streamed):
+    before = narrow.metrics()
+    if streamed:
+        occupy(narrow).close()
+        assert narrow.chat(QUESTION).choices[0].message.content == "417295"
+    else:
+        post_and_disconnect(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_running"] == 1))
+    wait_for(lambda: idle(narrow))
+    after = narrow.metrics()
+    assert after["mlx_tq_generated_tokens_total"] - before["mlx_tq_generated_tokens_total"] < LONG["max_tokens"] / 2
+    assert after["mlx_tq_disconnects_total"] == before["mlx_tq_disconnects_total"] + 1
+
+
+def test_a_client_that_disconnects_in_the_queue_frees_its_place(narrow):
+    first = occupy(narrow)
+    before = narrow.metrics()["mlx_tq_disconnects_total"]
+    post_and_disconnect(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1))
+    wait_for(lambda: narrow.metrics()["mlx_tq_disconnects_total"] == before + 1)
+    second = threading.Thread(target=narrow.chat, args=(QUESTION,))
+    second.start()  # a full queue would refuse it
+    first.close()
+    second.join()
+    assert "mlx_tq_requests_total" in narrow.http.get("/metrics").text
+    wait_for(lambda: idle(narrow))
+
+
+def test_an_incomplete_body_costs_nothing(narrow):
+    host, port = narrow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
+    assert narrow.chat(QUESTION).choices[0].message.content == "417295"
+
+
+def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path):
+    server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")
+    try:
+        stream = server.chat("hi", stream=True, max_tokens=4000, logit_bias=ENDLESS)
+        assert next(iter(stream)).choices[0].delta.role == "assistant"
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+        assert server.process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            server.http.get("/health")
+        stream.close()
+    finally:
+        server.stop()
+    assert "Traceback" not in server.log()
+
+
+def test_a_signal_while_idle(folder, tmp_path):
+    server = Server(folder, tmp_path / "log", *PACKED)
+    assert server.stop(signal.SIGINT) == 130
+    assert "Traceback" not in server.log()

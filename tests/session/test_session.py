@@ -1,0 +1,434 @@
+"""Sessions: prefill, eviction, recall, interruptions, files, and the prefix cache."""
+
+import signal
+import threading
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from rescue.harness import Server
+
+from mlx_tq import EvictConfig, KVConfig, Session, save_prompt_cache
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.config import PROFILES, RescueConfig
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.prefix_cache.folder import Folder
+from mlx_tq.prompt_cache.passes import compressed_caches, sequence_in
+from mlx_tq.prompt_cache.recall import LONGEST_QUESTION
+from mlx_tq.session.transcript import QUOTATION_MARK, QUOTATION_START
+
+# Small regions, so that a text of a page is mostly packed and soon over budget.
+SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
+EVICTS = replace(SMALL, evict=EvictConfig("recency:granularity=16:trigger=16", 128, "off"))
+FACT = "The access code is 417295."
+QUESTION = "What is the access code?"
+
+
+def page(letters=1200, fact=FACT):
+    text = load_text()[:letters]
+    return f"{text[:300]} {fact} {text[300:]}"
+
+
+def say(session, text, **options):
+    return "".join(session.respond(text, **options))
+
+
+def live(session):
+    return compressed_caches(session.cache)[0].positions.tolist()
+
+
+def fact_position(session):
+    return session.ids.index(session.tokenizer.encode("417295")[0], 5)
+
+
+def last_quotation(session):
+    """Return the positions of the last turn's quotation."""
+    quoted, ids = session.turns[-1].quotation.ids, session.ids
+    start = next(i for i in reversed(range(len(ids))) if ids[i : i + len(quoted)] == quoted)
+    return set(range(start, start + len(quoted)))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
+    yield server
+    server.stop()
+
+
+def at(service, **options):
+    """Return a configuration with a long timeout, for a busy machine."""
+    return RescueConfig(service.url, timeout=60, **options)
+
+
+@pytest.fixture
+def chat(exact):
+    """Return a function that makes sessions, which are closed after the test. It has their warnings in `warnings`."""
+    sessions = []
+
+    def make(config=SMALL, **options):
+        session = Session(*exact, config, warn=make.warnings.append, **{"max_tokens": 12, **options})
+        sessions.append(session)
+        return session
+
+    make.warnings = []
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def test_tokens_equal_those_of_the_template(exact, chat):
+    """With mlx-lm's cache the answers equal mlx-lm's answers to the whole conversation."""
+    model, tokenizer = exact
+    session = chat(PROFILES["off"], system_prompt="Be short.")
+    messages = [{"role": "system", "content": "Be short."}]
+    for words in ("The access code is 417295.", QUESTION, "And what is the access code?"):
+        messages.append({"role": "user", "content": words})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        expected = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
+        assert say(session, words) == expected
+        assert session.ids[: len(prompt)] == prompt
+        messages.append({"role": "assistant", "content": expected})
+    assert "417295" in expected
+    assert [turn.prompt_tokens for turn in session.turns][1:] == [19, 20]  # new tokens alone
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+
+
+def test_evicted_text_is_quoted(chat, service):
+    answers = {}
+    for rescue in ("off", at(service)):
+        session = chat(EVICTS, rescue=rescue)
+        say(session, page())
+        fact = fact_position(session)
+        assert fact not in live(session)
+        answers[rescue] = say(session, QUESTION)
+        turn = session.turns[-1]
+        assert bool(turn.quotation.ids) == (rescue != "off")
+        assert turn.finish_reason == "stop"
+    assert "417295" not in answers["off"]
+    assert "417295" in answers[at(service)]
+    quoted = session.tokenizer.decode(turn.quotation.ids)
+    assert quoted.startswith(QUOTATION_START)
+    assert QUOTATION_MARK in quoted
+    assert "417295" in quoted
+    assert any(first <= fact < last for first, last in turn.quotation.ranges)
+    stats = session.stats
+    assert stats.live + stats.evicted == stats.tokens == len(session.ids)
+    assert session.quoted_tokens == sum(len(turn.quotation.ids) for turn in session.turns)
+    assert session.client.stats.retrieved >= 1
+    assert stats.nbytes < stats.fp16_nbytes
+    assert [w for w in chat.warnings if "or --rescue auto" in w] == chat.warnings[:1]
+
+
+@pytest.mark.parametrize("letters", [600, 1200], ids=["prefilled with its question", "prefilled before it"])
+def test_evicted_text_is_sent_before_the_answer(chat, service, letters):
+    session = chat(EVICTS, rescue=at(service))
+    answer = session.respond(page(letters))
+    next(answer)
+    assert (len(session.ids) > LONGEST_QUESTION) == (letters == 1200)
+    assert session.client.flush(60)
+    assert session.client.stats.written > 0
+    assert "".join(answer)
+
+
+def test_rows_are_recalled_for_a_question_and_evicted_again(chat):
+    session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)))
+    say(session, page())
+    fact = fact_position(session)
+    for _ in range(2):
+        assert fact not in live(session)
+        assert "417295" in say(session, QUESTION)
+        turn = session.turns[-1]
+        assert fact in turn.recalled
+        assert len(turn.recalled) <= 64 < turn.archived
+        assert (turn.prompt_tokens, turn.quotation.ids) == (19, [])
+    assert session.stats.live + session.stats.evicted == len(session.ids)
+    assert not [w for w in chat.warnings if "--kv-recall" in w]
+
+
+@pytest.mark.parametrize("limit", [None, 60_000], ids=["all archived", "some archived"])
+def test_hits_are_reloaded_if_archived_and_else_quoted(chat, service, limit):
+    evict = replace(EVICTS.evict, recall=32, archive_limit=limit)
+    session = chat(replace(EVICTS, evict=evict), rescue=at(service))
+    say(session, page())
+    fact = fact_position(session)
+    seen = [set(live(session)) for _ in session.respond(QUESTION, max_tokens=evict.recall_every + 8)]
+    turn = session.turns[-1]
+    assert "417295" in session.last_exchange[1]
+    assert (fact in turn.by_search, bool(turn.quotation.ids)) == (limit is None, limit is not None)
+    assert all(set(turn.by_search) <= live for live in seen)  # a search during decoding keeps them
+    assert not any(set(range(*span)) <= set(turn.recalled) for span in turn.quotation.ranges)
+    assert not set(turn.by_search) & set(live(session))
+
+
+def test_a_quotation_is_pinned_and_not_stored_again(chat, service):
+    """It is larger than the budget, and the answer is longer than the window."""
+    session = chat(EVICTS, rescue=at(service, max_tokens=200))
+    say(session, page())
+    seen = [set(live(session)) for _ in session.respond(QUESTION, max_tokens=48)]
+    quotation = last_quotation(session)
+    assert len(quotation) > 100
+    assert all(quotation <= now for now in seen)
+    assert sequence_in(session.cache).held is None
+    say(session, "Go on.", max_tokens=60)
+    assert not quotation <= set(live(session))
+    session.client.flush(30)
+    ranges = service.dump(session.session_id)["token_ranges"]
+    stored = {position for first, last in ranges for position in range(first, last)}
+    assert stored
+    assert not stored & (quotation | last_quotation(session))
+
+
+@pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
+def test_stopping_an_answer_keeps_the_session(chat, config):
+    session = chat(config)
+    for piece in session.respond(f"{FACT} {QUESTION}"):
+        if piece:
+            session.stop()
+    assert session.turns[-1].finish_reason == "interrupted"
+    for _ in session.respond("Hello"):
+        break  # leaving the loop does the same
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+    assert "417295" in say(session, QUESTION)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["the first turn", "a later one"])
+@pytest.mark.parametrize("restored", ["nothing", "rows", "text"])
+def test_a_document_and_its_question_in_one_turn(chat, service, restored, later):
+    config = replace(EVICTS, evict=replace(EVICTS.evict, recall=64)) if restored == "rows" else EVICTS
+    session, calls = chat(config, rescue=at(service) if restored == "text" else "off"), []
+    if later:
+        say(session, page(fact=""))
+    start, message = len(session.ids), f"{page(1600)}\n{QUESTION}"
+    answer = say(session, message, progress=lambda *call: calls.append(call))
+    turn = session.turns[-1]
+    assert ("417295" in answer) == (restored != "nothing")
+    assert (bool(turn.recalled), bool(turn.quotation.ids)) == (restored == "rows", restored == "text")
+    assert calls == sorted(calls)
+    assert calls[-1] == (turn.prompt_tokens, turn.prompt_tokens)
+    assert turn.prompt_tokens == len(session.ids) - start - turn.generation_tokens
+    assert [text.strip() for text in session.last_exchange] == [message.strip(), answer.strip()]
+
+
+def test_stopping_before_the_answer_undoes_the_turn(chat):
+    session = chat(prefill_step_size=32)
+    for turns in (0, 1):
+        before = session.ids
+        replies = session.respond(page(4000, ""))
+        threading.Timer(0.3, session.stop).start()
+        assert list(replies) == []
+        stats = session.stats
+        assert (len(session.turns), session.ids, stats.tokens, stats.live) == (turns, before, len(before), len(before))
+        assert bool(stats.nbytes) == bool(stats.fp16_nbytes) == bool(turns)
+        if not turns:
+            say(session, FACT)
+    assert all(cache.offset == len(before) for cache in session.cache)
+    assert "417295" in say(session, QUESTION)
+
+
+def test_undoing_a_turn_reloads_what_it_evicted(chat):
+    session = chat(replace(EVICTS, evict=replace(EVICTS.evict, recall=64)), prefill_step_size=32)
+    say(session, page())
+    before, rounds = session.ids, sequence_in(session.cache).stats.rounds
+    assert not list(session.respond(page(), progress=lambda read, _: session.stop() if read > 200 else None))
+    assert sequence_in(session.cache).stats.rounds > rounds
+    assert session.ids == before
+    assert len(session.turns) == 1
+    assert all(cache.offset == len(before) for cache in session.cache)
+    assert live(session)[-1 - EVICTS.window] == len(before) - 1 - EVICTS.window
+    assert "417295" in say(session, QUESTION)
+    assert session.turns[-1].recalled
+
+
+@pytest.mark.parametrize("calls_before", [8, 26], ids=["in the prompt", "in the answer"])
+def test_ctrl_c_in_a_forward_pass(exact, chat, calls_before):
+    """It comes when half of the six layers have the token."""
+    model, _ = exact
+    session = chat()
+    say(session, FACT)
+    layer = model.model.layers[3]
+    original, calls = type(layer).__call__, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(self)
+        if self is layer and len(calls) > calls_before:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args, **kwargs)
+
+    type(layer).__call__ = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            say(session, QUESTION)
+    finally:
+        type(layer).__call__ = original
+    assert all(cache.offset == len(session.ids) for cache in session.cache)
+    assert "417295" in say(session, QUESTION)
+
+
+def test_invalid_arguments(chat, exact):
+    session = chat()
+    for most in (0, -2, 1.5, True, "3"):
+        with pytest.raises(ConfigError, match="1 or more, or -1"):
+            say(session, QUESTION, max_tokens=most)
+        with pytest.raises(ConfigError, match="1 or more, or -1"):
+            Session(*exact, SMALL, max_tokens=most)
+    for text, says in (("a \udcff", "message is not UTF-8"), (None, "NoneType"), (b"a", "bytes")):
+        with pytest.raises(ConfigError, match=says):
+            say(session, text)
+    with pytest.raises(ConfigError, match="system prompt is not UTF-8"):
+        chat(system_prompt="\udcff")
+    for name, value in (
+        *(("prefill_step_size", value) for value in (0, True)),
+        *(("seed", value) for value in (-1, "a")),
+        *(("session_id", value) for value in ("../x", "a" * 65, "")),
+        ("sampler", 3),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name} is .* must be "):
+            chat(**{name: value})
+    assert session.turns == []
+    session.close()
+    with pytest.raises(ConfigError, match="closed"):
+        say(session, QUESTION)
+
+
+def test_one_turn_at_a_time(chat, tmp_path):
+    session, path = chat(), tmp_path / "chat.safetensors"
+    say(session, "A word.")
+    session.save(path)
+    first = session.respond(FACT)
+    next(first)
+    for call in (lambda: say(session, QUESTION), session.reset, lambda: session.save(path), lambda: session.load(path)):
+        with pytest.raises(ConfigError, match="in progress"):
+            call()
+    first.close()
+    assert "417295" in say(session, QUESTION)
+
+
+def test_a_loaded_session_continues_where_it_was_saved(chat, service, tmp_path):
+    """In a session of another configuration, with a service that has forgotten the first one."""
+    session = chat(EVICTS, rescue=at(service))
+    say(session, page())
+    session.save(tmp_path / "chat.safetensors")
+    ids, positions, evicted = session.ids, live(session), session.stats.evicted
+    answer = say(session, QUESTION)
+    assert session.client.forget(session.session_id, 30)
+    resumed = chat(SMALL, rescue=at(service))
+    say(resumed, "something else")
+    resumed.load(tmp_path / "chat.safetensors")
+    assert (resumed.ids, resumed.session_id, resumed.config) == (ids, session.session_id, EVICTS)
+    assert live(resumed) == positions
+    assert resumed.stats.evicted == evicted > 0
+    assert resumed.client.stats.queued == 0  # the first question finds all
+    assert say(resumed, QUESTION) == answer
+    assert "417295" in answer
+    assert resumed.ids == session.ids
+
+
+def test_a_loaded_session_keeps_its_rescue_service(chat, service, tmp_path, monkeypatch):
+    """A service elsewhere is not used without a flag."""
+    monkeypatch.setenv("RESCUE_EMBEDDER", "none")
+    for rescue, name in ((RescueConfig("auto", timeout=60), "own"), (at(service), "elsewhere")):
+        session = chat(EVICTS, rescue=rescue)
+        say(session, page())
+        session.save(tmp_path / name)
+    resumed = chat()
+    resumed.load(tmp_path / "own")
+    assert resumed.rescue == RescueConfig("auto", timeout=60)
+    assert "417295" in say(resumed, QUESTION)
+    for options, name, warns in (({"rescue": "off"}, "own", False), ({}, "elsewhere", True)):
+        chat.warnings.clear()
+        resumed = chat(**options)
+        resumed.load(tmp_path / name)
+        assert resumed.client is None
+        assert any(f"Give --rescue {service.url}" in words for words in chat.warnings) == warns
+
+
+def test_other_files_are_not_loaded_or_replaced(chat, tmp_path, exact):
+    session = chat()
+    with pytest.raises(ConfigError, match="nothing to save"):
+        session.save(tmp_path / "x.safetensors")
+    say(session, FACT)
+    cache, tensors, saved = (tmp_path / f"{name}.safetensors" for name in ("cache", "tensors", "chat"))
+    about = {"model": exact[0], "config": session.config}
+    save_prompt_cache(cache, session.cache, **about)
+    mx.save_safetensors(str(tensors), {"x": mx.zeros(1)}, {"format": "mlx"})
+    for number, content in enumerate([b"", b"thesis", bytes(8), b"\xff" * 40, bytes([2] + [0] * 7) + b"{]"]):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    others = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / "link").symlink_to("1.txt")
+    for file in [*others, tmp_path / "link"]:
+        with pytest.raises(CacheFormatError, match=r"not a conversation and is not replaced.*another file, or remove"):
+            session.save(file)
+    for file, says in ((tmp_path / "none", "No such file: "), (tmp_path / "1.txt", "damaged"), (cache, "not a conv")):
+        with pytest.raises(CacheFormatError, match=says):
+            session.load(file)
+    with pytest.raises(CacheFormatError, match=f"{tmp_path}: .*it is a folder"):
+        session.save(tmp_path)
+    assert {file: file.read_bytes() for file in others} == others
+    assert "417295" in say(session, QUESTION)
+    session.save(saved)
+    say(session, QUESTION)
+    session.save(saved)
+    with pytest.raises(CacheFormatError, match="is not a prompt cache and is not replaced"):
+        save_prompt_cache(saved, session.cache, **about)
+    session.load(saved)
+    assert len(list(tmp_path.iterdir())) == len(others) + 2
+
+
+def talk(exact, prefix_cache=None):
+    """Run two turns; return the answers, the cached tokens, the calls of `progress`, and the tokens of the prompt."""
+    calls = []
+    with Session(*exact, SMALL, max_tokens=6, prefill_step_size=128, prefix_cache=prefix_cache) as session:
+        answers = [say(session, load_text()[:1200], progress=lambda *call: calls.append(call)), say(session, "Go on.")]
+        assert session.cache[0].offset == len(session.ids)
+        return answers, [turn.cached_tokens for turn in session.turns], calls, session.turns[0].prompt_tokens
+
+
+def test_the_first_prompt_of_a_second_session_is_in_the_prefix_cache(exact, tmp_path):
+    plain, *_ = talk(exact)
+    first, first_cached, _, _ = talk(exact, str(tmp_path))
+    second, second_cached, calls, tokens = talk(exact, Folder(tmp_path))
+    assert plain == first == second
+    assert (first_cached, second_cached) == ([0, 0], [tokens - 1, 0])
+    assert calls[0] == (tokens - 1, tokens)
+    assert calls[-1] == (tokens, tokens)
+
+
+def test_a_cached_prompt_recalls_while_decoding(exact, tmp_path):
+    """The restored caches replace the session's first caches."""
+    evict, word, turns = (
+        EvictConfig("recency:granularity=32:trigger=32", 128, recall=64),
+        exact[1].encode("the")[-1],
+        [],
+    )
+    options = {"max_tokens": evict.recall_every + 1, "prefill_step_size": 64, "sampler": lambda _: mx.array([word])}
+    for _ in range(2):
+        with Session(*exact, replace(SMALL, evict=evict), prefix_cache=str(tmp_path), **options) as session:
+            assert len(list(session.respond(load_text()[:800]))) >= evict.recall_every
+            turns.append(session.turns[0])
+    assert not turns[0].cached_tokens
+    assert turns[1].cached_tokens >= 64
+    assert turns[0].searches == turns[1].searches == 1
+    assert turns[0].recalled == turns[1].recalled != ()
+
+
+def test_each_warning_comes_once(exact, monkeypatch):
+    archive = iter(["the archive is full on disk A", "the archive is full on disk B", "the archive is full on disk B"])
+    monkeypatch.setattr("mlx_tq.session.session.take_archive_warning", lambda _: next(archive))
+    warnings = []
+    with Session(*exact, EVICTS, max_tokens=2, warn=warnings.append) as session:
+        for _ in range(3):
+            say(session, page(800))
+    assert [text[:29] for text in warnings[1:]] == ["the archive is full on disk A", "the archive is full on disk B"]
+    assert " tokens were" in warnings[0]
+
+
+def test_quote_searches_alone(chat, service):
+    for rescue in ("off", at(service)):
+        session = chat(EVICTS, rescue=rescue)
+        say(session, page())
+        tokens = session.ids
+        if session.client is not None:
+            session.client.flush(30)
+        assert ("417295" in session.quote(QUESTION).text) == (rescue != "off")
+        assert session.ids == tokens

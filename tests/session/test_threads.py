@@ -1,0 +1,108 @@
+"""A session that is used in several threads gives the same answers."""
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_tq import KVConfig, Session
+from mlx_tq.config import PROFILES
+from mlx_tq.prompt_cache.passes import cache_parts
+
+SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
+QUESTIONS = ("The access code is 417295.", "What is the access code?", "Say it once more.")
+
+
+def say(session, text):
+    return "".join(session.respond(text))
+
+
+def converse(session):
+    return [say(session, text) for text in QUESTIONS]
+
+
+def run_in_thread(target):
+    thread = Thread(target=target)
+    thread.start()
+    thread.join()
+
+
+def alternating_threads(session):
+    answers = []
+    for text, run in zip(QUESTIONS, (run_in_thread, lambda call: call(), run_in_thread), strict=True):
+        run(lambda text=text: answers.append(say(session, text)))
+    return answers
+
+
+def an_executor(session):
+    with ThreadPoolExecutor(3) as pool:
+        return [pool.submit(say, session, text).result() for text in QUESTIONS]
+
+
+def asyncio_to_thread(session):
+    async def turns():
+        return [await asyncio.to_thread(say, session, text) for text in QUESTIONS]
+
+    return asyncio.run(turns())
+
+
+def a_thread_per_piece(session):
+    """Starlette and Gradio take each piece of a generator in any thread of a pool."""
+
+    def respond(text):
+        pieces, answer = session.respond(text), []
+        while True:
+            with ThreadPoolExecutor(1) as pool:
+                piece = pool.submit(next, pieces, None).result()
+            if piece is None:
+                return "".join(answer)
+            answer.append(piece)
+
+    return [respond(text) for text in QUESTIONS]
+
+
+@pytest.mark.parametrize("turns", [alternating_threads, an_executor, asyncio_to_thread, a_thread_per_piece])
+@pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
+def test_a_session_works_in_other_threads(exact, config, turns, tmp_path):
+    expected = converse(Session(*exact, config, max_tokens=12))
+    with Session(*exact, config, max_tokens=12) as session:
+        assert turns(session) == expected
+        run_in_thread(lambda: session.save(tmp_path / "chat.safetensors"))
+        session.load(tmp_path / "chat.safetensors")
+        assert session.stats.tokens == len(session.ids)
+        assert all(part.state for part in cache_parts(session.cache))
+
+
+def test_sessions_of_one_model_answer_side_by_side(exact):
+    expected = converse(Session(*exact, SMALL, max_tokens=12))
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(lambda: converse(Session(*exact, SMALL, max_tokens=12))) for _ in range(3)]
+        assert [answer.result() for answer in answers] == [expected] * 3
+
+
+def test_a_seed_makes_the_same_answers(exact):
+    options = {"max_tokens": 12, "sampler": make_sampler(2.0)}
+    answers = [say(Session(*exact, SMALL, seed=seed, **options), "Hello") for seed in (7, 7, 8)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+_ENDS = """
+import threading, mlx_tq
+session = mlx_tq.Session(*mlx_tq.load(), max_tokens=4)
+for _ in range(3):
+    thread = threading.Thread(target=lambda: print("".join(session.respond("Hello"))))
+    thread.start()
+    thread.join()
+answer = session.respond("Hello")
+next(answer)
+"""
+
+
+def test_a_program_may_end_during_an_answer():
+    """mlx keeps streams in each thread that computes; without care such a program is aborted at its end."""
+    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
