@@ -276,7 +276,7 @@ def answers() -> str:
     files = [f"answers_{name}.json" for name in ANSWERS]
     rows = [
         [
-            *(kind, row["group"], row["name"], f"{row['right']}/{row['asked']}"),
+            *(kind, row["group"], row["name"], f"{row['right']}/{row['samples']}"),
             *(["-"] * 3 if row["name"] == "off" else [str(row["lost"]), str(row["gained"]), f"{row['p']:.2f}"]),
         ]
         for kind, name in zip(ANSWERS, files, strict=True)
