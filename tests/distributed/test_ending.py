@@ -33,7 +33,7 @@ def test_sigterm_ends_a_rank_that_waits_in_a_collective(tmp_path, popen):
     time.sleep(1)
     first.terminate()
     said = first.communicate(timeout=10)[1].decode()
-    line = "mlx_tq generate: rank 0: told to end (SIGTERM), which mlx.launch does where another rank has ended.\n"
+    line = "mlx_tq generate: rank 0: terminated (SIGTERM); mlx.launch does this when another rank has ended.\n"
     assert (first.returncode, said) == (1, line)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.studies import sweep
 from benchmarks.studies.sweep import Setting, check_settings, grid, sweep_needles, sweep_text, tabulate
-from mlx_tq.cli.calibrating import queries_of_text, save_queries
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.query_calibration import calibrate_on_text, save_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.results import Results
@@ -127,7 +127,7 @@ def test_once_equals_a_single_prefill_step(tiny, embedded, variant, monkeypatch)
 
 def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_during_prefill(tiny, embedded, tmp_path):
     path = tmp_path / "stats.safetensors"
-    save_queries(tiny, path, queries_of_text(tiny, list(range(100, 164))))
+    save_queries(tiny, path, calibrate_on_text(tiny, list(range(100, 164))))
     lives = []
     for variant in ("triattention", f"triattention:calibration={path}"):
         settings = grid([variant], [50], [1], [16], [16], once=True)

@@ -1,4 +1,4 @@
-"""What a model says is shown on a terminal, and obeyed by none; in a file or a pipe it stays what it was."""
+"""A terminal shows the control characters of a model and does not obey them; files and pipes get them unchanged."""
 
 import io
 import json
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mlx_tq.cli.foreign_text import readable
+from mlx_tq.cli.terminal_text import readable
 
 from .tools import copy_model
 
@@ -24,13 +24,13 @@ QUESTION = f"The access code is {ESCAPE}17295. What is the access code?"
         ("a line\n\tand a tab, 日本語 👩\u200d💻 עברית\u200f", "a line\n\tand a tab, 日本語 👩\u200d💻 עברית\u200f"),
     ],
 )
-def test_what_is_shown(text, shown):
+def test_readable(text, shown):
     assert readable(text) == shown
 
 
 @pytest.fixture
 def escaping(tmp_path):
-    """The embedded model, whose vocabulary has ESC in the place of the digit 4."""
+    """The embedded model with ESC instead of the digit 4 in its vocabulary."""
     folder = copy_model(tmp_path / "model")
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -44,19 +44,19 @@ def escaping(tmp_path):
 def test_a_model_does_not_steer_the_terminal(cli, start, escaping, command):
     flags = ("-p", QUESTION, "--verbose", "F") if command == "generate" else ()
     words = (command, "--model", escaping, *flags, "--max-tokens", "12")
-    said = b"" if flags else QUESTION.encode()
-    assert f"{ESCAPE}17295" in cli(*words, stdin=io.TextIOWrapper(io.BytesIO(said))).out
+    message = b"" if flags else QUESTION.encode()
+    assert f"{ESCAPE}17295" in cli(*words, stdin=io.TextIOWrapper(io.BytesIO(message))).out
 
     ours, theirs = os.openpty()
-    shown = start(*words, stdin=-1, stdout=theirs)
+    process = start(*words, stdin=-1, stdout=theirs)
     os.close(theirs)
-    shown.communicate(said)
-    said = os.read(ours, 65536).decode()
+    process.communicate(message)
+    shown = os.read(ours, 65536).decode()
     os.close(ours)
-    assert "␛17295" in said
-    assert ESCAPE not in said
+    assert "␛17295" in shown
+    assert ESCAPE not in shown
 
 
-def test_an_error_does_not_either(cli, tmp_path):
+def test_an_error_does_not_steer_the_terminal(cli, tmp_path):
     result = cli("generate", "-p", "hi", "--prompt-cache-file", tmp_path / f"{ESCAPE}]0;title")
     assert (result.code != 0, "␛]0;title" in result.err, ESCAPE in result.err) == (True, True, False)

@@ -1,6 +1,5 @@
-"""The answer of `mlx_tq.generate`: one turn on the caches that its flags describe."""
+"""Answer one prompt: the turn of `mlx_tq.generate`, on the caches that its flags describe."""
 
-import argparse
 import math
 import uuid
 from collections.abc import Iterator
@@ -8,12 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from mlx_tq.cli.args import beside_recall, recall_value
-from mlx_tq.cli.asking import ask_beforehand
-from mlx_tq.cli.foreign_text import say
-from mlx_tq.cli.progress import prefill_progress
-from mlx_tq.cli.prompt_cache import PromptCache, chosen_config, make_caches
-from mlx_tq.cli.screen import warn
+from mlx_tq.cli.loading import PromptCache, calibrate_model, make_caches
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.screen import prefill_progress, warn
+from mlx_tq.cli.terminal_text import say
 from mlx_tq.config import RescueConfig
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.integration.probe import position_limit
@@ -30,7 +27,7 @@ from mlx_tq.session.text import PlainText
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
 
-_START_S = 60.0  # that a rescue service of this machine may take to start
+_START_S = 60.0  # that a rescue service on this machine may take to start
 
 
 class Answer(NamedTuple):
@@ -65,27 +62,25 @@ def answer_prompt(
     prompt: str,
     ids: list[int],
     max_tokens: int,
-    args: argparse.Namespace,
+    request: Request,
     options: dict[str, Any],
     *,
-    rescue: RescueConfig,
     prefix_cache: PrefixCache | None,
     shadow: Shadow | None,
 ) -> Answer:
-    """Answer a prompt of tokens `ids`, whose text is searched for; Ctrl-C ends the answer with what there is by then.
+    """Answer a prompt of tokens `ids`, whose text is searched for; Ctrl-C ends the answer early.
 
     `options` are more arguments of mlx-lm's `stream_generate`.
     """
-    caches, plan, limit = opened.caches, opened.plan, position_limit(model)
-    can_recall = plan is not None and plan.recalls and beside_recall(args) is None and recall_value(args) != OFF
-    can_quote, is_alone = rescue.service != OFF, ranks_of(model).is_alone
+    args, caches, plan, limit = request.args, opened.caches, opened.plan, position_limit(model)
+    can_recall, can_quote = plan is not None and plan.recalls and request.allows_recall, request.rescue.service != OFF
     restores = can_recall or can_quote
     text = ""
     with ExitStack() as stack:
-        transcript = stack.enter_context(_open_transcript(model, tokenizer, rescue))
+        transcript = stack.enter_context(_open_transcript(model, tokenizer, request.rescue))
         transcript.append([0] * tokens_seen(caches))  # a file of caches has no tokens
         if args.draft_model is not None:
-            draft, draft_caches = _load_draft(model, tokenizer, caches, args)
+            draft, draft_caches = _load_draft(model, tokenizer, caches, request)
             stack.enter_context(compressed(draft))
             options |= {"draft_model": draft, "num_draft_tokens": args.num_draft_tokens}
             options |= {"prompt_cache": [*caches, *draft_caches]}
@@ -108,12 +103,12 @@ def answer_prompt(
                 processor.check()
         except KeyboardInterrupt:
             pass
-        except ValueError as error:  # of mlx-lm, for options that cannot be combined
+        except ValueError as error:  # mlx-lm's, for options that cannot be combined
             raise ConfigError(str(error)) from error
         answer = Answer(text, turn.stats, cache_stats(caches, plan), can_recall, can_quote)
     if not args.json:
         say("\n")
-    if restores and is_alone and (warning := take_archive_warning(caches)):
+    if restores and ranks_of(model).is_alone and (warning := take_archive_warning(caches)):
         warn(warning)
     return answer
 
@@ -121,8 +116,8 @@ def answer_prompt(
 @contextmanager
 def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterator[Transcript]:
     """Open the transcript of one answer; the rescue service forgets its text afterwards."""
-    client = None
-    if rescue.service != OFF and ranks_of(model).is_first:  # which searches for all
+    client, ranks = None, ranks_of(model)
+    if rescue.service != OFF and ranks.is_first:  # which searches for all
         client = RescueClient(open_service(rescue.service))
     limit = quotation_limit(rescue, position_limit(model))
     start_s = _START_S if rescue.service == AUTO else 0.0
@@ -134,12 +129,13 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
             if transcript.has_sent:
                 client.forget(transcript.session_id)
             client.close()
-    if client is not None and (warning := client.take_warning()) and ranks_of(model).is_alone:
+    if client is not None and (warning := client.take_warning()) and ranks.is_alone:
         warn(warning)
 
 
-def _load_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Namespace) -> tuple[Any, list[Any]]:
+def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
     """Load the draft model, and make its caches."""
+    args, config = request.args, request.config
     draft, draft_tokenizer, _ = load_with_config(
         args.draft_model,
         dtype=args.dtype,
@@ -149,15 +145,14 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], args: argparse.Na
     if draft_tokenizer.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"the draft model has a vocabulary of {draft_tokenizer.vocab_size}, the model one of "
-            f"{tokenizer.vocab_size}; take a draft model with the model's own tokenizer."
+            f"{tokenizer.vocab_size}; use a draft model with the model's own tokenizer."
         )
     if len(caches) != len(model.layers):
         raise ConfigError("mlx-lm cannot draft for a model whose layers share caches. Drop --draft-model.")
-    config = chosen_config(args)
     if config.evict is not None and isinstance(config.evict.policy, CalibratedPolicy) and config.evict.policy.file:
-        policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # that file is of the other model
+        policy = replace(config.evict.policy, calibration=AUTO_CALIBRATION)  # the file is of the other model
         config = replace(config, evict=replace(config.evict, policy=policy))
-    ask_beforehand(draft, draft_tokenizer, config)
+    calibrate_model(draft, draft_tokenizer, config, name=args.draft_model)
     return draft, make_caches(draft, config, args.max_kv_size).caches
 
 

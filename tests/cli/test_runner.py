@@ -1,4 +1,4 @@
-"""`mlx_tq` and its commands: three ways to call each, exit codes, and what is not loaded to say who one is."""
+"""Run commands in three ways, with their exit codes; help loads no model code."""
 
 import re
 import subprocess
@@ -39,7 +39,6 @@ def without_model_code(module, *words):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_loads_no_model_code(command):
-    """As a module of its own and as a word after mlx_tq, word for word the same."""
     by_module, by_word = without_model_code(f"mlx_tq.{command}", "--help"), without_model_code("mlx_tq", command, "-h")
     assert (by_module.returncode, by_module.stderr) == (0, "")
     assert (by_word.returncode, by_word.stdout) == (0, by_module.stdout)
@@ -47,19 +46,17 @@ def test_help_loads_no_model_code(command):
 
 
 @pytest.mark.parametrize(("words", "code"), [([], 2), (["--help"], 0), (["--version"], 0), (["nonsense"], 2)])
-def test_the_frame_loads_no_model_code(words, code):
+def test_without_a_command_no_model_code_is_loaded(words, code):
     done = without_model_code("mlx_tq", *words)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False)
 
 
 def test_the_blocker_blocks():
-    """The two tests above can fail: a command at work does need mlx."""
     assert "ImportError: mlx was loaded" in without_model_code("mlx_tq", "doctor").stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
-    """As a word, as a module, as a script: the same work, the same exit codes."""
     module = import_module(f"mlx_tq.{command}")
     assert SCRIPTS[f"mlx_tq.{command}"] == f"mlx_tq.{command}:main"
     refused = cli(command, "--frobnicate")
@@ -80,7 +77,7 @@ def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
     assert module.main() == cli(command, *words).code == 2
 
 
-def test_a_module_does_its_work(cli):
+def test_a_module_does_the_same_as_a_word(cli):
     words = ["-p", "Hello", "-m", "2", "--verbose", "F"]
     done = subprocess.run(
         [sys.executable, "-m", "mlx_tq.generate", *words],
@@ -93,7 +90,7 @@ def test_a_module_does_its_work(cli):
     assert done.stdout == cli("generate", *words).out != "\n"
 
 
-def test_version_help_and_words_that_are_no_command(cli):
+def test_version_help_and_unknown_commands(cli):
     for flag in ("--version", "-V"):
         assert cli(flag) == (0, f"{mlx_tq.__version__}\n", "")
     for flag in ("--help", "-h"):
@@ -107,7 +104,6 @@ def test_version_help_and_words_that_are_no_command(cli):
 
 
 def test_bad_flag_is_two_lines(cli):
-    """Not the 30 lines of every flag that hide the reason."""
     result = cli("generate", "--kv-memory-limit", "big", "-p", "hi")
     assert (result.code, result.out) == (2, "")
     usage, error = result.err.splitlines()
@@ -130,14 +126,5 @@ def test_output_on_a_full_disk_is_one_line():
 def test_no_color(monkeypatch, capsys):
     for variable, colored in (("FORCE_COLOR", True), ("NO_COLOR", False)):
         monkeypatch.setenv(variable, "1")
-        screen._console(stderr=True).print("[red]warning[/red]")
+        screen.make_console(stderr=True).print("[red]warning[/red]")
         assert ("\x1b[31m" in capsys.readouterr().err) == colored
-
-
-@pytest.mark.parametrize(
-    ("positions", "said"),
-    [([], "nothing of 9"), ([4], "tokens 4-5, by search 4-5, of 9"), ([1, 2, 7], "tokens 1-3, 7-8, by search 1-2,")],
-)
-def test_what_came_back_is_told_in_ranges(positions, said, capsys):
-    screen.show_recalled(positions, positions[:1], 9, 0.0)
-    assert said in capsys.readouterr().err
