@@ -20,7 +20,7 @@ dense = $(if $(filter cpu,$(BACKEND)),--dequantize --dtype float32)
 one_thread = $(if $(openblas),OMP_NUM_THREADS=1)
 pytest = $(BIN)/python -m pytest $(workers)
 
-.PHONY: demo rescue postgres smollm2 test test-kernels test-full check format bench browser minilm clean
+.PHONY: demo mutants rescue postgres smollm2 test test-kernels test-full check format bench browser minilm clean
 
 # `make demo MODEL=smollm2` runs it with SmolLM2-135M-Instruct, MODEL=FOLDER with a model of your own.
 demo: $(VENV)/rescue $(filter smollm2,$(MODEL))
@@ -55,6 +55,15 @@ check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+# Mutation tests: `make mutants OF=mlx_tq/policies/selection.py BY=tests/policies/test_selection.py`; it edits OF meanwhile.
+mutants: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet 'cosmic-ray>=8.4'
+	printf '[cosmic-ray]\nmodule-path = "$(OF)"\ntimeout = 120\ntest-command = "$(BIN)/python -m pytest -x -q $(BY)"\n[cosmic-ray.distributor]\nname = "local"\n' > $(VENV)/mutants.toml
+	$(BIN)/cosmic-ray init --force $(VENV)/mutants.toml $(VENV)/mutants.sqlite
+	$(BIN)/cosmic-ray exec $(VENV)/mutants.toml $(VENV)/mutants.sqlite
+	$(BIN)/cr-report $(VENV)/mutants.sqlite
 
 format: $(VENV)/dev
 	$(BIN)/ruff check --fix .

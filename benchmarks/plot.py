@@ -11,8 +11,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from plot_sweep import plot_sweep
 
-# Our profiles in blues, mlx-lm's arms in greys.
-COLOURS = {
+# Our profiles in blues, mlx-lm's arms in grays.
+COLORS = {
     "fp16": "#3a3a3a",
     "off": "#3a3a3a",
     "kv-bits 8": "#8a8a8a",
@@ -40,7 +40,7 @@ def plot_decode_attention(report: dict[str, Any], path: Path) -> None:
                 [1e3 * (found[n]["median"] - found[n]["low"]) for n in contexts],
                 [1e3 * (found[n]["high"] - found[n]["median"]) for n in contexts],
             ]
-            axis.bar(places, medians, width, yerr=spread, label=arm, color=COLOURS.get(arm), error_kw={"lw": 0.8})
+            axis.bar(places, medians, width, yerr=spread, label=arm, color=COLORS.get(arm), error_kw={"lw": 0.8})
         axis.set(title=dtype, yscale="log", xticks=range(len(contexts)), xlabel="tokens in the cache")
         axis.set_xticklabels([f"{n:,}" for n in contexts])
         axis.spines[["top", "right"]].set_visible(False)
@@ -68,7 +68,7 @@ def plot_model(report: dict[str, Any], path: Path) -> None:
         for axis, (name, unit, title) in zip(row, measured, strict=True):
             for arm in arms:
                 found = [(f["tokens"], f[name] / unit) for f in figures if f["arm"] == arm and f["dtype"] == dtype]
-                axis.plot(*zip(*found, strict=True), marker="o", label=arm, color=COLOURS.get(arm))
+                axis.plot(*zip(*found, strict=True), marker="o", label=arm, color=COLORS.get(arm))
             axis.set(title=f"{title} ({dtype})", xscale="log", ylim=0, xlabel="tokens of the prompt")
             axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=len(arms), loc="lower center", frameon=False)

@@ -9,14 +9,12 @@ Reports of `mlx_tq evaluate` (sweep, needle, reasoning, tools, ruler), of `bench
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mlx_tq.evaluate.paired import Answered, compare
-
 from benchmarks.rescue import ramp_cells
+from mlx_tq.evaluate.asking import compare_answers
 
 Record = dict[str, Any]
 SWEEP = ("name", "variant", "retention", "granularity", "trigger", "sinks", "once", "kind", "length")
@@ -127,8 +125,7 @@ def ramp(report: Record) -> list[Record]:
 
 def answers(report: Record) -> list[Record]:
     """Reduce paired answers to the counts and the test of each group and cache."""
-    found = compare([Answered(**record) for record in report["results"].values()])
-    return [asdict(row) for row in found]
+    return compare_answers(list(report["results"].values()))
 
 
 def summarize(report: Record) -> Record:

@@ -276,7 +276,7 @@ def answers() -> str:
     files = [f"answers_{name}.json" for name in ANSWERS]
     rows = [
         [
-            *(kind, row["group"], row["name"], f"{row['right']}/{row['asked']}"),
+            *(kind, row["group"], row["name"], f"{row['right']}/{row['samples']}"),
             *(["-"] * 3 if row["name"] == "off" else [str(row["lost"]), str(row["gained"]), f"{row['p']:.2f}"]),
         ]
         for kind, name in zip(ANSWERS, files, strict=True)
@@ -578,7 +578,7 @@ SEARCHES = {
     "plain BM25": "BM25",
     "BM25 porter": "BM25 with stemming (default without an embedder)",
     "minilm dense": "MiniLM",
-    "minilm fused 0.6": "hybrid, MiniLM weight .6 (default)",
+    "minilm fused 0.6": "hybrid, alpha .6 (the default)",
     "minilm RRF 0.5": "reciprocal rank fusion",
     "hashing fused 0.3": "hybrid, hashing embedder",
 }

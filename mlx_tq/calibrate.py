@@ -1,53 +1,87 @@
-"""`mlx_tq.calibrate`: gather a model's query statistics into a file, for eviction without a warm-up."""
+"""`mlx_tq.calibrate`: collect statistics of a model's queries, by which eviction policies predict attention."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.model_args import add_model_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import check_flags, check_writable
+from mlx_tq.cli.parser import CommandParser, add_model_arguments, command_parser
+from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.errors import ConfigError
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `mlx_tq.calibrate`."""
-    parser = command_parser(
-        "calibrate",
-        "Gather a model's query statistics for eviction (--kv-calibration), for one --dtype.",
-    )
+def build_parser() -> CommandParser:
+    parser = command_parser("calibrate", "Calibrate eviction for a model and a --dtype (--kv-calibration).")
     add_model_arguments(parser, adapter=False)
-    parser.add_argument("--text", metavar="FILE", help="text to read (default: WikiText-2's test split, an excerpt)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="that are read (default: 4096)")
-    parser.add_argument(
-        "--text-share",
-        type=float,
-        metavar="SHARE",
-        help="of the text's own queries beside those of questions about it and their answers: 0 for questions alone, "
-        "1 for the text alone (default: 0.25)",
-    )
-    parser.add_argument(
-        "--covariance",
-        action="store_true",
-        help="also the covariance, for --kv-evict expected_attention",
-    )
-    parser.add_argument(
-        "--losses",
-        action="store_true",
-        help="instead measure what each layer loses on the text, for --kv-mean-bits, and keep it in the user's cache "
-        "folder",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="safetensors file to write (default: the file in the user's cache that --kv-calibration auto reads)",
-    )
+    add = parser.add_argument
+    add("--text", metavar="FILE", help="text to calibrate on (default: an excerpt of WikiText-2's test split)")
+    add("--tokens", type=int, metavar="N", help="tokens of the text to use (default: 4096)")
+    share = "weight of the text; the rest is generated questions about it: 0 is questions only, 1 is text only"
+    add("--text-share", type=float, metavar="SHARE", help=f"{share} (default: 0.25)")
+    add("--covariance", action="store_true", help="include the covariance, for --kv-evict expected_attention")
+    losses = "measure each layer's loss on the text instead, for --kv-mean-bits; saved in the user's cache folder"
+    add("--losses", action="store_true", help=losses)
+    output = "safetensors file to write (default: the file in the user's cache folder that --kv-calibration auto uses)"
+    add("-o", "--output", metavar="FILE", help=output)
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
-    return run_command("calibrate", build_parser(), "mlx_tq.cli.runs.calibrate", words)
+    return run_command(build_parser(), run, words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate and write the file; return the exit code."""
+    check_flags(args)
+
+    from mlx_tq.cli.haystack import load_text
+    from mlx_tq.cli.layer_losses import save_measured_losses
+    from mlx_tq.cli.loading import load_model
+    from mlx_tq.cli.prompts import read_file
+    from mlx_tq.cli.query_calibration import (
+        TEXT_SHARE,
+        TOKENS,
+        calibrate_on_questions,
+        calibrate_on_text,
+        save_queries,
+    )
+    from mlx_tq.cli.screen import prefill_progress
+    from mlx_tq.models import fingerprint
+    from mlx_tq.policies.calibration import SKIP, check_replaceable
+    from mlx_tq.prompt_cache.measurements import calibration_path, make_folder
+
+    tokens = TOKENS if args.tokens is None else args.tokens
+    share = TEXT_SHARE if args.text_share is None else args.text_share
+    if tokens < 1:
+        raise ConfigError(f"--tokens is {tokens}; it must be 1 or more, such as {TOKENS}.")
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--text-share is {share:g}; it must be from 0 (questions only) to 1 (text only).")
+    if args.output is not None:
+        check_writable("-o", args.output)
+        check_replaceable(args.output)
+    text = load_text() if args.text is None else read_file("text", args.text)
+    model, tokenizer = load_model(args)
+    if args.losses:
+        save_measured_losses(model, tokenizer, text, args.model or "the embedded model")
+        return DONE
+    path = args.output
+    if path is None:
+        path = calibration_path(fingerprint(model), covariance=args.covariance)
+        make_folder(path)
+        check_replaceable(path)
+    if share == 1:
+        ids = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))[: tokens + SKIP]
+        queries = calibrate_on_text(model, ids, covariance=args.covariance)
+        source = f"{queries.tokens:,} tokens of text"
+    else:
+        with prefill_progress(title="Calibrating") as progress:
+            options = {"text_share": share, "covariance": args.covariance, "progress": progress}
+            queries = calibrate_on_questions(model, tokenizer, text, tokens, **options)
+        source = f"{queries.tokens:,} tokens of questions and answers"
+        source += f" and {share:.0%} text" if share else ""
+    save_queries(model, path, queries)
+    sys.stderr.write(f"Saved the calibration ({source}) to {path}\n")
+    return DONE
 
 
 if __name__ == "__main__":

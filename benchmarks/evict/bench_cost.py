@@ -52,8 +52,8 @@ def filled(model: Any, length: int, policy: str) -> list[Any]:
 
     def calibrated(layer: LayerPlan) -> LayerPlan:
         dim, pairs, heads = layer.slot.key_dim, layer.rope.pairs.shape[1], model.args.num_attention_heads
-        centre = mx.array(rng.standard_normal((heads, dim), np.float32))
-        stats = QueryStats(centre, 2 * mx.ones((heads, pairs)), centre[:, None] * centre[..., None])
+        center = mx.array(rng.standard_normal((heads, dim), np.float32))
+        stats = QueryStats(center, 2 * mx.ones((heads, pairs)), center[:, None] * center[..., None])
         return replace(layer, queries=stats)
 
     plan = replace(plan, layers=[calibrated(layer) for layer in plan.layers])

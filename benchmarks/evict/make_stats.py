@@ -13,10 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tq.cli.calibrating import Queries, listen, save_queries
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.loading import load_chosen
-from mlx_tq.cli.model_args import add_model_arguments
+from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.parser import add_model_arguments
+from mlx_tq.cli.query_calibration import Queries, collect_queries, save_queries
 from mlx_tq.config import KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -48,8 +48,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
-    model, tokenizer = load_chosen(args)
-    asked, heard = listen(model, tokenizer, load_text(), args.tokens, progress=lambda *done: print(*done, flush=True))
+    model, tokenizer = load_model(args)
+    asked, heard = collect_queries(
+        model, tokenizer, load_text(), args.tokens, progress=lambda *done: print(*done, flush=True)
+    )
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, share in SHARES.items():
         mixed = [a.blend(b, share) for a, b in zip(asked.stats, heard.stats, strict=True)]

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-COLOURS = str.split(
+COLORS = str.split(
     "RED ORANGE YELLOW GREEN BLUE PURPLE BLACK WHITE SILVER GOLDEN CRIMSON INDIGO VIOLET SCARLET AMBER COPPER IVORY "
     "JADE CORAL BRONZE HIDDEN QUIET FROZEN ANCIENT"
 )
@@ -50,7 +50,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _code_word(rng: random.Random) -> Fact:
-    answer = f"{rng.choice(COLOURS)} {rng.choice(ANIMALS)} {_digits(rng, 4)}"
+    answer = f"{rng.choice(COLORS)} {rng.choice(ANIMALS)} {_digits(rng, 4)}"
     questions = [
         "What is the secret code word mentioned earlier? Answer with just the code word and number, nothing else:",
         "What is the secret code word?",
@@ -83,8 +83,8 @@ def _home(rng: random.Random) -> Fact:
 
 def _favourite(rng: random.Random) -> Fact:
     name, thing, answer = rng.choice(NAMES), rng.choice(THINGS), _word(rng)
-    sentence = f"{name}'s favourite {thing} is {answer}."
-    return Fact(("favourite", name, thing), sentence, f"What is {name}'s favourite {thing}?", answer)
+    sentence = f"{name}'s favorite {thing} is {answer}."
+    return Fact(("favorite", name, thing), sentence, f"What is {name}'s favorite {thing}?", answer)
 
 
 def _magic_number(rng: random.Random) -> Fact:

@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of `x`."""
+        """Normalize the last dimension of `x`."""
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
@@ -132,7 +132,7 @@ class GatedNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise the last dimension of `x` and gate it."""
+        """Normalize the last dimension of `x` and gate it."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) * F.silu(gate.float())
 
 

@@ -1,7 +1,7 @@
 """Measure what each part of TurboQuant contributes, on the keys and values of the embedded model.
 
 python benchmarks/quality/ablation.py changes one thing at a time, first for keys, then for values; the
-other side stays fp16. It resumes ../results/quality_ablation.json. docs/measurements/codec.md has the table.
+other side stays fp16. It resumes ../results/quality_ablation.json. docs/measurements/quality.md has the table.
 """
 
 from pathlib import Path

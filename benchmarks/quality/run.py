@@ -24,7 +24,7 @@ def _scales(pair: str) -> str:
 PROFILES = "off,safe,balanced,small"
 OTHERS = "q8/tq4:matched,tq4:matched/tq4:matched,q8/tq4:ls,tq4:ls/tq4:ls"
 FORMATS = "fp16,q8,tq4,tq3,tq2"
-# The pairs of docs/measurements/formats.md: our own, the formats of other programs, and spectral keys.
+# The pairs of docs/measurements/quality.md: our own, the formats of other programs, and spectral keys.
 PAIRS = (
     "q8/q8,q8/tq4,q8/tq3,q8/tq2,tq4/tq4,tq4/tq3,tq4/tq2,tq3/tq4,tq3/tq3,tq2/tq4,tq2/tq2,fp8/fp8,fp8/tq4,q8_0/q8_0,"
     "q8_0/tq4,tbq4_0/tbq4_0,tbq3_0/tbq3_0,tq3_0/tq4,tq3_0/tq3_0,tq35/tq4,tq35/tq35,tq25/tq4,tq25/tq25,q8/tq35,q8/tq25,"
@@ -39,7 +39,7 @@ MIXED = (
 )
 PARETO = f"--length 768 --step 256 --needles 1 --needle-length 500 {SMALL}"
 
-# Of plain keys: what formats cost by themselves. Normalized ones are in ../../docs/measurements/keys.md.
+# Of plain keys: what formats cost by themselves. Normalized ones are in ../../docs/measurements/quality.md.
 PLAIN = "--kv-normalize off"
 _RUNS = {
     "scales_key": f"divergence --profiles {_scales('{}/fp16')}",

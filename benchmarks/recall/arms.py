@@ -68,7 +68,7 @@ def named(
 
 
 def by_rank(order: Sequence[ArchivedBlock], sinks: int, most: int) -> list[ArchivedBlock]:
-    """The first blocks with the neighbours on both sides: their text does not say where what it tells goes on."""
+    """The first blocks with the neighbors on both sides: their text does not say where what it tells goes on."""
     return select_blocks([BlockScore(block, 0.0, 0, False) for block in order], [(-1, 1)] * len(order), sinks, most)
 
 
@@ -140,7 +140,7 @@ def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, log
 
 
 def quoted(tokenizer: Any, ids: Sequence[int], blocks: Sequence[ArchivedBlock]) -> str:
-    """Text of blocks as text rescue quotes it, neighbours as one."""
+    """Text of blocks as text rescue quotes it, neighbors as one."""
     positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(block.positions for block in blocks)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
     return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])

@@ -32,7 +32,7 @@ from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
 from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, planted
 from mlx_tq import compressed, load, make_prompt_cache
-from mlx_tq.cli.asking import ask_beforehand
+from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.evaluate.inspection import reseed_random
 from mlx_tq.prompt_cache.archive import ArchivedBlock
 from mlx_tq.prompt_cache.layer_group import compressed_caches
@@ -67,7 +67,7 @@ class Cell:
         self.model, self.tokenizer = load(args.model, dtype="float32", dequantize=args.model is not None)
         self.policies = args.policies.split(",") if args.policies else [None]
         for policy in filter(None, self.policies):
-            ask_beforehand(self.model, self.tokenizer, config(args.key, args.value, [], "50%", policy))
+            calibrate_model(self.model, self.tokenizer, config(args.key, args.value, [], "50%", policy))
         self.frame = frame(self.tokenizer, args.opening)
         self.embedder = embedder_class("minilm")(None) if {"meaning", "both"} & set(self.arms) else None
 

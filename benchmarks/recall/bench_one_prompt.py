@@ -34,7 +34,7 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
     for place, piece in enumerate(case.pieces):
         start = len(ids)
         ids += encode(tokenizer, piece)
-        if place in case.evidence:  # neighbours are one span
+        if place in case.evidence:  # neighbors are one span
             since = spans.pop()[0] if spans[-1][1] == start else start
             spans.append((since, len(ids)))
     spans = spans[1:]

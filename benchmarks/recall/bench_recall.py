@@ -27,7 +27,7 @@ from mlx_tq.prompt_cache.layer_group import compressed_caches
 from mlx_tq.session.restore import recall_rows, release
 
 RESULTS = Path(__file__).parents[1] / "results"
-COLOURS = ("amber", "copper", "violet", "silver", "indigo", "crimson")
+COLORS = ("amber", "copper", "violet", "silver", "indigo", "crimson")
 DEPTHS = (0.15, 0.4, 0.65, 0.85)
 STEP, ANSWER, BLOCK = 128, 24, 32
 
@@ -63,7 +63,7 @@ def scene(tokenizer: Any, tokens: int, seed: int) -> Scene:
     sentences = re.split(r"(?<=\. )", text[int(rng.integers(0, 60000)) :][: 12 * tokens])
     sizes = np.cumsum([len(tokenizer.encode(sentence)) for sentence in sentences])
     sentences = sentences[: int(np.searchsorted(sizes, tokens)) + 1]
-    facts = [f"The access code of the {colour} gate is {code}. " for colour, code in zip(COLOURS, codes, strict=False)]
+    facts = [f"The access code of the {color} gate is {code}. " for color, code in zip(COLORS, codes, strict=False)]
     for depth, fact in reversed(list(zip(DEPTHS, facts, strict=True))):
         sentences.insert(int(len(sentences) * depth), fact)
     ids: list[int] = []
@@ -123,9 +123,9 @@ def measure(
         read(model, full, made.ids)
         read(model, caches, made.ids)
         live = set(compressed_caches(caches)[0].positions.tolist())
-        for colour, code, span in zip(COLOURS, made.codes, made.spans, strict=False):
+        for color, code, span in zip(COLORS, made.codes, made.spans, strict=False):
             question = tokenizer.encode(
-                f"\nWhat is the access code of the {colour} gate? Answer with the number only.<|im_end|>\n"
+                f"\nWhat is the access code of the {color} gate? Answer with the number only.<|im_end|>\n"
                 "<|im_start|>assistant\n",
                 add_special_tokens=False,
             )

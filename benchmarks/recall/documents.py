@@ -64,7 +64,7 @@ def meetings(path: Path, tokens: int, count: Count) -> Iterator[Document]:
 def _cut(
     pieces: list[str], evidence: list[int], space: int, count: Count, rng: random.Random
 ) -> tuple[list[str], list[int]] | None:
-    """Neighbouring pieces of up to `space` tokens with all evidence well inside; None where there are none such."""
+    """Neighboring pieces of up to `space` tokens with all evidence well inside; None where there are none such."""
     first, last = evidence[0], evidence[-1]
     inside = sum(count(piece) for piece in pieces[first : last + 1])
     low, high = _FIRST * space, _LAST * space - inside

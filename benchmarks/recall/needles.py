@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.models.facts import NAMES
 
-COLOURS = ("amber", "copper", "violet", "silver", "indigo", "crimson", "ivory", "scarlet", "golden", "emerald")
+COLORS = ("amber", "copper", "violet", "silver", "indigo", "crimson", "ivory", "scarlet", "golden", "emerald")
 ONLY = " Answer with the number only."
 # Fact and question, which share no content word.
 PARAPHRASES = (
@@ -63,19 +63,19 @@ def _codes(rng: random.Random, count: int, digits: int = 5) -> list[str]:
     return [str(code) for code in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
 
 
-def _gate(colour: str, code: str, place: str = "gate") -> str:
-    return f"The access code of the {colour} {place} is {code}."
+def _gate(color: str, code: str, place: str = "gate") -> str:
+    return f"The access code of the {color} {place} is {code}."
 
 
 def plain(rng: random.Random, count: int) -> Hidden:
     """One sentence, asked for in its own words."""
-    pairs = zip(rng.sample(COLOURS, count), _codes(rng, count), strict=True)
+    pairs = zip(rng.sample(COLORS, count), _codes(rng, count), strict=True)
     return Hidden([Needle((_gate(c, x),), f"What is the access code of the {c} gate?{ONLY}", (x,)) for c, x in pairs])
 
 
 def continued(rng: random.Random, count: int) -> Hidden:
     """As plain, for a model that was never taught to answer: the sentence begins again."""
-    pairs = zip(rng.sample(COLOURS, count), _codes(rng, count), strict=True)
+    pairs = zip(rng.sample(COLORS, count), _codes(rng, count), strict=True)
     return Hidden([Needle((_gate(c, x),), f"The access code of the {c} gate is", (x,)) for c, x in pairs])
 
 
@@ -95,7 +95,7 @@ def paraphrased(rng: random.Random, count: int) -> Hidden:
 
 def several(rng: random.Random, count: int) -> Hidden:
     """Two sentences at once: each with the next one, and the last with the first."""
-    facts = list(zip(rng.sample(COLOURS, count), _codes(rng, count), strict=True))
+    facts = list(zip(rng.sample(COLORS, count), _codes(rng, count), strict=True))
     pairs = zip(facts, facts[1:] + facts[:1], strict=True)
     return Hidden(
         [
@@ -112,15 +112,15 @@ def several(rng: random.Random, count: int) -> Hidden:
 def decoys(rng: random.Random, count: int) -> Hidden:
     """Two more sentences a needle say its words: one of another place, one without an answer."""
     made = plain(rng, count)
-    colours = [needle.question.split()[7] for needle in made.needles]
-    others = [_gate(c, x, "bridge") for c, x in zip(colours, _codes(rng, count), strict=True)]
-    others += [f"Nobody at the {c} gate could say what its access code had been." for c in colours]
+    colors = [needle.question.split()[7] for needle in made.needles]
+    others = [_gate(c, x, "bridge") for c, x in zip(colors, _codes(rng, count), strict=True)]
+    others += [f"Nobody at the {c} gate could say what its access code had been." for c in colors]
     return Hidden(made.needles, tuple(others))
 
 
 def two_hop(rng: random.Random, count: int) -> Hidden:
     """One sentence names the room, another one its code."""
-    facts = zip(rng.sample(NAMES, count), rng.sample(COLOURS, count), _codes(rng, count), strict=True)
+    facts = zip(rng.sample(NAMES, count), rng.sample(COLORS, count), _codes(rng, count), strict=True)
     return Hidden(
         [
             Needle(

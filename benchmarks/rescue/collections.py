@@ -1,4 +1,4 @@
-"""Two public collections, Cranfield (abstracts) and QMSum (meetings), as documents, queries and judgements."""
+"""Two public collections, Cranfield (abstracts) and QMSum (meetings), as documents, queries and judgments."""
 
 import json
 import re
@@ -19,7 +19,7 @@ class Collection:
 
 
 def cranfield(folder: Path) -> list[Collection]:
-    """1,400 abstracts, 225 queries. The judgements number the queries 1, 2, ... in the order of the file.
+    """1,400 abstracts, 225 queries. The judgments number the queries 1, 2, ... in the order of the file.
 
     Relevant is every grade above 0: 1 answers completely (gain 4) and 4 is of minimum interest (gain 1).
     """

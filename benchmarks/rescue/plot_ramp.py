@@ -14,7 +14,7 @@ from benchmarks.rescue.ramp_cells import ARMS, DEPTHS, cells_of, outcome, settin
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"native": "#3182bd", "rescue": "#31a354", "miss": "#d9d9d9", "luck": "#fdae6b", "void": "#636363"}
+COLORS = {"native": "#3182bd", "rescue": "#31a354", "miss": "#d9d9d9", "luck": "#fdae6b", "void": "#636363"}
 NAMES = {"none": "no eviction", "evict": "eviction", "rescue": "eviction\nand rescue", "retrieval": "only\nretrieval"}
 
 
@@ -26,18 +26,18 @@ def plot(cells: dict[str, dict[str, Any]]) -> None:
         policy, budget, rung = group
         count = len(cells_of("none", group, cells))
         bottom = [0.0] * len(ARMS)
-        for kind, colour in COLOURS.items():
+        for kind, color in COLORS.items():
             counts = []
             for arm in ARMS:
                 kinds = [outcome(cell, cells) for cell in cells_of(arm, group, cells)]
                 counts.append(kinds.count(kind) / len(kinds))
-            axis.bar([NAMES[arm] for arm in ARMS], counts, bottom=bottom, color=colour, label=kind)
+            axis.bar([NAMES[arm] for arm in ARMS], counts, bottom=bottom, color=color, label=kind)
             bottom = [low + count for low, count in zip(bottom, counts, strict=True)]
         axis.set_title(f"{rung:,} tokens\n{policy}, {budget}, n = {count}", fontsize=7)
         axis.tick_params(axis="x", labelsize=6)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("share of the cases")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=len(COLOURS), loc="lower center", frameon=False)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), ncols=len(COLORS), loc="lower center", frameon=False)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(RESULTS.with_suffix(".svg"), metadata={"Date": None})
 

@@ -1,7 +1,7 @@
 """KVCacheGraph, as published (aither-kvcache): blocks and five kinds of ties, and what they say should leave.
 
 A node has a source, hits and when it was last used. Ties: a prefix that requests share, used together three times or
-more, alike in meaning (cosine .8 and more, of hashed words), neighbours in a prompt, and live beside its copy on disk,
+more, alike in meaning (cosine .8 and more, of hashed words), neighbors in a prompt, and live beside its copy on disk,
 which a study of what leaves does not need. The report does not tell its weights; those here are ours.
 """
 

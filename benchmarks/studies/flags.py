@@ -4,11 +4,9 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from mlx_tq.cli.args import add_cache_arguments, check_environment, choose_backend
-from mlx_tq.cli.frame import guarded
-from mlx_tq.cli.loading import load_chosen
-from mlx_tq.cli.model_args import add_model_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
+from mlx_tq.cli.runner import run_command
 from mlx_tq.config import KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import Arm
@@ -18,7 +16,7 @@ from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import cut_chunks
 
 
-def study_parser(description: str, length: int, profiles: str | None = None) -> argparse.ArgumentParser:
+def study_parser(description: str, length: int, profiles: str | None = None) -> CommandParser:
     parser = command_parser("study", description)
     add_model_arguments(parser, adapter=False)
     parser.add_argument("--text", metavar="FILE", help="text to evaluate (default: WikiText-2's test split)")
@@ -33,14 +31,12 @@ def study_parser(description: str, length: int, profiles: str | None = None) -> 
 def run_study(name: str, parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
     """Parse the flags, run, and exit with the codes of mlx_tq's commands."""
 
-    def work() -> int:
-        args = parser.parse_args()
-        check_environment()
-        choose_backend(args)
+    def work(args: argparse.Namespace) -> int:
         run(args)
         return 0
 
-    sys.exit(guarded(name, work))
+    parser.prog = f"mlx_tq.{name}"
+    sys.exit(run_command(parser, work))
 
 
 def open_results(
@@ -51,7 +47,7 @@ def open_results(
 
 def load_with_ids(args: argparse.Namespace, *configs: KVConfig):
     """Return the model, and the first --length tokens of the text."""
-    model, tokenizer = load_chosen(args, *configs)
+    model, tokenizer = load_model(args, *configs)
     (ids,) = cut_chunks(tokenizer, read_text(args.text), 1, args.length)
     return model, ids
 

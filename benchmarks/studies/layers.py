@@ -17,11 +17,12 @@ import numpy as np
 from benchmarks.studies.flags import load_with_ids, open_results, run_study, study_parser
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.view import StepView
-from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.options import Request
 from mlx_tq.codec.formats import Codec, Encoded
 from mlx_tq.codec.normalization import normalize
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import Arm, arms_from_args, parse_arm, region_changes
+from mlx_tq.evaluate.arms import Arm, arms_from_request, parse_arm, region_changes
 from mlx_tq.evaluate.results import Columns
 from mlx_tq.evaluate.teacher_forced import check_steps
 from mlx_tq.kernels import backend
@@ -184,7 +185,8 @@ COLUMNS: Columns = {
 
 
 def run(args: argparse.Namespace) -> None:
-    arms = arms_from_args(args)
+    request = Request.from_args(args)
+    arms = arms_from_request(request)
     results = open_results(args, "layers", ("length", "step", "against", "backend"), arms)
     model, ids = load_with_ids(args, *(arm.config for arm in arms))
     lines = []
@@ -192,11 +194,11 @@ def run(args: argparse.Namespace) -> None:
         if args.against == "reference":
             reference = Side(model, arm, "reference")
         elif args.against == "float32":
-            float32_model, _ = load_chosen(args)
+            float32_model, _ = load_model(args)
             float32_model.set_dtype(mx.float32)
             reference = Side(float32_model, arm)
         else:
-            reference = Side(model, parse_arm(args.against, **region_changes(args)))
+            reference = Side(model, parse_arm(args.against, **region_changes(request)))
         rows, predictions = measure_layers(Side(model, arm), reference, ids, args.step)
         for row in rows:
             results.add(f"{row.name} {row.layer}", row._asdict())

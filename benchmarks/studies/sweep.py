@@ -16,9 +16,8 @@ from typing import Any
 
 from benchmarks.studies.flags import numbers, open_results, run_study, study_parser
 from benchmarks.studies.needle_kinds import KINDS, SPREAD, plant
-from mlx_tq.cli.args import config_from_args
-from mlx_tq.cli.asking import ask_beforehand
-from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.loading import calibrate_model, load_model
+from mlx_tq.cli.options import Request
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, Arm
@@ -284,7 +283,7 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"--budgets is {args.budgets!r}; each must be above 0 and below 100 percent.")
     blocks, triggers = numbers(args.granularities, "--granularities"), numbers(args.triggers, "--triggers")
     settings = grid(args.policies.split(","), budgets, blocks, triggers, sinks, once=args.once)
-    base, text = config_from_args(args), read_text(args.text)
+    base, text = Request.from_args(args).config, read_text(args.text)
     arms = [setting.arm(base, args.warmup) for setting in settings]
     shortest = [*([args.length - 1] if args.chunks else []), *(lengths if args.seeds else [])]
     if not shortest:
@@ -293,8 +292,8 @@ def run(args: argparse.Namespace) -> None:
     # Settings, texts and scenes are in the keys of the records, so a file can take more of them later.
     base_arm = Arm("base", replace(base, sinks=max(sinks), evict=None))
     results = open_results(args, "sweep", ("warmup", "step", "max_tokens"), [base_arm], resume=True)
-    model, tokenizer = load_chosen(args)
-    ask_beforehand(model, tokenizer, *(arm.config for arm in arms))
+    model, tokenizer = load_model(args)
+    calibrate_model(model, tokenizer, *(arm.config for arm in arms))
     if args.chunks:
         chunks = cut_chunks(tokenizer, text, args.chunks, args.length)
         in_rounds = [replace(setting, once=False) for setting in settings]

@@ -1,4 +1,4 @@
-// Device buffers that check bounds and count bytes, and threadgroup memory that finds races and uninitialised reads.
+// Device buffers that check bounds and count bytes, and threadgroup memory that finds races and uninitialized reads.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -144,7 +144,7 @@ class SharedPointer {
     count(SHARED);
     Element& e = at("load", index);
     const Touch now = Touch::now();
-    if (e.writer.thread < 0) fail("uninitialised: loads %s[%lld], which no thread has stored", name_, place(index));
+    if (e.writer.thread < 0) fail("uninitialized: loads %s[%lld], which no thread has stored", name_, place(index));
     if (e.writer.races_with(now))
       fail("race: loads %s[%lld], which thread %d stored with no barrier between", name_, place(index), e.writer.thread);
     if (e.first_reader.ended_before(now)) e.first_reader = now;

@@ -12,13 +12,13 @@ NEXT = f"{WAIT}\n    for"
 
 # Name -> what is replaced in TOTAL, by what, and the report.
 MUTANTS = {
-    "missing barrier": (NEXT, "for", "uninitialised|race: loads"),
+    "missing barrier": (NEXT, "for", "uninitialized|race: loads"),
     "barrier that orders nothing": (NEXT, "threadgroup_barrier(mem_flags::mem_none); for", "race|uninit"),
     "barrier of a simdgroup alone": (NEXT, "simdgroup_barrier(mem_flags::mem_threadgroup); for", "race|un"),
     "missing barrier in a loop": (f"{WAIT}\n    }}", "}", "race: (loads|stores)"),
     "barrier in a divergent branch": (NEXT, f"if (i < 40) {WAIT} for", "divergent threadgroup_barrier"),
     "return before a barrier": (NEXT, f"if (i == 9) return; {WAIT} for", "returned|returns while"),
-    "element that nobody stores": ("part[i] = values", "if (i != 5) part[i] = values", "uninitialised: loads part.5."),
+    "element that nobody stores": ("part[i] = values", "if (i != 5) part[i] = values", "uninitialized: loads part.5."),
     "load past threadgroup memory": ("[i + width]", "[i + 2 * width]", "out of bounds: load of part|race: loads"),
     "threadgroup memory too small": ("part[64]", "part[60]", "out of bounds: store of part"),
     "load past a buffer": ("values[thread", "values[1 + thread", "out of bounds: load at byte 512 of buffer 0"),

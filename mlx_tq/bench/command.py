@@ -3,30 +3,23 @@
 import argparse
 from collections.abc import Sequence
 
-from mlx_tq.cli.args import BUDGET, CALIBRATION, EVICT, add_backend_argument, check_writable, field_of
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.names import DTYPES, PROFILES
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import DTYPES, NONE, OPTIONS, PROFILES, check_flags, check_writable
+from mlx_tq.cli.parser import CommandParser, add_backend_argument, command_parser
+from mlx_tq.cli.runner import run_command
 from mlx_tq.errors import ConfigError
 
 STDOUT = "-"
 KV_BITS = (8, 4)
-# Flags that apply to one layer only, or to a whole model only, and their fields.
-_LAYER_FLAGS = {flag: field_of(flag) for flag in ("--query-heads", "--kv-heads", "--head-dim")}
-_MODEL_FLAGS = {
-    flag: field_of(flag)
-    for flag in ("--markdown", "--batches", "--max-tokens", "--kv-bits", EVICT.flag, BUDGET.flag, CALIBRATION.flag)
-} | {"--dequantize": "dequantize", "--prefill-step-size": "step"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return run_command("bench", build_parser(), "mlx_tq.bench.command", words)
+    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, show and write; returns the exit code."""
     _check(args)
-    from mlx_tq.bench import runs  # loads mlx
+    from mlx_tq.bench import runs
 
     if args.report is not None:
         return runs.run_report(args)
@@ -51,17 +44,10 @@ def _check(args: argparse.Namespace) -> None:
     for flag, path in (("--json", args.json), ("--markdown", args.markdown), ("--report", args.report)):
         if path not in (None, STDOUT):
             check_writable(flag, path, "file")
-    whole_model = args.model is not None or args.report is not None
-    if args.tune and whole_model:
-        raise ConfigError("--tune measures no model, and --report tunes by itself. Drop --tune.")
-    parser = build_parser()
-    for flag, field in (_LAYER_FLAGS if whole_model else _MODEL_FLAGS).items():
-        if getattr(args, field) != parser.get_default(field):
-            target, remedy = ("one layer", "drop it") if whole_model else ("a model", "add --model, or drop it")
-            raise ConfigError(f"{flag} applies only to the measurement of {target}: {remedy}.")
+    check_flags(args, [] if args.kv_evict == NONE else ["--kv-evict"])  # by default triattention
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     parser = command_parser(
         "bench",
         "Measure speed and memory of compressed caches against mlx-lm's own, in one run: the attention of one layer, "
@@ -94,9 +80,12 @@ def build_parser() -> argparse.ArgumentParser:
     kv_bits = "mlx-lm's quantized caches to time: 8, 4 or none; slow for long prompts on a CPU"
     add("--kv-bits", type=int, nargs="*", choices=KV_BITS, default=KV_BITS, metavar="N", help=kv_bits)
     add("--prefill-step-size", dest="step", type=int, default=2048, metavar="N", help="tokens per prefill step")
-    for option, default in ((EVICT, "triattention; none skips eviction"), (BUDGET, "50%%"), (CALIBRATION, "auto")):
-        text = f"eviction on top of the last profile: {option.help.partition(' (default')[0]} (default: {default})"
-        add(option.flag, metavar=option.field.upper(), help=text)
+    defaults = {"--kv-evict": "triattention; none skips eviction", "--kv-budget": "50%%", "--kv-calibration": "auto"}
+    for flag, default in defaults.items():
+        text = (
+            f"eviction on top of the last profile: {OPTIONS[flag].help.partition(' (default')[0]} (default: {default})"
+        )
+        add(flag, metavar=OPTIONS[flag].metavar, help=text)
     add = parser.add_argument_group("one layer").add_argument
     add("--query-heads", type=int, default=8, metavar="N", help="query heads")
     add("--kv-heads", type=int, default=2, metavar="N", help="KV heads")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -15,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mlx_tq.bench.layer import LayerShape, layer_table, measure_layer
 from mlx_tq.bench.model import BenchedCache, Figure, measure_model
 from mlx_tq.bench.report import figures_as_dict, markdown_report, markdown_tables, model_tables
-from mlx_tq.cli.args import evict_from_args
-from mlx_tq.cli.asking import ask_beforehand
 from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.runs.doctor import all_checks
+from mlx_tq.cli.loading import calibrate_model
+from mlx_tq.cli.options import OFF, make_eviction, read_options
 from mlx_tq.cli.screen import console, results, table
+from mlx_tq.cli.self_tests import run_checks
 from mlx_tq.config import PROFILES
 from mlx_tq.errors import ConfigError
 from mlx_tq.files import atomic_write
@@ -54,7 +55,7 @@ def run_model(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    checks = all_checks(kernels=backend.current() != "reference")
+    checks = run_checks(kernels=backend.current() != "reference")
     tuned: list[KernelThresholds] = []
     figures, skipped = _measure_figures(args, lambda: tuned.append(_tune(args)))
     _write_figures(args, figures, skipped)
@@ -86,7 +87,9 @@ def _caches_to_compare(args: argparse.Namespace) -> list[BenchedCache]:
     """Return mlx-lm's caches, each profile, and the last profile with eviction."""
     caches = [BenchedCache("off"), *(BenchedCache(f"kv-bits {bits}", kv_bits=bits) for bits in args.kv_bits)]
     caches += [BenchedCache(name, PROFILES[name]) for name in args.profiles if not PROFILES[name].is_off]
-    evict = evict_from_args(argparse.Namespace(**{**vars(args), "kv_evict": args.kv_evict or "triattention"}))
+    values = read_options(args, os.environ) | {"--kv-recall": OFF}
+    values["--kv-evict"] = values["--kv-evict"] or "triattention"
+    evict = make_eviction(values, read_options(args, {}))
     last = caches[-1]
     if evict is not None and last.config is not None:
         evict = evict if args.kv_budget else replace(evict, budget="50%")
@@ -110,7 +113,9 @@ def _measure_figures(
         model, tokenizer = load(args.model, dtype=dtype, dequantize=args.dequantize, tokenizer_config=options)
         facts = model_facts(model)
         caches, unsupported = _without_unsupported(_caches_to_compare(args), model)
-        ask_beforehand(model, tokenizer, *(cache.config for cache in caches if cache.config is not None))
+        calibrate_model(
+            model, tokenizer, *(cache.config for cache in caches if cache.config is not None), name=args.model
+        )
         ids = tokenizer.encode(text)
         contexts = _contexts(args, facts.positions, skipped)
         if number == 0:

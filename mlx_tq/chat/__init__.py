@@ -3,27 +3,40 @@
 import argparse
 from collections.abc import Sequence
 
-from mlx_tq.cli.args import add_cache_arguments, add_rescue_arguments
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.parser import (
+    CommandParser,
+    add_cache_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    command_parser,
+)
+from mlx_tq.cli.runner import run_command
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return run_command("chat", build_parser(), "mlx_tq.chat.terminal", words)
+    return run_command(build_parser(), run, words)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def run(args: argparse.Namespace) -> int:
+    request = Request.from_args(args)
+
+    from mlx_tq.chat.terminal import run_chat
+
+    return run_chat(request)
+
+
+def build_parser() -> CommandParser:
     """Build the parser: the flags of mlx_lm.chat, and ours."""
     parser = command_parser("chat", "Chat with an mlx-lm model on a compressed KV cache. Type /help for commands.")
-    add_model_arguments(parser)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
-    parser.add_argument("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
-    parser.add_argument("--load", metavar="FILE", help="continue a conversation saved with /save (default: none)")
-    parser.add_argument("--max-tokens", "-m", type=int, default=512, metavar="N", help="maximum tokens of an answer")
-    parser.add_argument("--prefill-step-size", type=int, default=512, metavar="N", help="tokens per prefill step")
-    add_sampling_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed")
-    add_cache_arguments(parser, recall=True, store=True, shadow=True)
-    add_rescue_arguments(parser)
+    add_cache_arguments(parser, recall=True, prefix_cache=True, shadow=True, rescue=True)
+    add_model_arguments(parser.add_argument_group("model"))
+    add = (group := parser.add_argument_group("chat")).add_argument
+    add("--system-prompt", metavar="TEXT", help="system prompt (default: none)")
+    add("--chat-template-config", metavar="JSON", help="options of the chat template (default: {})")
+    add("--load", metavar="FILE", help="continue a conversation saved with /save (default: none)")
+    add("--max-tokens", "-m", type=int, default=512, metavar="N", help="maximum tokens per answer")
+    add("--prefill-step-size", type=int, default=512, metavar="N", help="tokens per prefill step")
+    add_sampling_arguments(group)
+    add("--seed", type=int, default=0, metavar="N", help="random seed")
     return parser

@@ -1,6 +1,5 @@
 """Run `mlx_tq.chat`: read a message, stream the answer to stdout, and show on stderr what the cache holds."""
 
-import argparse
 import io
 import signal
 import sys
@@ -10,35 +9,25 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_tq.cli.args import (
-    SHADOW,
-    chooses_rescue,
-    config_from_args,
-    names_cache,
-    option_value,
-    rescue_from_args,
-    with_blocks,
-)
-from mlx_tq.cli.foreign_text import readable, say
-from mlx_tq.cli.frame import DONE, INTERRUPTED
-from mlx_tq.cli.joining import collect_stats, join_ranks, show_ranks
-from mlx_tq.cli.loading import load_chosen
-from mlx_tq.cli.memory_bar import memory_bar
-from mlx_tq.cli.preflight import check_arguments
-from mlx_tq.cli.progress import prefill_progress
+from mlx_tq.cli.loading import load_model, open_prefix_folder
+from mlx_tq.cli.options import Request
 from mlx_tq.cli.prompts import template_config
+from mlx_tq.cli.ranks import collect_stats, join_ranks, show_ranks
+from mlx_tq.cli.runner import DONE, INTERRUPTED
 from mlx_tq.cli.screen import (
     console,
     human_bytes,
+    memory_bar,
+    note,
+    prefill_progress,
     results,
     show_plan,
-    show_quoted,
-    show_recalled,
+    show_restored,
     show_shadow,
     table,
     warn,
 )
-from mlx_tq.cli.stores import chosen_store
+from mlx_tq.cli.terminal_text import readable, say
 from mlx_tq.config import RescueConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
@@ -68,47 +57,38 @@ _HELP = f"""\
 Ctrl-C        stop the answer; press twice at the prompt to exit"""
 
 
-def run(args: argparse.Namespace) -> int:
+def run_chat(request: Request) -> int:
     """Chat until the end of the input; return the exit code."""
-    check_arguments(args)
-    if args.load is not None and args.system_prompt is not None:
-        raise ConfigError("--system-prompt is given, but the conversation of --load has begun; drop one of the two.")
-    ranks = join_ranks(args)
-    config = config_from_args(args)
-    rescue = rescue_from_args(args, default=AUTO if config.evict else OFF)
-    in_blocks = rescue.service != OFF  # on every rank
-    if in_blocks:
-        config = with_blocks(config, args)
+    args, config, rescue = request.args, request.config, request.rescue
+    ranks = join_ranks(request)
     if not ranks.is_first:  # the first one searches for all
         rescue = RescueConfig(service=OFF)
-    model, tokenizer = load_chosen(args, ranks=ranks)
+    model, tokenizer = load_model(args, config, ranks=ranks)
     warnings: list[str] = []
     with Session(
         model,
         tokenizer,
         config,
-        rescue=rescue if chooses_rescue(args) or config.evict else None,
+        rescue=rescue if request.changes_rescue or config.evict else None,
         system_prompt=args.system_prompt,
         template=template_config(args),
         max_tokens=args.max_tokens,
         prefill_step_size=args.prefill_step_size,
         sampler=ranks.share_sampler(make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)),
         seed=args.seed,
-        prefix_cache=chosen_store(args, ranks=ranks),
-        shadow=option_value(args, SHADOW),
+        prefix_cache=open_prefix_folder(request, ranks),
+        shadow=request.shadow,
         warn=warnings.append,
     ) as session:
         if args.load is not None:
             session.load(args.load)
-            if names_cache(args):  # flags can only repeat what the conversation was saved with
-                flags = config_from_args(args, {}, base=session.config)
-                flags = with_formats(model, with_blocks(flags, args, {}) if in_blocks else flags)
-                check_config(args.load, session.config, flags)
+            if request.changes_cache:  # flags can only repeat what the conversation was saved with
+                check_config(args.load, session.config, with_formats(model, request.change(session.config)))
         chat = Chat(session, warnings, ranks)
         chat.show_conversation()
         if session.rescue.service == AUTO and session.client is not None:
             session.client.ready(_START_S)
-        console.print("type a message; /help shows the commands", style="dim")
+        note("type a message; /help shows the commands")
         code = chat.run()
         if session.shadow is not None:
             show_shadow(session.shadow.report())
@@ -189,16 +169,13 @@ class Chat:
         say("\n")
         if len(self._session.turns) > turns:
             turn = self._session.turns[-1]
-            if turn.archived:
-                show_recalled(turn.recalled, turn.by_search, turn.archived, turn.recall_seconds)
-            show_quoted(turn.quotation, turn.rescue_seconds)
-            console.print(
+            show_restored(turn, can_recall=turn.archived > 0)
+            note(
                 f"prompt {turn.prompt_tokens:,} tokens, generated {turn.generation_tokens:,} tokens at "
-                f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason})",
-                style="dim",
+                f"{turn.generation_tps:.1f} tok/s ({turn.finish_reason})"
             )
         else:
-            console.print("interrupted before the answer: the message is undone", style="dim")
+            note("interrupted before the answer: the message is undone")
         console.print(memory_bar(self._session), soft_wrap=True)
 
     def _read_message(self) -> str:
@@ -225,7 +202,7 @@ class Chat:
     def _save(self, path: str) -> None:
         self._check_alone("/save")
         self._session.save(_check_path(path, "/save"))
-        console.print(f"saved to {path}", style="dim", markup=False)
+        note(f"saved to {path}")
 
     def _load(self, path: str) -> None:
         self._check_alone("/load")
@@ -239,16 +216,16 @@ class Chat:
 
     def _reset(self, _: str) -> None:
         self._session.reset()
-        console.print("started a new conversation", style="dim")
+        note("started a new conversation")
 
     def show_conversation(self) -> None:
         """Show how the cache is stored, and the last question and answer of a loaded conversation."""
         session = self._session
         if session.plan is not None:
-            no_recall = None if session.shadow is None else SHADOW.flag
-            show_plan(session.plan, session.context_length or _DEFAULT_CONTEXT, no_recall)
+            recall_blocker = None if session.shadow is None else "--kv-shadow"
+            show_plan(session.plan, session.context_length or _DEFAULT_CONTEXT, recall_blocker)
         if session.client is not None:
-            console.print(f"rescue: {session.rescue.service}", style="dim", markup=False)
+            note(f"rescue: {session.rescue.service}")
         if session.last_exchange is not None:
             question, answer = map(readable, session.last_exchange)
             console.print(f"> {question}\n{answer}", markup=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""What commands share: flags, checks before a model runs, prompts, and what they show; in runs/ the work of some."""
+"""Shared parts of the commands: options, prompts, loading, calibration, checks and what the terminal shows."""

@@ -1,4 +1,4 @@
-"""The machine and the versions that a figure belongs to."""
+"""Describe the machine and the versions that figures belong to."""
 
 import platform
 from importlib.metadata import version
@@ -13,20 +13,20 @@ FASTER_BLAS = "apt install libopenblas0-pthread, and LD_PRELOAD=libopenblas.so.0
 
 
 def mlx_backend() -> str:
-    """What the arrays are computed on: "metal", "cuda" or "cpu"."""
+    """Return what mlx computes on: "metal", "cuda" or "cpu"."""
     if mx.metal.is_available():
         return "metal"
     return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "cuda"
 
 
 def device_name() -> str:
-    """Name of the GPU, or of the processor where there is none."""
+    """Return the name of the GPU, or of the processor if there is none."""
     name = mx.device_info().get("device_name") if mlx_backend() != "cpu" else None
     return str(name or platform.processor() or platform.machine())
 
 
 def blas() -> str:
-    """What multiplies float32 matrices on a CPU; mlx's Linux wheel brings the slow reference BLAS."""
+    """Return the library that multiplies float32 matrices on a CPU; that of mlx's Linux wheel is slow."""
     if platform.system() == "Darwin":
         return "Accelerate"
     path = cpu_streams.blas_library()
@@ -38,7 +38,7 @@ def blas() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Machine and versions, for the head of a report."""
+    """Return the machine and the versions, for the head of a report."""
     return {
         "device": device_name(),
         "backend": mlx_backend(),

@@ -1,25 +1,38 @@
-"""The model that a command's flags name."""
+"""Load what a request names: the model with its calibration, its caches, and the folder of the prefix cache."""
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mlx_tq.cli.args import config_from_args
-from mlx_tq.cli.asking import ask_beforehand
+from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import load_prompt_cache as load_native_cache
+from mlx_lm.models.cache import make_prompt_cache as make_native_cache
+
+from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.layer_losses import save_measured_losses
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.query_calibration import calibrate_on_questions, save_queries
+from mlx_tq.cli.screen import note, prefill_progress, warn
 from mlx_tq.config import KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks
-from mlx_tq.models import load
+from mlx_tq.errors import CacheFormatError, ConfigError
+from mlx_tq.models import fingerprint, load, ranks_of
+from mlx_tq.policies import CalibratedPolicy
+from mlx_tq.prefix_cache.folder import LIMIT, Folder
+from mlx_tq.prefix_cache.prefix_cache import open_folder
+from mlx_tq.prompt_cache.build import adopt_caches, build_caches
+from mlx_tq.prompt_cache.cache_file import check_config, load_prompt_cache, read_header, with_formats
+from mlx_tq.prompt_cache.compressed import plan_caches
+from mlx_tq.prompt_cache.measurements import calibration_path, find_losses, make_folder
+from mlx_tq.prompt_cache.plan import Plan, without_queries
 
 
-def load_chosen(
+def load_model(
     args: argparse.Namespace, *configs: KVConfig, ranks: Ranks = ALONE, **tokenizer_config: Any
 ) -> tuple[Any, Any]:
-    """Load the model of --model, --adapter-path, --dtype, --dequantize and --trust-remote-code, and its tokenizer.
+    """Return the model of a command's flags, calibrated for all of `configs`, and its tokenizer.
 
-    Of several ranks each gets its part. See that all is known of the model that the flags of the cache, and further
-    `configs`, ask to know.
-
-    Raises:
-        MlxTqError: as `models.load`, and as `ask_beforehand`.
+    Each of several ranks gets its part of the model.
     """
     model, tokenizer = load(
         args.model,
@@ -30,6 +43,113 @@ def load_chosen(
         tokenizer_config={"trust_remote_code": args.trust_remote_code, **tokenizer_config},
         trust_remote_code=args.trust_remote_code,
     )
-    if hasattr(args, "kv_evict"):
-        ask_beforehand(model, tokenizer, config_from_args(args), *configs)
+    calibrate_model(model, tokenizer, *configs, name=args.model)
     return model, tokenizer
+
+
+def calibrate_model(model: Any, tokenizer: Any, *configs: KVConfig, name: str | None = None) -> None:
+    """Measure, once per model, what `configs` need: layer losses for mean bits, and query statistics for eviction.
+
+    A model that cannot be calibrated gets a warning, and its plan says that the policy learns from the prompt.
+    """
+    title = name or "the embedded model"
+    for config in configs:
+        if config.mean_bits is not None and find_losses(fingerprint(model)) is None:
+            save_measured_losses(model, tokenizer, load_text(), title)
+        policy = None if config.evict is None else config.evict.policy
+        if not isinstance(policy, CalibratedPolicy) or not policy.uses_auto_calibration:
+            continue
+        if not plan_caches(model, config).calibrates_on_prompt:
+            continue
+        try:
+            _calibrate_queries(model, tokenizer, title, covariance=policy.needs_covariance)
+        except (CacheFormatError, ConfigError) as error:
+            warn(
+                f"calibration of eviction failed ({error}). {policy.name} learns from the prompt instead, and may "
+                "evict what a question needs. Pass --kv-calibration FILE, or --kv-calibration text."
+            )
+
+
+def _calibrate_queries(model: Any, tokenizer: Any, title: str, *, covariance: bool) -> None:
+    path = calibration_path(fingerprint(model), covariance=covariance)
+    _make_folder_on_all_ranks(path, ranks_of(model))  # before the work, not after it
+    with prefill_progress(title=f"Calibrating eviction for {title} (first run only)") as progress:
+        queries = calibrate_on_questions(model, tokenizer, load_text(), covariance=covariance, progress=progress)
+    save_queries(model, path, queries)
+    note(f"Saved the calibration to {path}")
+
+
+def _make_folder_on_all_ranks(path: Path, ranks: Ranks) -> None:
+    """Make the folder of `path`; raise on all ranks if one cannot, so that none waits for it."""
+    failure: ConfigError | None = None
+    try:
+        make_folder(path)
+    except ConfigError as error:
+        failure = error
+    if ranks.any([failure is not None])[0]:
+        raise failure or ConfigError("another rank cannot write to its cache folder.")
+
+
+class PromptCache(NamedTuple):
+    """The caches of a model; without a plan they are mlx-lm's own."""
+
+    caches: list[Any]
+    plan: Plan | None
+    config: KVConfig  # with which they are saved
+
+
+def make_caches(model: Any, config: KVConfig, max_kv_size: int | None = None) -> PromptCache:
+    """Make empty caches; `max_kv_size` is for mlx-lm's own."""
+    if config.is_off:
+        return PromptCache(make_native_cache(model, max_kv_size), None, config)
+    plan = plan_caches(model, config)
+    return PromptCache(build_caches(plan), plan, plan.config)
+
+
+def open_caches(model: Any, request: Request) -> PromptCache:
+    """Make the caches of a request, or load those of its --prompt-cache-file, which mlx-lm may have written."""
+    args, config = request.args, request.config
+    path = args.prompt_cache_file
+    if path is None:
+        return make_caches(model, config, args.max_kv_size)
+    header = read_header(path)
+    if header.is_ours:
+        return _load_ours(model, path, request)
+    if args.model is not None and Path(args.model).resolve() != Path(header.model_name).resolve():
+        raise CacheFormatError(f"{path} was made with the model {header.model_name!r}. Pass that model, or no --model.")
+    return _load_native(model, path, config, args.kv_bits)
+
+
+def _load_ours(model: Any, path: str, request: Request) -> PromptCache:
+    caches, config = load_prompt_cache(path, model=model)[:2]
+    if request.changes_cache:
+        check_config(path, config, with_formats(model, request.change(config)))
+    if config.is_off:
+        return PromptCache(caches, None, config)
+    for flag in ("--kv-bits", "--max-kv-size"):
+        if flag in request.args.typed:
+            raise ConfigError(f"{path} holds a compressed cache, which {flag} cannot change. Drop it.")
+    return PromptCache(caches, plan_caches(model, config), config)
+
+
+def _load_native(model: Any, path: str, config: KVConfig, bits: int | None) -> PromptCache:
+    try:
+        caches = load_native_cache(path)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CacheFormatError(f"{path} is damaged ({error!r}). Make it again with mlx_tq.cache_prompt.") from error
+    if not config.is_off:
+        plan = without_queries(plan_caches(model, config))
+        return PromptCache(adopt_caches(plan, caches), plan, plan.config)
+    count = len(make_native_cache(model))
+    if len(caches) != count:
+        raise CacheFormatError(
+            f"{path} has {len(caches)} caches, but the model has {count}. Pass the model of the file."
+        )
+    for cache in caches:
+        if isinstance(cache, QuantizedKVCache) and bits not in (None, cache.bits):
+            raise ConfigError(f"{path} was made with --kv-bits {cache.bits}, not {bits}. Drop that flag.")
+    return PromptCache(caches, None, config)
+
+
+def open_prefix_folder(request: Request, ranks: Ranks = ALONE) -> Folder | None:
+    return open_folder(request.prefix_cache, request.values["--prefix-cache-limit"] or LIMIT, ranks)

@@ -1,4 +1,4 @@
-"""From what the user typed to token ids, by mlx-lm's rules."""
+"""Read prompts, put them into chat templates and encode them, by mlx-lm's rules."""
 
 import argparse
 import json
@@ -6,22 +6,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 from jinja2 import TemplateError
+from mlx_lm.processors import load_processor
 
 from mlx_tq.errors import ConfigError
 
-_MARK = "<the-prompt-goes-here>"
+_PLACEHOLDER = "<the-prompt-goes-here>"
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    r"""The prompt of -p (with \n and \t), of --prompt-file, or of standard input.
-
-    Raises:
-        ConfigError: no prompt, an empty one, two of them, one that is not text, or a file that cannot be read.
-    """
+    r"""Return the prompt of -p (with \n and \t), of --prompt-file, or of standard input."""
     try:
-        prompt = _prompt_text(args)
-        prompt.encode()  # bytes that are no text can also arrive as lone surrogates
+        prompt = _read_text(args)
+        prompt.encode()  # bytes that are not text can also arrive as lone surrogates
     except UnicodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text: {error}.") from error
     if not prompt.strip():
@@ -29,14 +28,9 @@ def read_prompt(args: argparse.Namespace) -> str:
     return prompt
 
 
-def _prompt_text(args: argparse.Namespace) -> str:
-    if args.prompt is not None and args.prompt_file is not None:
-        raise ConfigError("both --prompt and --prompt-file were given; give one of them.")
+def _read_text(args: argparse.Namespace) -> str:
     if args.prompt_file is not None:
-        try:
-            return Path(args.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the prompt file {args.prompt_file} cannot be read: {error}.") from error
+        return read_file("prompt file", args.prompt_file)
     if args.prompt not in (None, "-"):
         return str(args.prompt).replace("\\n", "\n").replace("\\t", "\t")
     if args.prompt is None and sys.stdin.isatty():
@@ -44,34 +38,33 @@ def _prompt_text(args: argparse.Namespace) -> str:
     return sys.stdin.read()
 
 
+def read_file(kind: str, path: str) -> str:
+    """Return the text of a file that a user names; `kind` says in errors what it is."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the {kind} {path} cannot be read: {error}. Give a UTF-8 file.") from error
+
+
 def render(tokenizer: Any, prompt: str, args: argparse.Namespace, *, continues: bool) -> str:
-    """The prompt inside the tokenizer's chat template.
-
-    Args:
-        tokenizer: of the model.
-        prompt: the user's text.
-        args: --system-prompt, --prefill-response, --chat-template-config and --ignore-chat-template.
-        continues: a saved cache already holds the beginning of the user's turn.
-
-    Raises:
-        ConfigError: --chat-template-config is not a JSON object, or the template refuses the messages.
-    """
+    """Put a prompt into the chat template; `continues` if a saved cache already holds the start of the user's turn."""
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         return prompt
-    rendered = _conversation(tokenizer, prompt, args)
+    rendered = _apply_template(tokenizer, prompt, args)
     if not continues:
         return rendered
-    # Whatever comes before the user's words is in the cache; a template may strip or escape the words themselves.
-    return rendered[_conversation(tokenizer, _MARK, args).index(_MARK) :]
+    # The cache has all that comes before the prompt. A template may strip or escape the prompt itself.
+    return rendered[_apply_template(tokenizer, _PLACEHOLDER, args).index(_PLACEHOLDER) :]
 
 
-def _conversation(tokenizer: Any, prompt: str, args: argparse.Namespace) -> str:
+def _apply_template(tokenizer: Any, prompt: str, args: argparse.Namespace) -> str:
     messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
     messages.append({"role": "user", "content": prompt})
-    prefilled = args.prefill_response is not None
-    if prefilled:
+    has_response = args.prefill_response is not None
+    if has_response:
         messages.append({"role": "assistant", "content": args.prefill_response})
-    options = {"continue_final_message": prefilled, "add_generation_prompt": not prefilled, **template_config(args)}
+    options = {"continue_final_message": has_response, "add_generation_prompt": not has_response}
+    options |= template_config(args)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except (TemplateError, ValueError) as error:
@@ -82,11 +75,7 @@ def _conversation(tokenizer: Any, prompt: str, args: argparse.Namespace) -> str:
 
 
 def template_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of --chat-template-config.
-
-    Raises:
-        ConfigError: it is not a JSON object.
-    """
+    """Return the options of --chat-template-config."""
     if args.chat_template_config is None:
         return {}
     try:
@@ -99,13 +88,30 @@ def template_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def encode(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
-    """Token ids; the chat template has its own special tokens, plain text gets the tokenizer's.
-
-    Raises:
-        ConfigError: the tokenizer makes no tokens of the text.
-    """
+    """Return token ids; a chat template has special tokens of its own, plain text gets the tokenizer's."""
     templated = tokenizer.has_chat_template and not args.ignore_chat_template
     ids = list(tokenizer.encode(text, add_special_tokens=not templated))
     if not ids:
-        raise ConfigError("the tokenizer makes no tokens of the prompt. Check that the model has its tokenizer.json.")
+        raise ConfigError("the tokenizer returned no tokens for the prompt. Check that the model has tokenizer.json.")
     return ids
+
+
+def embed_images(
+    model: Any, tokenizer: Any, config: dict[str, Any], prompt: str, paths: list[str]
+) -> tuple[str, mx.array]:
+    """Return the prompt with its image placeholders expanded, and the input embeddings [tokens, hidden]."""
+    processor = load_processor(model, config)
+    if processor is None:
+        raise ConfigError("the model does not support images. Drop --image, or use a vision model.")
+    try:
+        from PIL import Image  # an optional package
+    except ImportError as error:
+        raise ConfigError("--image needs Pillow: pip install pillow.") from error
+    try:
+        images = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+    except OSError as error:
+        raise ConfigError(f"an image cannot be read: {error}.") from error
+    text, pixels = processor(prompt, images=images)
+    embeddings = model.embed_inputs(mx.array(tokenizer.encode(text, add_special_tokens=False)), pixel_values=pixels)
+    mx.eval(embeddings)  # the prefill runs on another stream
+    return text, embeddings

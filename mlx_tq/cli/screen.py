@@ -1,41 +1,52 @@
-"""What commands show. The answer goes to stdout; everything else, through here, to stderr."""
+"""Show plans, statistics, warnings and progress on stderr; only answers go to stdout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
-from mlx_tq.cache.region_map import SCALE_TOKENS
-from mlx_tq.cli.foreign_text import readable
+from mlx_tq.cli.terminal_text import readable
 from mlx_tq.kernels import backend, thresholds
 from mlx_tq.prompt_cache.archive import LIMIT
 from mlx_tq.prompt_cache.layer_group import EvictionPlan
 from mlx_tq.prompt_cache.plan import LayerPlan, Plan
 from mlx_tq.prompt_cache.statistics import CacheStats, predict_stats
+from mlx_tq.session import Session
 from mlx_tq.session.shadow_mode import ShadowReport
-from mlx_tq.session.transcript import Quotation
 from mlx_tq.session.turn import TurnStats
 
-_WIDTH = 120  # where there is no terminal to ask
+_WIDTH = 120  # if stderr is not a terminal
+_BAR_WIDTH = 40
 
 
-def _console(*, stderr: bool) -> Console:
+def make_console(*, stderr: bool) -> Console:
     made = Console(stderr=stderr, highlight=False)
     if not made.is_terminal:
         made.width = _WIDTH
     return made
 
 
-console = _console(stderr=True)
-results = _console(stderr=False)  # for commands whose answer is a table
+console = make_console(stderr=True)
+results = make_console(stderr=False)  # for commands whose answer is a table
 
 
 def human_bytes(count: float) -> str:
-    """Bytes as people write them, such as 1.5 MB."""
+    """Return bytes as people write them, such as 1.5 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -44,11 +55,62 @@ def human_bytes(count: float) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A plain table; the first column is text, the others are numbers."""
+    """Return a plain table; the first column is text, the others are numbers."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right", no_wrap=i > 0)
     return made
+
+
+def warn(message: str) -> None:
+    console.print(f"[yellow]warning:[/yellow] {escape(readable(message))}", soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a remark that an answer does not depend on."""
+    console.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+class _TokenRate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.0f} tok/s")
+
+
+@contextmanager
+def prefill_progress(*, title: str = "reading the prompt", show: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal; yield mlx-lm's progress callback (processed, total)."""
+    if not show or not console.is_terminal:
+        yield lambda processed, total: None
+        return
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), _TokenRate(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=None)
+
+        def advance(processed: int, total: int) -> None:
+            progress.update(task, completed=processed, total=total)
+            if processed >= total:
+                progress.stop()
+
+        yield advance
+
+
+def show_plan(plan: Plan, tokens: int, recall_blocker: str | None = None) -> None:
+    """Print how each group of layers is stored, and the bytes of a context of `tokens`."""
+    rows = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
+    rows.columns[-1].no_wrap, rows.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
+    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
+        layers = list(group)
+        size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
+        fp16 = sum(layer.fp16_nbytes(tokens) for layer in layers)
+        spec = layers[0].spec
+        rows.add_row(_layer_range(layers), spec.keys, spec.value, human_bytes(size), human_bytes(fp16), layers[0].note)
+    compressed = {layer.slot.index for layer in plan.layers}
+    others = [name for index, name in enumerate(plan.classes) if index not in compressed]
+    for name in sorted(set(others)):
+        rows.add_row(f"{others.count(name)} others", "unchanged", "", "", "", name)
+    console.print(rows)
+    for line in _describe_plan(plan, tokens, recall_blocker):
+        note(line)
 
 
 def _layer_range(layers: list[LayerPlan]) -> str:
@@ -56,165 +118,111 @@ def _layer_range(layers: list[LayerPlan]) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def show_plan(plan: Plan, tokens: int, beside: str | None = None) -> None:
-    """Print how each group of layers is stored and the bytes at a context of `tokens`.
-
-    Args:
-        plan: of the caches.
-        tokens: of the context.
-        beside: what keeps rows from coming back, if anything does.
-    """
-    shown = table(f"KV cache of {plan.model_type}, {tokens:,} tokens", "layers", "keys", "values", "bytes", "fp16", "")
-    shown.columns[-1].no_wrap, shown.columns[-1].justify = False, "left"  # a long note must not squeeze the figures
-    for _, group in groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value, layer.note)):
-        layers = list(group)
-        size = sum(layer.nbytes(plan.live(tokens)) for layer in layers)
-        fp16 = sum(layer.fp16_nbytes(tokens) for layer in layers)
-        spec, note = layers[0].spec, layers[0].note
-        shown.add_row(_layer_range(layers), spec.keys, spec.value, human_bytes(size), human_bytes(fp16), note)
-    compressed = {layer.slot.index for layer in plan.layers}
-    others = [name for index, name in enumerate(plan.classes) if index not in compressed]
-    for name in sorted(set(others)):
-        shown.add_row(f"{others.count(name)} others", "as they are", "", "", "", name)
-    console.print(shown)
+def _describe_plan(plan: Plan, tokens: int, recall_blocker: str | None) -> Iterator[str]:
+    first = plan.layers[0]
     if not plan.ranks.is_alone:
-        heads = ", ".join(str(heads) for heads in sorted({layer.slot.heads for layer in plan.layers}))
-        console.print(f"{plan.ranks.size} ranks; KV heads of a layer on each: {heads}; bytes are of one rank")
-    spec = plan.layers[0].spec
-    console.print(
-        f"in the model's own type, {plan.layers[0].slot.dtype}: the first {spec.sinks} tokens, the last {spec.window} "
-        "and up to 63 before those\n"
-        f"computed by {backend.describe()}; thresholds {thresholds.table().origin}",
-        style="dim",
-        soft_wrap=True,
+        heads = ", ".join(map(str, sorted({layer.slot.heads for layer in plan.layers})))
+        yield f"{plan.ranks.size} ranks with {heads} KV heads per layer each; bytes are per rank"
+    yield (
+        f"Full precision ({first.slot.dtype}): first {first.spec.sinks} tokens, last {first.spec.window}, and up to 63 "
+        "before those"
     )
     if plan.allocation is not None:
-        found = plan.allocation
-        console.print(
-            f"formats for {found.limit:g} bits a value take {found.bits:.2f}, and lose about {found.loss:.2g} nats",
-            style="dim",
-            soft_wrap=True,
-        )
-    if any(layer.spec.normalize for layer in plan.layers):
-        console.print(
-            f"keys are stored less the mean of their block, weighted by what the "
-            f"first {SCALE_TOKENS} tokens' queries read",
-            style="dim",
-            soft_wrap=True,
-        )
+        bits = plan.allocation
+        yield f"Formats for {bits.limit:g} bits per value take {bits.bits:.2f}; predicted loss {bits.loss:.2g} nats"
     if any(layer.spec.cold for layer in plan.layers):
-        console.print(f"of two key formats, {plan.config.recent} packed tokens have the first", style="dim")
+        yield f"The first of two key formats is for the most recent {plan.config.recent} packed tokens"
     if plan.eviction is not None:
-        console.print(describe_eviction(plan.eviction, beside), style="dim", markup=False, soft_wrap=True)
-        console.print(describe_places(predict_stats(plan, tokens)), style="dim", markup=False, soft_wrap=True)
-    decoded = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
-    if decoded:
-        console.print(
-            f"no GPU kernels for {', '.join(decoded)}: attention decodes with mlx's operations",
-            style="dim",
-            soft_wrap=True,
-        )
+        yield _describe_eviction(plan.eviction, recall_blocker)
+        yield describe_tokens(predict_stats(plan, tokens))
+    pairs = sorted({f"{layer.spec.keys}/{layer.spec.value}" for layer in plan.layers if not layer.has_kernels})
+    if pairs:
+        yield f"No GPU kernels for {', '.join(pairs)}: attention dequantizes with mlx operations"
 
 
-def describe_eviction(plan: EvictionPlan, beside: str | None = None) -> str:
-    """Policy, budget, calibration and recall in a line; `beside` is what keeps rows from coming back."""
+def _describe_eviction(plan: EvictionPlan, recall_blocker: str | None) -> str:
     config, tokens = plan.config, plan.budget.tokens
     budget = f"{tokens:,} tokens" if tokens is not None else f"{config.budget} of the tokens"
-    line = f"eviction: {config.policy} keeps {budget}"
+    line = f"Eviction: {config.policy} keeps {budget}"
     line = f"{line}, calibrated on {plan.source}" if plan.source else line
-    if beside is not None:
-        return f"{line}; no rows come back beside {beside}"
+    if recall_blocker is not None:
+        return f"{line}; recall is disabled with {recall_blocker}"
     if not config.recalls:
         return line
     limit = config.archive_limit
-    most = f"{human_bytes(LIMIT)} or a tenth of the free disk" if limit is None else human_bytes(limit)
-    return f"{line}; what leaves is archived on disk until the run ends, up to {most}"
+    maximum = f"{human_bytes(LIMIT)} or a tenth of the free disk" if limit is None else human_bytes(limit)
+    return f"{line}; evicted tokens are archived on disk until the run ends, at most {maximum}"
 
 
-def describe_places(stats: CacheStats) -> str:
-    """Say in one line how many tokens are in memory, archived and dropped."""
+def describe_tokens(stats: CacheStats) -> str:
     archived = f"{stats.archived:,} archived ({human_bytes(stats.archived_nbytes)})"
     return f"Tokens: {stats.live:,} in memory ({human_bytes(stats.nbytes)}), {archived}, {stats.dropped:,} dropped"
 
 
-def warn(message: str) -> None:
-    """Print a warning."""
-    console.print(f"[yellow]warning:[/yellow] {escape(readable(message))}", soft_wrap=True)
-
-
-def show_recalled(positions: Sequence[int], by_meaning: Sequence[int], archived: int, seconds: float) -> None:
-    """Print what came back from the archive, and which of it the rescue service's search named."""
-    came = f"tokens {_ranges(positions)}" if positions else "nothing"
-    named = f", by search {_ranges(by_meaning)}," if by_meaning else ""
-    said = f"recalled: {came}{named} of {archived:,} archived ({1000 * seconds:.0f} ms)"
-    console.print(said, style="cyan", soft_wrap=True)
-
-
-def show_quoted(quotation: Quotation, seconds: float) -> None:
-    """Print what came back as text, if anything did."""
-    if quotation.ids:
-        spans = ", ".join(f"{start:,}-{stop:,}" for start, stop in quotation.ranges)
-        console.print(f"brought back: tokens {spans} ({1000 * seconds:.0f} ms)", style="cyan")
+def show_restored(turn: TurnStats, *, can_recall: bool) -> None:
+    """Print how many tokens were recalled for a turn, and quoted as text if any were."""
+    if can_recall:
+        recalled = f"Recalled {len(turn.recalled):,} of {turn.archived:,} archived tokens"
+        console.print(f"{recalled} ({turn.recall_seconds:.1f} s)", style="cyan")
+    if turn.quotation.ids:
+        quoted = f"Quoted {len(turn.quotation.ids):,} tokens of evicted text"
+        console.print(f"{quoted} ({turn.rescue_seconds:.1f} s)", style="cyan")
 
 
 def show_shadow(report: ShadowReport) -> None:
     """Print what a compressed cache would have changed."""
     if not report.layers:
-        console.print("shadow: the answer was too short for a comparison", style="dim")
+        note("Shadow mode: the answer was too short to compare")
         return
     console.print(
-        f"what the compressed cache would have changed, in {report.comparisons} comparisons, the last with "
-        f"{report.packed:,} tokens packed:",
+        f"Shadow mode: the compressed cache against fp16 in {report.comparisons} comparisons, {report.packed:,} tokens "
+        "packed in the last one",
         soft_wrap=True,
     )
-    shown = table("", "layer", "cosine", "least", "KLD of weights", "most")
+    rows = table("", "layer", "cosine", "lowest", "KLD of weights", "highest")
     for layer in report.layers:
         cosines = f"{layer.cosine:.5f}", f"{layer.least_cosine:.5f}"
-        shown.add_row(str(layer.index), *cosines, f"{layer.kld:.2g}", f"{layer.most_kld:.2g}")
-    console.print(shown)
+        rows.add_row(str(layer.index), *cosines, f"{layer.kld:.2g}", f"{layer.most_kld:.2g}")
+    console.print(rows)
     if report.kld is None:
-        console.print("predictions were not compared: a cache of this model cannot go back a token", style="dim")
+        note("Next tokens were not compared: caches of this model cannot be trimmed")
         return
     worst = ", ".join(f"{token.text!r} at {token.position:,} ({token.kld:.2g})" for token in report.worst)
     console.print(
-        f"predictions of {len(report.tokens)} tokens: KLD {report.kld:.2g}, the same most likely token in "
-        f"{report.top1:.1f} %; worst {readable(worst)}",
+        f"Next token, {len(report.tokens)} tokens: KLD {report.kld:.2g}, the same most likely token in "
+        f"{report.top1:.1f} %; largest KLD: {readable(worst)}",
         markup=False,
         soft_wrap=True,
     )
 
 
-def _ranges(positions: Sequence[int]) -> str:
-    """Each run of neighbours, as first and past the last."""
-    cuts = [place for place, (at, after) in enumerate(pairwise(positions), 1) if after > at + 1]
-    runs = pairwise([0, *cuts, len(positions)])
-    return ", ".join(f"{positions[start]:,}-{positions[stop - 1] + 1:,}" for start, stop in runs if stop > start)
-
-
 def show_cache(cache: CacheStats) -> None:
-    """Print what a prompt cache takes."""
+    """Print the size of a prompt cache, and what was evicted from it."""
     compared = f"; fp16 takes {human_bytes(cache.fp16_nbytes)}, {cache.ratio:.2f}x as much"
     if cache.nbytes == cache.fp16_nbytes:
         compared = ""
     elif cache.ratio < 1:
-        compared += " (so short a text is in the model's own type, and its buffers are larger)"
+        compared += " (a text this short is not packed, and its buffers are larger)"
     console.print(f"KV cache: {cache.tokens:,} tokens in {human_bytes(cache.nbytes)}{compared}", soft_wrap=True)
     if cache.rounds:
         rounds = "1 round" if cache.rounds == 1 else f"{cache.rounds} rounds"
         console.print(
             f"evicted: {cache.evicted:,} tokens in {rounds} ({cache.evict_seconds:.2f} s); "
-            f"{100 * cache.retention:.1f} % stayed",
+            f"{100 * cache.retention:.1f} % kept",
             soft_wrap=True,
         )
     if cache.clamped:
-        warn(f"{cache.clamped:,} vectors exceeded fp16's range and were clamped; --kv-profile off keeps them.")
+        warn(f"{cache.clamped:,} vectors exceeded the range of fp16 and were clamped. Use --kv-profile off.")
 
 
 def show_stats(stats: TurnStats, cache: CacheStats) -> None:
-    """Print the numbers of a generation."""
+    """Print the speed of a generation, and the size of its cache."""
     if stats.generation_tokens:
+        cached = ""
+        if stats.cached_tokens:
+            cached = f"{stats.cached_tokens:,} from the prefix cache ({stats.restore_seconds:.2f} s), "
         console.print(
-            f"prompt: {stats.prompt_tokens:,} tokens, {_stored(stats)}{stats.prompt_tps:.1f} tok/s, "
+            f"prompt: {stats.prompt_tokens:,} tokens, {cached}{stats.prompt_tps:.1f} tok/s, "
             f"first token after {stats.ttft:.2f} s\n"
             f"generation: {stats.generation_tokens:,} tokens, {stats.generation_tps:.1f} tok/s ({stats.finish_reason})"
         )
@@ -222,18 +230,31 @@ def show_stats(stats: TurnStats, cache: CacheStats) -> None:
         console.print(f"prompt: {stats.prompt_tokens:,} tokens, {stats.finish_reason} before the first token")
     show_cache(cache)
     if cache.rounds:
-        console.print(describe_places(cache), soft_wrap=True)
+        console.print(describe_tokens(cache), soft_wrap=True)
     console.print(f"peak memory: {human_bytes(stats.peak_memory)}")
 
 
-def _stored(stats: TurnStats) -> str:
-    if not stats.cached_tokens:
-        return ""
-    return f"{stats.cached_tokens:,} of them from the store in {stats.restore_seconds:.2f} s, "
+def memory_bar(session: Session) -> Text:
+    """Draw the live and evicted tokens along the context, with counts and bytes."""
+    stats = session.stats
+    total = max(session.context_length or 0, stats.tokens, 1)
+    live = round(_BAR_WIDTH * stats.live / total)
+    evicted = min(round(_BAR_WIDTH * stats.evicted / total), _BAR_WIDTH - live)
+    free = _BAR_WIDTH - live - evicted
+    bar = Text()
+    for sign, style, width in (("█", "green", live), ("▒", "yellow", evicted), ("·", "dim", free)):
+        bar.append(sign * width, style)
+    bar.append(f" {stats.live:,} live", "green")
+    bar.append(f"  {stats.evicted:,} evicted", "yellow")
+    if stats.archived:
+        bar.append(f"  {stats.archived:,} archived  {session.recalled_tokens:,} recalled", "cyan")
+    bar.append(f"  {session.quoted_tokens:,} rescued", "cyan")
+    bar.append(f"  {human_bytes(stats.nbytes)}, fp16 {human_bytes(stats.fp16_nbytes)}", "dim")
+    return bar
 
 
 def plan_dict(plan: Plan, tokens: int) -> dict[str, Any]:
-    """A plan as plain data, with bytes at a context of `tokens`."""
+    """Return a plan as plain data, with the bytes of a context of `tokens`."""
     return {
         "model_type": plan.model_type,
         "config": plan.config.to_dict(),

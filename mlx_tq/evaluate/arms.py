@@ -1,12 +1,11 @@
 """The configurations ("arms") that a measurement compares: profiles by name, and pairs of formats."""
 
-import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_tq.cli.args import FORMAT_OPTIONS, MEAN_BITS, OPTIONS, config_from_args, evict_from_args, option_value
+from mlx_tq.cli.options import CONFIG_FIELDS, NAMING_FORMATS, Request, make_eviction
 from mlx_tq.config import PAIRS, PROFILES, EvictConfig, KVConfig, profile
 from mlx_tq.errors import ConfigError
 from mlx_tq.integration.probe import native_caches
@@ -15,7 +14,7 @@ from mlx_tq.prompt_cache.compressed import planner
 from mlx_tq.prompt_cache.plan import Plan
 
 _PLAIN = "plain"  # keys without normalization
-_CHOOSING = (*FORMAT_OPTIONS, MEAN_BITS)  # options that choose formats, which the name of an arm does, too
+_CHOOSING = (*NAMING_FORMATS, "--kv-mean-bits")  # flags that choose formats, which the name of an arm does, too
 
 
 @dataclass(frozen=True)
@@ -68,26 +67,23 @@ def parse_arm(text: str, **changes: Any) -> Arm:
     return Arm(text, KVConfig(**changes))
 
 
-def region_changes(args: argparse.Namespace) -> dict[str, Any]:
+def region_changes(request: Request) -> dict[str, Any]:
     """Return what flags and environment set of the configuration, without the formats."""
-    chosen = {option.field: option_value(args, option) for option in OPTIONS if option not in _CHOOSING}
+    chosen = {field: request.values[flag] for flag, field in CONFIG_FIELDS.items() if flag not in _CHOOSING}
     changes = {field: value for field, value in chosen.items() if value is not None}
-    return changes | {"evict": evict_from_args(args)}
+    return changes | {"evict": make_eviction(request.values, request.typed)}
 
 
-def arms_from_args(args: argparse.Namespace) -> list[Arm]:
+def arms_from_request(request: Request) -> list[Arm]:
     """Return the arms that the flags name; a single one if --kv-profile, --kv-key or --kv-value choose it."""
-    flags = [option.flag for option in _CHOOSING if option_value(args, option, {}) is not None]
-    if args.profiles is not None and flags:
-        raise ConfigError(f"--profiles and {flags[0]} both choose formats. Drop one of them.")
-    if args.profiles is None and any(option_value(args, option) is not None for option in _CHOOSING):
-        config = config_from_args(args)
-        bits = config.mean_bits
+    args = request.args
+    if args.profiles is None and any(request.values[flag] is not None for flag in _CHOOSING):
+        config, bits = request.config, request.config.mean_bits
         return [Arm(f"{config.key}/{config.value}" if bits is None else f"{bits:g}bits", config)]
     names = [name.strip() for name in (args.profiles or args.default_profiles).split(",") if name.strip()]
     if not names:
         raise ConfigError("--profiles is empty; give some, such as off,balanced,q8/tq3.")
-    changes = region_changes(args)
+    changes = region_changes(request)
     if any("@" in name for name in names):  # the others do not evict
         return [parse_arm(name, **(changes if "@" in name else changes | {"evict": None})) for name in names]
     return [parse_arm(name, **changes) for name in dict.fromkeys(names)]

@@ -4,10 +4,15 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from mlx_tq.cli.args import add_cache_arguments
-from mlx_tq.cli.frame import run_command
-from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.parser import (
+    CommandParser,
+    add_cache_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    command_parser,
+)
+from mlx_tq.cli.runner import run_command
 
 # Help of each measurement, and the arms that it compares by default.
 _MEASUREMENTS = {
@@ -24,19 +29,21 @@ _STEP = (512, "tokens per prefill step")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    return run_command("evaluate", build_parser(), "mlx_tq.evaluate.command", words)
+    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
-    from mlx_tq.evaluate.measurements import run_measurement  # loads mlx
+    request = Request.from_args(args)
 
-    return run_measurement(args)
+    from mlx_tq.evaluate.measurements import run_measurement
+
+    return run_measurement(request)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = command_parser("evaluate", "Measure what a compressed KV cache costs in quality.")
+def build_parser() -> CommandParser:
+    parser = command_parser("evaluate", "Measure what a compressed KV cache costs in quality.", None)
     commands = parser.add_subparsers(dest="measurement", required=True, metavar="MEASUREMENT")
-    parsers = {}
+    parsers: dict[str, CommandParser] = {}
     for name, (description, arms) in _MEASUREMENTS.items():
         parsers[name] = commands.add_parser(name, help=description, description=description)
         add_model_arguments(parsers[name], adapter=False)

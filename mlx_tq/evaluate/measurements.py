@@ -8,11 +8,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_tq.cli.args import config_from_args
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.options import Request
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import OFF, Arm, arms_from_args, region_changes
+from mlx_tq.evaluate.arms import OFF, Arm, arms_from_request, region_changes
 from mlx_tq.evaluate.asking import PASS, VOID, Sample, ask_samples, compare_answers
 from mlx_tq.evaluate.formats import TOGETHER, measure_formats, parse_pairs
 from mlx_tq.evaluate.lm_eval_harness import import_lm_eval, run_tasks
@@ -22,8 +22,6 @@ from mlx_tq.evaluate.results import Columns, Record, Results, progress
 from mlx_tq.evaluate.ruler import ruler_samples
 from mlx_tq.evaluate.teacher_forced import TokenScores, cut_chunks, divergence, perplexity, score_text
 from mlx_tq.evaluate.tools import tool_samples
-
-_LEAST = {"samples": 1, "seeds": 1, "max_tokens": 1, "step": 1, "shots": 0, "temp": 0}
 
 
 @dataclass
@@ -38,7 +36,7 @@ class Run:
     @cached_property
     def model(self) -> tuple[Any, Any]:
         """The model and its tokenizer."""
-        return load_chosen(self.args, *(arm.config for arm in self.arms))
+        return load_model(self.args, *(arm.config for arm in self.arms))
 
     @cached_property
     def chunks(self) -> list[list[int]]:
@@ -61,20 +59,17 @@ class Measurement(NamedTuple):
     title: str
     columns: Columns | None  # None: those of the rows
     settings: tuple[str, ...]  # flags that must be equal for results to be resumed
-    arms: Callable[[argparse.Namespace], list[Arm]] = arms_from_args
+    arms: Callable[[Request], list[Arm]] = arms_from_request
     note: Callable[[Sequence[Record]], str] = lambda records: ""
     resumes: bool = True
 
 
-def run_measurement(args: argparse.Namespace) -> int:
+def run_measurement(request: Request) -> int:
     """Measure, save and show; returns the exit code."""
+    args = request.args
     measurement = MEASUREMENTS[args.measurement]
     text = read_text(getattr(args, "text", None))
-    for name, least in _LEAST.items():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or more.")
-    arms = measurement.arms(args)
+    arms = measurement.arms(request)
     results = Results(
         args.json, args.measurement, settings_of(args, measurement.settings, arms), resume=measurement.resumes
     )
@@ -149,8 +144,9 @@ def _formats(run: Run) -> list[Record]:
     return sorted(rows, key=lambda row: (row["nbytes"], row["name"]))
 
 
-def _pairs_from_args(args: argparse.Namespace) -> list[Arm]:
-    return parse_pairs(args.keys, args.values, args.pairs, **region_changes(args))
+def _pairs_from_request(request: Request) -> list[Arm]:
+    args = request.args
+    return parse_pairs(args.keys, args.values, args.pairs, **region_changes(request))
 
 
 def _ask(run: Run, samples: list[Sample]) -> list[Record]:
@@ -275,7 +271,7 @@ MEASUREMENTS = {
         "Pairs of formats",
         _select("cache,B/token,ratio,K err,V err,cos,KLD,± KLD,top-1 %,PPL,change %,± change,packed %,needles"),
         (*_TEXT, "needle_length"),
-        _pairs_from_args,
+        _pairs_from_request,
     ),
     "needle": Measurement(
         _needle, "Needles found", None, ("lengths", "depths", "seeds", "step", "max_tokens"), note=note_on_needles
@@ -288,7 +284,7 @@ MEASUREMENTS = {
         "Tasks of lm-eval",
         None,
         ("tasks", "num_shots", "limit", "max_tokens", "seed", "temp", "top_p", "top_k"),
-        arms=lambda args: [Arm("cache", config_from_args(args))],
+        arms=lambda request: [Arm("cache", request.config)],
         resumes=False,
     ),
 }

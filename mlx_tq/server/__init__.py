@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from mlx_tq.cli.frame import run_command
-from mlx_tq.server.serve import build_parser
+from mlx_tq.cli.runner import run_command
+from mlx_tq.server.serve import build_parser, run
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    return run_command("server", build_parser(), "mlx_tq.server.serve", words)
+    return run_command(build_parser(), run, words)

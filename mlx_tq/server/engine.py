@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import BatchGenerator, make_stop_sequences
 
-from mlx_tq.cli.frame import end_rank
+from mlx_tq.cli.runner import end_rank
 from mlx_tq.config import KVConfig
 from mlx_tq.models import ranks_of
 from mlx_tq.prefix_cache.prefix_cache import CachedPrompt, PrefixCache

@@ -1,6 +1,5 @@
 """The server process: loads the model, listens on a socket, and serves until a signal ends it."""
 
-import argparse
 import logging
 import signal
 import socket
@@ -13,8 +12,8 @@ import uvicorn
 from jinja2 import TemplateError
 
 from http_limits.connections import BACKLOG, limited_connection
-from mlx_tq.cli.args import config_from_args, rescue_from_args, with_blocks
-from mlx_tq.cli.loading import load_chosen
+from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.options import Request
 from mlx_tq.cli.preflight import free_memory
 from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.config import KVConfig
@@ -47,20 +46,19 @@ _CONNECTIONS = 512  # or four for each request that may wait or run, if these ar
 _SHOWN_TOKENS = 8192  # context for which the bytes of the cache are shown
 
 
-def follow(args: argparse.Namespace, folder: Folder | None, ranks: Ranks) -> None:
+def follow(request: Request, folder: Folder | None, ranks: Ranks) -> None:
     """Load this rank's part of the model, and follow the first rank until it ends."""
-    model, tokenizer, config, plan, memory = _load(args, ranks)
+    model, tokenizer, config, plan, memory = _load(request, ranks)
     ranks.run_on_first(lambda: None)  # opens the rescue service
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank gets it too, and ends all ranks
     prefix_cache = _prefix_cache(model, plan, folder, ranks, "")
-    Engine(model, tokenizer, config, plan, _limits(args, memory), Metrics(), prefix_cache=prefix_cache).serve()
+    Engine(model, tokenizer, config, plan, _limits(request.args, memory), Metrics(), prefix_cache=prefix_cache).serve()
 
 
-def serve(
-    args: argparse.Namespace, api_key: str | None, folder: Folder | None, listener: socket.socket, ranks: Ranks
-) -> None:
+def serve(request: Request, api_key: str | None, folder: Folder | None, listener: socket.socket, ranks: Ranks) -> None:
     """Load the model and serve it until a signal comes; of several ranks, this is the first."""
-    service = _service(args, folder, salt_of(api_key, shared=args.prefix_cache_share), ranks)
+    args = request.args
+    service = _service(request, folder, salt_of(api_key, shared=args.prefix_cache_share), ranks)
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -69,11 +67,11 @@ def serve(
 
     host, port = listener.getsockname()[:2]
     console.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", soft_wrap=True)
-    requests = args.max_queue + args.decode_concurrency
-    guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), requests)
+    slots = args.max_queue + args.decode_concurrency
+    guard = Guard(api_key, args.allowed_origins, args.max_body or default_max_body(service.positions), slots)
     config = uvicorn.Config(
         create_app(Web(service, guard), args.allowed_origins),
-        http=limited_connection(max(_CONNECTIONS, 4 * requests)),
+        http=limited_connection(max(_CONNECTIONS, 4 * slots)),
         ws="none",
         backlog=BACKLOG,
         log_config=None,
@@ -91,13 +89,11 @@ def serve(
         service.grammars.close()
 
 
-def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig, Plan | None, int | None]:
+def _load(request: Request, ranks: Ranks) -> tuple[Any, Any, KVConfig, Plan | None, int | None]:
     """Return model, tokenizer and config and, if caches are compressed, the plan and the bytes for all caches."""
-    config = config_from_args(args)
-    if rescue_from_args(args, default=OFF).service != OFF:
-        config = with_blocks(config, args)
+    args, config = request.args, request.config
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    model, tokenizer = load_chosen(args, ranks=ranks, **template)
+    model, tokenizer = load_model(args, config, ranks=ranks, **template)
     if args.chat_template:
         _check_template(tokenizer, args.chat_template_args)
     plan = None if config.is_off else plan_caches(model, config)
@@ -108,7 +104,7 @@ def _load(args: argparse.Namespace, ranks: Ranks) -> tuple[Any, Any, KVConfig, P
     return model, tokenizer, config, plan, ranks.min(args.kv_memory_limit or free_memory())
 
 
-def _limits(args: argparse.Namespace, memory: int | None) -> EngineLimits:
+def _limits(args: Any, memory: int | None) -> EngineLimits:
     return EngineLimits(
         concurrency=args.decode_concurrency,
         prompt_concurrency=args.prompt_concurrency,
@@ -125,9 +121,9 @@ def _prefix_cache(model: Any, plan: Plan | None, folder: Folder | None, ranks: R
     return None if folder is None or plan is None else PrefixCache(model, plan, folder, log.warning, salt)
 
 
-def _service(args: argparse.Namespace, folder: Folder | None, salt: str, ranks: Ranks) -> ModelService:
-    model, tokenizer, config, plan, memory = _load(args, ranks)
-    positions, rescue = position_limit(model), rescue_from_args(args, default=OFF)
+def _service(request: Request, folder: Folder | None, salt: str, ranks: Ranks) -> ModelService:
+    model, tokenizer, config, plan, memory = _load(request, ranks)
+    args, rescue, positions = request.args, request.rescue, position_limit(model)
     metrics, prompt_builder = Metrics(), PromptBuilder(tokenizer, args.chat_template_args, positions)
     client = ranks.run_on_first(lambda: None if rescue.service == OFF else RescueClient(open_service(rescue.service)))
     sessions = Sessions(args.sessions, args.max_queue, prompt_builder, rescue, client, positions, metrics)

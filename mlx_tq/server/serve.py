@@ -8,30 +8,27 @@ import socket
 import sys
 from typing import Any
 
-from mlx_tq.cli.args import KEY_VARIABLE, add_cache_arguments, add_rescue_arguments, config_from_args, parse_size
-from mlx_tq.cli.frame import DONE
-from mlx_tq.cli.model_args import add_model_arguments, add_sampling_arguments
-from mlx_tq.cli.parser import command_parser
+from mlx_tq.cli.options import API_KEY_VARIABLE, Request, parse_size
+from mlx_tq.cli.parser import (
+    CommandParser,
+    add_cache_arguments,
+    add_model_arguments,
+    add_sampling_arguments,
+    command_parser,
+)
+from mlx_tq.cli.runner import DONE
 from mlx_tq.errors import ConfigError
 
-_MINIMUMS = {
-    "decode_concurrency": 1,
-    "prompt_concurrency": 1,
-    "max_queue": 1,
-    "max_tokens": 1,
-    "prompt_cache_size": 0,
-    "sessions": 0,
-}
 
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """Return the parser: the flags of mlx_lm.server that have a meaning here, and ours."""
     parser = command_parser("server", "Serve a model over OpenAI's API on compressed KV caches.")
-    add_model_arguments(parser)
-    add = parser.add_argument
+    add_cache_arguments(parser, recall=True, prefix_cache=True, rescue=True)
+    add_model_arguments(parser.add_argument_group("model"))
+    add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; any but loopback needs an API key")
     add("--port", type=int, default=8080, metavar="N", help="port to listen on; 0 takes a free one")
-    add("--api-key", metavar="KEY", help=f"key that clients must send; {KEY_VARIABLE} is safer (default: none)")
+    add("--api-key", metavar="KEY", help=f"key that clients must send; {API_KEY_VARIABLE} is safer (default: none)")
     add(
         "--allowed-origins",
         type=lambda text: [name for name in text.split(",") if name],
@@ -55,8 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=512, metavar="N", help="maximum tokens to generate")
 
     _add_limits(parser)
-    add_cache_arguments(parser, recall=True, store=True)
-    add_rescue_arguments(parser)
     return parser
 
 
@@ -97,30 +92,26 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; return the exit code."""
+    request = Request.from_args(args)
     try:
         from mlx_tq.server import guard, process  # their packages are an extra, which may not be installed
     except ImportError as error:
         raise ConfigError(f"the server needs {error.name}: pip install 'mlx-tq[server]'.") from error
-    from http_limits.connections import open_listener  # likewise
-    from http_limits.log_limit import LogLimit  # likewise
-    from mlx_tq.cli.joining import join_ranks  # imports mlx, which --help does without
-    from mlx_tq.cli.preflight import check_arguments  # likewise
-    from mlx_tq.cli.stores import chosen_store  # likewise
+    from http_limits.connections import open_listener
+    from http_limits.log_limit import LogLimit
+    from mlx_tq.cli.loading import open_prefix_folder
+    from mlx_tq.cli.ranks import join_ranks
 
-    check_arguments(args)
-    _check(args)
-    ranks = join_ranks(args)
-    folder = chosen_store(args, ["mlx-lm's own caches"] if config_from_args(args).is_off else [], ranks)
-    if folder is None and args.prefix_cache_share:
-        raise ConfigError("--prefix-cache-share is given, but nothing is stored: add --prefix-cache auto, or drop it.")
+    ranks = join_ranks(request)
+    folder = open_prefix_folder(request, ranks)
     log = logging.StreamHandler(sys.stderr)
     log.addFilter(LogLimit())
     logging.basicConfig(level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", handlers=[log])
-    api_key = args.api_key or os.environ.get(KEY_VARIABLE)
+    api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
 
     def listen() -> socket.socket:
         if not api_key and not guard.is_loopback(args.host):
-            raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {KEY_VARIABLE}.")
+            raise ConfigError(f"refusing to listen on {args.host} without an API key. Set {API_KEY_VARIABLE}.")
         try:
             return open_listener(args.host, args.port)
         except OSError as error:
@@ -129,23 +120,11 @@ def run(args: argparse.Namespace) -> int:
 
     listener = ranks.run_on_first(listen)
     if listener is None:
-        process.follow(args, folder, ranks)
+        process.follow(request, folder, ranks)
     else:
         with listener:
-            process.serve(args, api_key, folder, listener, ranks)
+            process.serve(request, api_key, folder, listener, ranks)
     return DONE
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name, minimum in _MINIMUMS.items():
-        if getattr(args, name) < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {minimum} or more.")
-    if not (args.temp >= 0 and 0 <= args.top_p <= 1 and 0 <= args.min_p <= 1 and args.top_k >= 0):
-        raise ConfigError("--temp and --top-k must be 0 or more, --top-p and --min-p between 0 and 1.")
-    if not 0 <= args.port < 65536:
-        raise ConfigError(f"--port is {args.port}; it must be between 0 and 65535.")
-    if config_from_args(args).is_off and args.kv_memory_limit is not None:
-        raise ConfigError("--kv-memory-limit is for compressed caches, and mlx-lm's own was chosen. Drop it.")
 
 
 def _json_object(text: str) -> dict[str, Any]:

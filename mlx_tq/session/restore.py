@@ -30,7 +30,7 @@ from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHi
 SHORTEST_QUESTION = 32  # tokens
 
 # Archived tokens that all layers may score for each decoded token, so that a search costs a twentieth of the steps
-# before it (docs/measurements/recall.md). Counted and not timed: tokens must not depend on how busy the machine is.
+# before it (docs/measurements/eviction.md). Counted and not timed: tokens must not depend on how busy the machine is.
 _SCORED_PER_TOKEN = 25
 _EMPTY_LINE, _EMPTY_LINE_TOKENS = re.compile(r"\n\s*\n[^\S\n]*$"), 6
 

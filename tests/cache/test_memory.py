@@ -47,7 +47,7 @@ def test_active_memory_grows_by_the_declared_bytes():
 
 
 def test_prefill_holds_the_scratch_of_one_layer():
-    """Scores, the decoded past and its rotated neighbours are gone before the next layer makes its own.
+    """Scores, the decoded past and its rotated neighbors are gone before the next layer makes its own.
 
     Derived for one layer of fp32: scores and their softmax, [2, 512, S] each, and three copies of keys and values,
     [1, S, 128] each: blocks of them decoded, side by side with the rotated tail, and one in hand.

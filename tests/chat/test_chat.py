@@ -1,4 +1,4 @@
-"""`mlx_tq.chat` with lines from a pipe, and in a terminal: a real process, real signals."""
+"""`mlx_tq.chat` with lines from a pipe, and in a terminal with real signals."""
 
 import io
 import os
@@ -16,21 +16,21 @@ from cli.tools import FLOAT32, command, copy_model, environment
 from processes import read_until
 
 from mlx_tq import __main__
-from mlx_tq.cli.memory_bar import memory_bar
+from mlx_tq.cli.screen import memory_bar
 from mlx_tq.prompt_cache.statistics import CacheStats
 
-PATIENCE = 2  # seconds after which people press a key again
-ENDING = 60  # a program that ends has given up its handler: another Ctrl-C then kills it
+REPEAT_S = 2  # seconds until Ctrl-C is pressed again
+END_S = 60  # longer, because another Ctrl-C kills a program that is ending
 PRESSES = 10
 
 
 @pytest.fixture
 def talk(tmp_path, capsys, monkeypatch):
-    """`mlx_tq chat` with lines from a pipe, in a folder of its own; returns what it said on stdout and on stderr."""
+    """Return a function that runs `mlx_tq chat` with lines from a pipe, and returns stdout and stderr."""
 
     def call(*lines, words=()):
-        said = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said), encoding="utf-8"))
+        text = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
         monkeypatch.chdir(tmp_path)
         assert __main__.main(["chat", *FLOAT32, *words]) == 0
         return capsys.readouterr()
@@ -39,28 +39,12 @@ def talk(tmp_path, capsys, monkeypatch):
 
 
 def test_a_conversation_from_a_pipe(talk, tmp_path):
-    """Answers on stdout, all else on stderr; lines in one message, bytes that are no text; saved, forgotten, loaded."""
     (tmp_path / "broken.safetensors").write_bytes(bytes(20))
     (tmp_path / "thesis.txt").write_text("thesis")
-    out, err = talk(
-        "The access code is 417295.",
-        '"""',
-        "Two lines.",
-        "What is the access code?",
-        '"""',
-        "/save chat.safetensors",
-        "/save thesis.txt",
-        "/save chat.safetensors",
-        "/reset",
-        "/load chat.safetensors",
-        "What is the access code?",
-        "/save",
-        "/nope",
-        "\udcff\udcfe hi",
-        "/load broken.safetensors",
-        "/load nowhere.safetensors",
-        "/stats",
-    )
+    message = ('"""', "Two lines.", "What is the access code?", '"""')
+    files = ("/save chat.safetensors", "/save thesis.txt", "/save chat.safetensors", "/reset", "/load chat.safetensors")
+    faults = ("/save", "/nope", "\udcff\udcfe hi", "/load broken.safetensors", "/load nowhere.safetensors")
+    out, err = talk("The access code is 417295.", *message, *files, "What is the access code?", *faults, "/stats")
     answers, _, stats = out.partition("conversation")
     assert [line.rstrip() for line in answers.splitlines()[1:3]] == ["417295", "417295"]
     assert "of 4,096" in stats
@@ -75,25 +59,25 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
         " live  0 evicted  0 rescued",
     ):
         assert words in err
-    assert "thesis.txt is no conversation, and is not replaced" in " ".join(err.split())
+    assert "thesis.txt is not a conversation and is not replaced" in " ".join(err.split())
     assert (tmp_path / "thesis.txt").read_text() == "thesis"
 
 
 def test_a_shadow_is_reported_at_the_end(talk):
     words = ("--kv-sinks", "16", "--kv-window", "16", "--kv-normalize", "off", "--max-tokens", "8")
     _, err = talk("The access code is 417295. " * 8, "/save chat.safetensors", words=(*words, "--kv-shadow", "2"))
-    assert "what the compressed cache would have changed" in err.lower()
-    assert "predictions of" in err
+    assert "Shadow mode: the compressed cache against fp16" in err
+    assert "Next token, " in err
     assert "cannot be saved" in err
 
 
-def test_a_message_without_its_end_is_not_lost_without_a_word(talk):
+def test_an_unfinished_message_is_reported(talk):
     out, err = talk('"""', "Two lines,", "and no end.")
     assert out == ""
     assert "its 2 lines were not sent" in err
 
 
-def test_paths_and_what_a_loaded_conversation_said_last(talk, tmp_path, monkeypatch):
+def test_paths_and_the_last_exchange_of_a_loaded_conversation(talk, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     question = "/etc/hosts is a file. The access code is 417295. What is the access code?"
     out, err = talk(question, "/tmp is a folder.", " /nope", "/save ~/chat.safetensors", "/save ~nobody-here/x")
@@ -107,8 +91,7 @@ def test_paths_and_what_a_loaded_conversation_said_last(talk, tmp_path, monkeypa
     assert f"> {question}\n417295" in err
 
 
-def test_a_flag_that_a_loaded_conversation_would_pass_over_is_refused(talk, capsys):
-    """It goes on as it was saved; the same flags again say so."""
+def test_flags_that_contradict_a_loaded_conversation_are_refused(talk, capsys):
     evicts = ("--kv-evict", "recency", "--kv-budget", "50%", "--rescue", "off")
     talk("hi", "/save here", words=evicts)
     load = ("--load", "here")
@@ -117,14 +100,14 @@ def test_a_flag_that_a_loaded_conversation_would_pass_over_is_refused(talk, caps
     for words, says in (
         (("--kv-profile", "small"), "made with another configuration: key is 'q8', not 'tq4'"),
         ((*evicts[:3], "25%"), "made with another configuration: evict is"),
-        (("--system-prompt", "Be brief."), "--system-prompt is given, but the conversation of --load has begun"),
+        (("--system-prompt", "Be brief."), "--system-prompt cannot be combined with --load"),
     ):
         assert __main__.main(["chat", *FLOAT32, *load, *words]) > 0
         assert says in capsys.readouterr().err
 
 
-def test_what_is_pasted_is_one_message(popen):
-    """A terminal marks a paste; the key Enter ends the message. Lines of a pipe are messages each, as before."""
+def test_a_paste_is_one_message(popen):
+    """A terminal marks a paste; Enter ends the message."""
     if "libedit" in (readline.__doc__ or ""):
         pytest.skip("this Python has libedit, which does not know pastes")
     ours, theirs = os.openpty()
@@ -140,16 +123,12 @@ def test_what_is_pasted_is_one_message(popen):
 
 
 def test_a_conversation_to_its_last_position(talk, tmp_path):
-    """Said when it nears; then refused with the remedy, and what was said can still be saved and gone on with."""
+    model = copy_model(tmp_path / "model", max_position_embeddings=400)
+    long = ("word " * 330, "word " * 25, "word " * 500)
     out, err = talk(
-        "The access code is 417295.",
-        "word " * 330,
-        "word " * 25,
-        "word " * 500,
-        "/save chat.safetensors",
-        "/reset",
+        *("The access code is 417295.", *long, "/save chat.safetensors", "/reset"),
         "The access code is 417295. What is the access code?",
-        words=("--model", str(copy_model(tmp_path / "model", max_position_embeddings=400)), "--max-tokens", "8"),
+        words=("--model", str(model), "--max-tokens", "8"),
     )
     assert err.count("of the model's 400 positions; it ends there") == 1
     assert "has 400 positions, which evicted tokens keep: " in err
@@ -157,26 +136,25 @@ def test_a_conversation_to_its_last_position(talk, tmp_path):
     assert "characters). Shorten the message, start a new conversation (reset)" in err
     assert "saved to chat.safetensors" in err
     assert out.splitlines()[-1].strip() == "417295"
-    assert "indexing errors" not in err  # transformers' word for a text longer than the model's positions
+    assert "indexing errors" not in err  # transformers' warning about long texts
 
 
 def read_all(terminal):
-    """What a terminal shows until it shows nothing new for a while, or its program has ended."""
+    """Return what a terminal shows until it shows nothing new, or its program has ended."""
     said = ""
     with suppress(OSError):
-        while select.select([terminal], [], [], PATIENCE)[0]:
+        while select.select([terminal], [], [], REPEAT_S)[0]:
             said += os.read(terminal, 65536).decode(errors="replace")
     return said
 
 
 def has_ended(process):
     with suppress(subprocess.TimeoutExpired):
-        process.wait(ENDING)
+        process.wait(END_S)
     return process.returncode is not None
 
 
-def test_a_long_message_moves_a_bar(talk, popen):
-    """With its rate; without a terminal there is none."""
+def test_a_long_message_shows_a_progress_bar(talk, popen):
     words, message = ("--prefill-step-size", "16", "--max-tokens", "4"), "The history of the city. " * 30
     assert "reading" not in talk(message, words=words).err
     ours, theirs = os.openpty()
@@ -190,11 +168,9 @@ def test_a_long_message_moves_a_bar(talk, popen):
 
 
 def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
-    """A terminal of its own, so that Ctrl-C is a key.
+    """At the prompt Ctrl-C is repeated if nothing happens.
 
-    Where nothing follows one at the prompt it is pressed again, as people do: Python notices a signal that comes just
-    before readline's wait for a key only after that key, or after the next signal, and then both as one.
-    """
+    Python may notice a signal just before readline's wait only after the next key or signal, and then both as one."""
     ours, theirs = os.openpty()
     process = popen(
         command("chat", "--max-tokens", "-1", "--temp", "1"),
@@ -211,7 +187,7 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
             process.send_signal(signal.SIGINT)
             if happened():
                 return
-        raise AssertionError(f"{PRESSES} times Ctrl-C in vain")
+        raise AssertionError(f"{PRESSES} times Ctrl-C without effect")
 
     read_until(ours, "> ")
     os.write(ours, b"The access code is 417295.\n")
@@ -232,7 +208,7 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     os.close(ours)
 
 
-def test_the_bar():
+def test_the_memory_bar():
     stats = CacheStats(3000, 812_000, 9_300_000, evicted=2000)
     session = SimpleNamespace(stats=stats, context_length=4000, recalled_tokens=0, quoted_tokens=96)
     text = memory_bar(session).plain

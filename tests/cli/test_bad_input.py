@@ -41,7 +41,9 @@ def test_forecast_comes_before_prefill(cli, embedded):
     said = "".join(facts(60))
     prompt = len(embedded[1].apply_chat_template([{"role": "user", "content": said}], add_generation_prompt=True))
     result = cli("generate", "-p", said, "-m", 2000, *PACKED, "--kv-memory-limit", "3MB", "--json")
-    line = refused(result, f"a context of {prompt + 2000:,} tokens needs ", "3.0 MB are there. About", "--max-tokens")
+    line = refused(
+        result, f"a context of {prompt + 2000:,} tokens needs ", "3.0 MB are available. About", "--max-tokens"
+    )
     assert 500 < int(line.split("About ")[1].split(" tokens")[0].replace(",", "")) < prompt + 2000
 
 

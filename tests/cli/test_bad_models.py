@@ -1,4 +1,4 @@
-"""Models that are missing, damaged, unknown, or that no compressed cache can serve."""
+"""Models that are missing, damaged, unknown, or not supported by a compressed cache."""
 
 import json
 

@@ -74,27 +74,6 @@ def test_a_report_that_fails_does_not_change_the_thresholds(tmp_path, monkeypatc
     assert "all exceed the model's 4,096 positions" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--kv-evict", "recency"], "--kv-evict applies only to the measurement of a model: add --model"),
-        (["--prefill-step-size", "7"], "--prefill-step-size applies only to the measurement of a model"),
-        (["--dequantize"], "--dequantize applies only to the measurement of a model"),
-        (["--model", "any", "--head-dim", "64"], "--head-dim applies only to the measurement of one layer: drop it"),
-        (["--report", "r.md", "--tune"], "--report tunes by itself. Drop --tune"),
-    ],
-)
-def test_a_flag_without_effect_is_refused(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert __main__.main(["bench", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, capsys):
-    assert __main__.main(["bench", "--model", "nothing", "--json", str(tmp_path / "missing" / "f.json")]) == 2
-    assert "is no writable folder" in capsys.readouterr().err
-
-
 def test_a_cache_of_mlx_lm_for_which_mlx_has_no_kernel_is_skipped():
     """On CUDA 8 bits in groups of 64 have none for some shapes. A failure of a compressed cache ends the run."""
 

@@ -8,9 +8,8 @@ import pytest
 
 from mlx_tq import config
 from mlx_tq.__main__ import COMMANDS
-from mlx_tq.cli import args, names
+from mlx_tq.cli import options as table
 from mlx_tq.cli.parser import command_parser
-from mlx_tq.codec.formats import format_names
 from mlx_tq.kernels.backend import BACKENDS
 from mlx_tq.models import DTYPES
 from mlx_tq.policies.policy import policy_names
@@ -110,21 +109,30 @@ def leaves(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_help_tells_the_default(command):
+def test_every_flag_has_a_help_text_with_its_default(command):
     for parser in leaves(command):
-        shown = re.split(r"\n  (?=-)", parser.format_help())[2:]  # after the usage and --help
-        actions = [a for group in parser._action_groups for a in group._group_actions if a.dest != "help"]
-        for text, action in zip(shown, actions, strict=True):
-            assert action.help, text
+        for action in (a for group in parser._action_groups for a in group._group_actions if a.dest != "help"):
+            text = parser._get_formatter()._expand_help(action)
+            assert text, action
             assert ("(default:" in text) == (not action.required and action.nargs != 0), text
             assert "None" not in text
+
+
+def test_help_has_the_main_flags_and_help_kv_all(cli):
+    main = ["profile", "key", "value", "sinks", "window", "evict", "budget", "recall"]
+    shown = [re.findall(r"^  (--[\w-]+)", cli("generate", flag).out, re.MULTILINE) for flag in ("--help", "--help-kv")]
+    assert shown[0][1:11] == [*(f"--kv-{name}" for name in main), "--prefix-cache", "--rescue"]
+    assert set(shown[1]) == table.OPTIONS.keys() > set(shown[0][1:11])
+    for command in ("chat", "server", "cache_prompt"):
+        assert "--kv-mean-bits" in cli(command, "--help-kv").out
+        assert "--kv-mean-bits" not in cli(command, "--help").out
 
 
 def test_defaults_are_shown_as_they_are_typed():
     parser = command_parser("x", "y")
     parser.add_argument("--share", default="50%", help="of 100 %%")
     parser.add_argument("--sizes", nargs="+", default=[1, 2], help="in order")
-    parser.add_argument("--told", help="by itself (default: the model's)")
+    parser.add_argument("--stated", help="by itself (default: the model's)")
     parser.add_argument("--switch", action="store_true", help="turn on")
     parser.add_argument("--needed", required=True, help="given")
     shown = " ".join(parser.format_help().split())
@@ -134,20 +142,23 @@ def test_defaults_are_shown_as_they_are_typed():
 
 
 @pytest.mark.parametrize(
-    ("settings", "config_"),
-    [(args.OPTIONS, config.KVConfig()), (args.RESCUE_OPTIONS, config.RescueConfig())],
-    ids=["cache", "rescue"],
+    ("fields", "config_"),
+    [
+        (table.CONFIG_FIELDS, config.KVConfig()),
+        (table.RECALL_FIELDS, config.EvictConfig()),
+        (table.RESCUE_FIELDS, config.RescueConfig()),
+    ],
+    ids=["cache", "recall", "rescue"],
 )
-def test_defaults_that_the_help_tells_are_true(settings, config_):
-    """Where it tells a number: a format is the profile's, a size may depend on the model."""
-    told = {o.field: re.search(r"\(default: ([\d.]+)\)", o.help) for o in settings}
-    numbers = {field: float(found[1]) for field, found in told.items() if found}
+def test_numbers_that_the_help_gives_as_defaults_are_true(fields, config_):
+    """A format is the profile's, and a size may depend on the model."""
+    matches = {field: re.search(r"\(default: ([\d.]+)\)", table.OPTIONS[flag].help) for flag, field in fields.items()}
+    numbers = {field: float(match[1]) for field, match in matches.items() if match}
     assert numbers
     assert numbers == {field: getattr(config_, field) for field in numbers}
 
 
 def test_names_in_help_texts_are_those_of_the_registries():
-    assert tuple(format_names(compared=False)) == names.FORMATS
-    assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (names.PROFILES, names.DEFAULT_PROFILE)
-    assert tuple(name for name in policy_names() if name != "published") == names.POLICIES
-    assert (BACKENDS, DTYPES) == (names.BACKENDS, names.DTYPES)
+    assert (tuple(config.PROFILES), config.DEFAULT_PROFILE) == (table.PROFILES, table.DEFAULT_PROFILE)
+    assert tuple(name for name in policy_names() if name != "published") == table.POLICIES
+    assert (BACKENDS, DTYPES) == (table.BACKENDS, table.DTYPES)

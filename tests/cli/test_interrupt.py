@@ -74,7 +74,7 @@ def test_while_caching_a_prompt(start, tmp_path):
     text, _ = facts(180)
     file = tmp_path / "cache.safetensors"
     process = start("cache_prompt", "-p", text, "--prompt-cache-file", file, "--prefill-step-size", 16)
-    read_until(process.stderr.fileno(), "in the model's own type")
+    read_until(process.stderr.fileno(), "Full precision")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (130, b"")

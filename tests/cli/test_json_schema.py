@@ -1,4 +1,4 @@
-"""`mlx_tq.generate --json-schema`: an answer that a file's schema describes, or the reason why it cannot be."""
+"""`mlx_tq.generate --json-schema` holds the answer to a schema, or says why it cannot."""
 
 import json
 import re
@@ -13,7 +13,7 @@ CODE = {"type": "object", "properties": {"code": {"type": "string", "pattern": "
 
 @pytest.fixture
 def holding(tmp_path):
-    """The flags that hold an answer to a schema."""
+    """Write a schema and return the flags that use it."""
 
     def write(schema):
         path = tmp_path / "schema.json"
@@ -29,12 +29,11 @@ def test_an_answer_is_what_the_schema_describes(cli, holding):
     assert re.fullmatch("[0-9]{6}", json.loads(result.out)["code"])
 
 
-def test_what_cannot_be_followed(cli, holding, tmp_path):
+def test_schemas_that_cannot_be_used(cli, holding, tmp_path):
     refused(cli(*ASK, *holding("{")), "schema.json cannot be read")
     refused(cli(*ASK, "--json-schema", tmp_path / "none.json"), "none.json cannot be read")
     refused(cli(*ASK, *holding("[1]")), "holds [1]; it must be a JSON object")
     refused(cli(*ASK, *holding({"properties": {"a": {"type": "strng"}}})), "properties.a: Invalid type: strng")
-    refused(cli(*ASK, *holding(CODE), "--draft-model", "x"), "cannot be combined with --draft-model")
 
 
 @pytest.mark.full

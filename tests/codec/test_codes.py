@@ -3,46 +3,46 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import BITS, DIMS, FORMATS, gaussian, make_codec, pack, quantize, quantize_q8, rotate
-from published_reference import BLOCKS
 
+from codec.published import BLOCKS
+from codec.reference import BITS, DIMS, FORMATS, SEED, gaussian, make_codec, pack, quantize, quantize_q8, rotate
 from mlx_tq.codec import Encoded, packing
 
 pytestmark = pytest.mark.usefixtures("compiled")  # as codecs run
-
-ALL = (*FORMATS, "tq1")
-SEED = 1042
+each_dim = pytest.mark.parametrize("dim", DIMS)
+each_turbo = pytest.mark.parametrize("name", BITS)
 
 
 @pytest.mark.parametrize("dim", [16, 32, *DIMS])
 @pytest.mark.parametrize("bits", BITS.values())
 def test_words_have_the_documented_layout(bits, dim):
-    codes = np.random.default_rng(0).integers(0, 2**bits, (3, dim)).astype(np.uint16)
-    words = np.array(packing.pack(mx.array(codes), bits))
-    assert (words.dtype, words.shape) == (np.uint16, (3, dim * bits // 16))
-    assert words.tolist() == [pack(row.tolist(), bits) for row in codes]
+    codes = np.random.default_rng(0).integers(0, 2**bits, (2, 3, dim)).astype(np.uint16)
+    words = packing.pack(mx.array(codes), bits)
+    assert (words.dtype, words.shape) == (mx.uint16, (2, 3, dim * bits // 16))
+    assert np.array(words).tolist() == [[pack(row.tolist(), bits) for row in rows] for rows in codes]
+    planes = packing.unpack(packing.split_words(words, bits), bits)
+    assert np.array_equal(np.array(mx.concatenate(planes, axis=-1)), codes)
 
 
-def assert_turbo_codes(name: str, x: np.ndarray) -> tuple[np.ndarray, Encoded, np.ndarray]:
-    """Compare codes of vectors [n, D] with the scalar encoder's; return these, the encoded vectors, and the norms."""
+def assert_turbo_codes(name: str, x: np.ndarray) -> np.ndarray:
+    """Compare vectors [n, D] with the scalar encoder, and return its codes [D, n]."""
     codes, norm = quantize(x.T, BITS[name], SEED)
     encoded = make_codec(name, x.shape[1], seed=SEED).encode(mx.array(x))
     assert np.array(encoded.codes).tolist() == [pack(vector.tolist(), BITS[name]) for vector in codes.T]
-    return codes, encoded, norm
-
-
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", BITS)
-def test_turbo_equals_scalar_encoder(name, dim):
-    x = gaussian((24, dim), seed=dim) * np.float32(3.7)
-    _, encoded, norm = assert_turbo_codes(name, x)
     assert np.array_equal(np.array(encoded.scale), norm.astype(np.float16))
-    wide = make_codec(name, dim, seed=SEED, fp32_scales=True).encode(mx.array(x))
+    wide = make_codec(name, x.shape[1], seed=SEED, fp32_scales=True).encode(mx.array(x))
     assert np.array_equal(np.array(wide.scale), norm)
+    return codes
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", BITS)
+@each_dim
+@each_turbo
+def test_turbo_equals_scalar_encoder(name, dim):
+    assert_turbo_codes(name, gaussian((24, dim), seed=dim) * np.float32(3.7))
+
+
+@each_dim
+@each_turbo
 def test_value_on_a_boundary_goes_down(name, dim):
     """Vectors of a few ones have many coordinates that are exactly 0 once rotated."""
     x = np.rint(gaussian((24, dim)) * 0.4).astype(np.float32)
@@ -77,14 +77,14 @@ def near_a_boundary(dim: int, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("name", BITS)
+@each_turbo
 def test_arithmetic_is_the_documented_one(name, dim):
     """Any other order of sums, or a division instead of the product by 1 / norm, would give another code here."""
-    codes, _, _ = assert_turbo_codes(name, near_a_boundary(dim, BITS[name]))
+    codes = assert_turbo_codes(name, near_a_boundary(dim, BITS[name]))
     assert len(np.unique(codes[0])) > 1
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@each_dim
 def test_q8_equals_scalar_encoder(dim):
     x = gaussian((24, dim), seed=dim) * np.float32(3.7)
     encoded = make_codec("q8", dim, seed=SEED).encode(mx.array(x))
@@ -98,11 +98,10 @@ def join(parts: list[Encoded]) -> Encoded:
     return Encoded(mx.stack([part.codes for part in parts]), scale)
 
 
-ARRIVALS = [(name, dim) for name in ALL for dim in DIMS] + [("tcq4", 80), ("tcq3", 128), ("tcq2", 64)]
-ARRIVALS += [(name, 128) for name in BLOCKS]
+ARRIVALS = [(name, dim) for name in (*FORMATS, "tq1") for dim in DIMS] + [(name, 128) for name in BLOCKS]
 
 
-@pytest.mark.parametrize(("name", "dim"), ARRIVALS)
+@pytest.mark.parametrize(("name", "dim"), [*ARRIVALS, ("tcq4", 80), ("tcq3", 128), ("tcq2", 64)])
 def test_codes_do_not_depend_on_shape_layout_or_type(name, dim):
     codec = make_codec(name, dim)
     x = mx.array(np.rint(gaussian((24, dim)) * 16) / 16).astype(mx.float16)  # all types hold multiples of 1/16 exactly
@@ -129,7 +128,7 @@ def test_codes_do_not_depend_on_shape_layout_or_type(name, dim):
             assert mx.array_equal(encoded.scale.reshape(24), whole.scale), arrival
 
 
-@pytest.mark.parametrize("name", ALL[1:])
+@pytest.mark.parametrize("name", [*FORMATS[1:], "tq1"])
 def test_seed_and_rotation_decide_the_codes(name):
     x = mx.array(gaussian((4, 64)))
     codes = [make_codec(name, 64, **o).encode(x).codes for o in ({"seed": 1}, {"seed": 2}, {"rotation": "haar"})]

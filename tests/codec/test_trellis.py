@@ -7,12 +7,11 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from codec_reference import RULES, fixed_sum, gaussian, make_codec, relative_errors, rotate
 
+from codec.reference import RULES, SEED, fixed_sum, gaussian, make_codec, relative_errors, rotate
 from mlx_tq.codec.formats import trellis
 
 LEVELS = np.random.default_rng(1).standard_normal(16).astype(np.float32)  # of windows of 4 bits
-SEED = 1042
 SHIPPED = files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"
 # Mean square errors of Gaussian vectors of 128, measured with 512 states, and 256 at 4 bits.
 ERRORS = {4: 0.0066, 3: 0.0216, 2: 0.0783}
@@ -115,7 +114,7 @@ def test_any_bits_are_a_ring(bits):
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("bits", ERRORS)
 def test_distortion(bits, dim):
-    x = mx.array(gaussian((400, dim), seed=dim))
+    x = gaussian((400, dim), seed=dim)
     ring, nearest = (relative_errors(make_codec(f"{name}{bits}", dim, scale="ls"), x) for name in ("tcq", "tq"))
     assert ring.mean() < 1.03 * ERRORS[bits]
     assert ring.mean() < 0.7 * nearest.mean()

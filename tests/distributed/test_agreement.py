@@ -1,5 +1,6 @@
 """All ranks evict the same tokens and recall the same blocks; one that does not is detected in that round."""
 
+from dataclasses import replace
 from importlib import import_module
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from mlx_tq.session.transcript import SearchHits
 
 from .together import run
 
-WINDOW = 24
+CONFIG = KVConfig(key="q8", value="tq4", sinks=4, window=24)
 
 
 def calls():
@@ -73,12 +74,8 @@ def test_collectives_return_the_same_on_all_ranks(tmp_path):
     assert (chosen, flags, rows) == (7, [False, True], [[0, 0], [1, 1], [2, 2]])
 
 
-POLICIES = [
-    "knorm",
-    "triattention:warmup=64:calibration=text",
-    "expected_attention:warmup=64:calibration=text",
-    "random",
-]
+CALIBRATED = ":warmup=64:calibration=text"
+POLICIES = ["knorm", f"triattention{CALIBRATED}", f"expected_attention{CALIBRATED}", "random"]
 
 
 def random_model(rng, size, vocabulary=160):
@@ -109,9 +106,7 @@ def rounds(count, seed, differing=()):
         divide(model, ranks)
         policy = f"{rng.choice(POLICIES)}:trigger=8:granularity={rng.choice([1, 8, 32])}"
         evict = EvictConfig(policy, int(rng.integers(60, 150)), recall=64 if rng.random() < 0.5 else "off")
-        config = KVConfig(
-            key="q8", value="tq4", sinks=4, window=WINDOW, normalize=bool(rng.random() < 0.3), evict=evict
-        )
+        config = replace(CONFIG, normalize=bool(rng.random() < 0.3), evict=evict)
         caches = build_caches(plan_caches(model, config))
         tokens = rng.integers(0, 160, 600)
         with Choosing(wrong[0] if wrong else None, ranks.rank == 1) as choosing, compressed(model):
@@ -183,8 +178,7 @@ def losing():
     model = random_model(rng, ranks.size)
     divide(model, ranks)
     evict = EvictConfig("recency:trigger=8", 120, recall=64)
-    config = KVConfig(key="q8", value="tq4", sinks=4, window=WINDOW, evict=evict)
-    caches = build_caches(plan_caches(model, config))
+    caches = build_caches(plan_caches(model, replace(CONFIG, evict=evict)))
     with compressed(model):
         for _ in range(30):
             mx.eval(model(mx.array(rng.integers(0, 160, 20))[None], cache=caches))
@@ -196,11 +190,9 @@ def losing():
 
         first, other = (block.positions for block in sequence.archived[:2])
         lose(0)
-        sequence.forget_lost_blocks()
-        blocks = blocks_of_hits(
-            caches, SearchHits(((int(first[0]), int(first[-1])), (int(other[0]), int(other[-1]))), 64)
-        )
-        sequence.recall(layers, blocks)
+        sequence.agree()
+        spans = tuple((int(positions[0]), int(positions[-1])) for positions in (first, other))
+        sequence.recall(layers, blocks_of_hits(caches, SearchHits(spans, 64)))
         found.append(sequence.recalled.tolist())
         lose(0)
         sequence.drop_recalled(layers)
@@ -223,8 +215,7 @@ def logits(dtype):
     model, tokenizer = load(dtype=dtype, ranks=ranks)
     ids = tokenizer.encode("".join(facts(60)))
     evict = EvictConfig("knorm:trigger=32:granularity=1", "50%", recall="off")
-    config = KVConfig(key="q8", value="tq4", sinks=16, window=WINDOW, evict=evict)
-    caches, found = build_caches(plan_caches(model, config)), []
+    caches, found = build_caches(plan_caches(model, replace(CONFIG, sinks=16, evict=evict))), []
     with compressed(model):
         for start in range(0, len(ids), 64):
             made = model(mx.array(ids[start : start + 64])[None], cache=caches)

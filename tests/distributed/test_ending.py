@@ -18,14 +18,14 @@ from .together import hostfile
 TEXT = "The garden of house 1 has 2 trees and a gate. The garden of house 2 has 3 trees and a gate. The garden"
 GENERATE = ("generate", "-p", TEXT, "--ignore-chat-template", "--max-tokens", "3000", "--verbose", "F")
 SERVER = ("server", "--port", "0")
+PIPES = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 @pytest.mark.full
 def test_sigterm_ends_a_rank_that_waits_in_a_collective(tmp_path, popen):
     hosts = hostfile(tmp_path / "hosts.json", 2)
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     first, second = (
-        popen(words_of(*GENERATE), env=environment(MLX_HOSTFILE=str(hosts), MLX_RANK=str(rank)), **pipes)
+        popen(words_of(*GENERATE), env=environment(MLX_HOSTFILE=str(hosts), MLX_RANK=str(rank)), **PIPES)
         for rank in range(2)
     )
     read_until(first.stdout.fileno(), " ")
@@ -33,10 +33,8 @@ def test_sigterm_ends_a_rank_that_waits_in_a_collective(tmp_path, popen):
     time.sleep(1)
     first.terminate()
     said = first.communicate(timeout=10)[1].decode()
-    assert (first.returncode, said.splitlines()) == (
-        1,
-        ["mlx_tq generate: rank 0: told to end (SIGTERM), which mlx.launch does where another rank has ended."],
-    )
+    line = "mlx_tq generate: rank 0: terminated (SIGTERM); mlx.launch does this when another rank has ended.\n"
+    assert (first.returncode, said) == (1, line)
 
 
 @pytest.mark.full
@@ -46,17 +44,9 @@ def test_mlx_launch_ends_the_others(asked, tmp_path, popen):
     launch = Path(sys.executable).with_name("mlx.launch")
     words = [launch, "-n", "2", "--backend", "ring", "--starting-port", "47000", "--", *words_of(*asked)]
     mark = f"RANKS={tmp_path}"
-    process = popen(
-        words,
-        env=environment(RANKS=str(tmp_path)),
-        stdin=os.pipe()[0],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    if asked is SERVER:
-        read_until(process.stderr.fileno(), "startup complete")
-    else:
-        read_until(process.stdout.fileno(), " ")
+    process = popen(words, env=environment(RANKS=str(tmp_path)), **{**PIPES, "stdin": os.pipe()[0]})
+    stream, mark_of_start = (process.stderr, "startup complete") if asked is SERVER else (process.stdout, " ")
+    read_until(stream.fileno(), mark_of_start)
     (pid,) = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and _is_rank(pid, mark, 1)]
     os.kill(int(pid.name), signal.SIGKILL)
     began = time.monotonic()

@@ -10,7 +10,7 @@ from http_harness import wait_for
 from rescue.harness import Server as RescueService
 from server.conftest import ENDLESS
 from server.harness import running, together
-from server.test_sessions import EVICTS, ask, counts, page, user
+from server.test_sessions import EVICTS, ask, counts, long_text, user
 
 from .together import hostfile
 
@@ -27,9 +27,9 @@ def answers(server):
     said.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
     wait_for(lambda: not server.metrics()["mlx_tq_running"])
     assert server.metrics()["mlx_tq_disconnects_total"] == 1
-    _, first = ask(server, "a", page())
-    second, again = ask(server, "a", page(), first, user("What is the access code?"))
-    third, last = ask(server, "a", page(), first, user("What is the access code?"), again, user("Say it again."))
+    _, first = ask(server, "a", long_text())
+    second, again = ask(server, "a", long_text(), first, user("What is the access code?"))
+    third, last = ask(server, "a", long_text(), first, user("What is the access code?"), again, user("Say it again."))
     assert all(counts(each)[1] > 0 for each in (second, third))
     return [*said, left, first, again, last, counts(second), counts(third)]
 

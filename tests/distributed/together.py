@@ -7,22 +7,20 @@ import pickle
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_tq.__main__ import main
 
 LIMIT = 900  # seconds after which a rank counts as stuck; four that share two busy cores take minutes
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["mlx_lm", "mlx_tq.cli.runs.generate", "mlx_tq.chat.terminal", "mlx_tq.server.engine", __name__]
+    ["mlx_lm", "mlx_tq.cli.answer", "mlx_tq.chat.terminal", "mlx_tq.server.engine", __name__]
 )
 
 
-@dataclass(frozen=True)
-class Done:
-    """What a rank returned or exited with, and what it printed."""
+class RankResult(NamedTuple):
+    """Return value or exit code of a rank, and what it printed."""
 
     value: Any
     out: str
@@ -42,10 +40,7 @@ def run(folder, size, work, *args, said=""):
     hosts, where = hostfile(folder / "hosts.json", size), [folder / f"rank{rank}" for rank in range(size)]
     where[0].with_suffix(".in").write_text(said)
     places = [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {} for rank in range(size)]
-    processes = [
-        _CONTEXT.Process(target=_rank, args=(path, place, work, args))
-        for path, place in zip(where, places, strict=True)
-    ]
+    processes = [_CONTEXT.Process(target=_rank, args=(*pair, work, args)) for pair in zip(where, places, strict=True)]
     for process in processes:
         process.start()
     for process in processes:
@@ -53,7 +48,7 @@ def run(folder, size, work, *args, said=""):
         stuck = process.is_alive()
         process.kill()
         assert not stuck, [path.with_suffix(".err").read_text() for path in where]
-    return [_done(path) for path in where]
+    return [_result(path) for path in where]
 
 
 def command(folder, size, *words, said=""):
@@ -89,10 +84,7 @@ def _rank(path, environment, work, args):
     os._exit(0)  # what the fork server's process would do at its end is not ours
 
 
-def _done(path: Path) -> Done:
+def _result(path):
     value = path.with_suffix(".value")
-    return Done(
-        pickle.loads(value.read_bytes()) if value.exists() else None,
-        path.with_suffix(".out").read_text(),
-        path.with_suffix(".err").read_text(),
-    )
+    returned = pickle.loads(value.read_bytes()) if value.exists() else None
+    return RankResult(returned, *(path.with_suffix(suffix).read_text() for suffix in (".out", ".err")))

@@ -1,6 +1,8 @@
 """The pages of the documentation, and what stands in their blocks."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,20 +12,17 @@ INDEX = ROOT / "docs" / "README.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDES = [page for page in PAGES if page.parent.name == "guides"]
 # Whose blocks are to be pasted as they are; the others of the reference show calls of a service.
-PASTED = [README, *GUIDES, ROOT / "docs" / "reference" / "python.md"]
+PASTED = [README, *GUIDES]
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A block of code. language: "sh", "python", "text", or "" for a block that shows something."""
-
-    language: str
+    language: str  # "sh", "python", "text", or "" for a block that shows something
     code: str
 
 
 def name(page):
-    """A page's path from the root."""
     return str(page.relative_to(ROOT))
 
 
@@ -40,27 +39,29 @@ def without_blocks(page):
 
 
 def sh_lines(block):
-    """Command lines, with continued ones joined, without comments."""
+    """Return command lines, with continued ones joined, without comments."""
     lines = [line.strip() for line in block.code.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def commands(page):
-    """All command lines of a page, in order."""
     return [line for block in blocks(page) if block.language == "sh" for line in sh_lines(block)]
 
 
 def conversation(page):
-    """What a user types in the conversation that a page shows, and the lines of the answers."""
+    """Return what a user types in the conversation that a page shows, and the lines of the answers."""
     shown = "\n".join(block.code for block in blocks(page) if block.language == "text")
     return re.findall(r"^> (.*)\n(.*)$", shown, re.MULTILINE)
 
 
-def anchor(heading):
-    """The name by which a heading is linked, as GitHub makes it."""
-    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
-    return kept.replace(" ", "-")
-
-
 def anchors(page):
-    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)}
+    """Return the names by which headings are linked, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def run(words, folder, **variables):
+    """Run a program on this checkout, and return its exit code and output."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    pipe = {"stdin": os.pipe()[0], "capture_output": True, "text": True}  # an input that does not end
+    return subprocess.run(words, cwd=folder, env=env, timeout=300, check=False, **pipe)

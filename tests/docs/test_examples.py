@@ -1,12 +1,10 @@
 """The programs of examples/ say what they lack."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
-from .pages import ROOT
+from .pages import ROOT, run
 
 
 @pytest.mark.parametrize(
@@ -23,12 +21,5 @@ from .pages import ROOT
 )
 def test_an_example_that_lacks_something_says_what(words, says):
     """-S: without the packages that are installed."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT / "examples",
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run([sys.executable, *words], ROOT / "examples")
     assert (done.returncode, says in done.stderr, "Traceback" in done.stderr) == (2, True, False)

@@ -1,20 +1,20 @@
-import argparse
 from dataclasses import replace
 
 import pytest
 
-from mlx_tq.cli.args import add_cache_arguments
+from mlx_tq.cli.options import Request
+from mlx_tq.cli.parser import add_cache_arguments, command_parser
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
-from mlx_tq.evaluate.arms import arms_from_args, parse_arm
+from mlx_tq.evaluate.arms import arms_from_request, parse_arm
 from mlx_tq.evaluate.command import add_arm_arguments
 
 
 def arms(*words):
-    parser = argparse.ArgumentParser()
+    parser = command_parser("evaluate", "")
     add_arm_arguments(parser, "off,balanced")
     add_cache_arguments(parser)
-    return arms_from_args(parser.parse_args(words))
+    return arms_from_request(Request.from_args(parser.parse_args(words)))
 
 
 def test_an_arm_is_a_profile_or_a_pair_with_scale_rules():
@@ -53,7 +53,7 @@ def test_the_default_the_list_and_the_flags():
         (["--profiles", "q8/tq4:best"], "scale rule 'best' is unknown"),
         (["--profiles", ","], "--profiles is empty"),
         (["--profiles", "off@most"], "budget 'most' cannot be met"),
-        (["--profiles", "small", "--kv-key", "q8"], "--profiles and --kv-key both"),
+        (["--profiles", "small", "--kv-key", "q8"], "--profiles cannot be combined with --kv-key"),
     ],
 )
 def test_invalid_arms_are_refused(words, message):

@@ -94,10 +94,8 @@ def test_live_tokens_need_not_be_packed(tiny):
 def test_a_shared_prefix_changes_no_answer_and_results_are_resumed(exact):
     tokenizer = exact[1]
     ids = tokenizer.encode("The sky is blue and the grass is green. " * 16, add_special_tokens=False)
-    samples = [
-        sample_of(name, [*ids, *tokenizer.encode(name, add_special_tokens=False)])
-        for name in ("The sky is", "The grass is")
-    ]
+    names = ("The sky is", "The grass is")
+    samples = [sample_of(name, [*ids, *tokenizer.encode(name, add_special_tokens=False)]) for name in names]
     shared = share_prefixes(samples)
     assert all(len(ids) <= sample.shared < len(sample.ids) - 1 for sample in shared)
     arms = [OFF, parse_arm("tq2/tq2", sinks=16, window=32)]
@@ -107,10 +105,8 @@ def test_a_shared_prefix_changes_no_answer_and_results_are_resumed(exact):
     assert once[0]["packed"] == 0 < once[2]["packed"]
     results = Results(None, "test", {})
     results.add("off The sky is", {**once[0], "text": "saved"})
-    assert [record["text"] for record in ask(exact, shared, results=results, max_tokens=6)] == [
-        "saved",
-        once[1]["text"],
-    ]
+    resumed = ask(exact, shared, results=results, max_tokens=6)
+    assert [record["text"] for record in resumed] == ["saved", once[1]["text"]]
     with pytest.raises(ConfigError, match="packed none of the prompts' tokens"):
         ask(exact, samples, [parse_arm("tq2/tq2", sinks=999)], max_tokens=1)
 

@@ -16,10 +16,9 @@ SIZES = {"fp16": 128, "q8": 34, "tq4": 18, "tq3": 14, "tq2": 10}
 @pytest.fixture(scope="module")
 def rows(tiny, embedded):
     chunks = cut_chunks(embedded[1], load_text(), 1, 320)
-    arms = parse_pairs("fp16", NAMES, **REGIONS) + parse_pairs(
-        None, None, "q8/q8,q8/tq4,tq4/tq4,tq3/tq2,tq2/tq2", **REGIONS
-    )
-    arms += parse_pairs("q8,tq4,tq3,tq2", "fp16", **REGIONS)
+    pairs = "q8/q8,q8/tq4,tq4/tq4,tq3/tq2,tq2/tq2"
+    choices = (("fp16", NAMES), (None, None, pairs), ("q8,tq4,tq3,tq2", "fp16"))
+    arms = [arm for choice in choices for arm in parse_pairs(*choice, **REGIONS)]
     return {row["name"]: row for row in measure_formats(tiny, chunks, arms, 160)}
 
 
@@ -40,12 +39,11 @@ def test_bytes_come_from_arrays_and_equal_the_formats(rows, name):
 
 
 def test_errors_grow_as_bits_fall_and_touch_only_their_side(rows):
-    for falling in (["fp16/q8", "fp16/tq4", "fp16/tq3", "fp16/tq2"], ["q8/fp16", "tq4/fp16", "tq3/fp16", "tq2/fp16"]):
-        measured = [rows[name] for name in falling]
-        errors = [row["value_error"] if falling[0] == "fp16/q8" else row["key_error"] for row in measured]
-        others = [row["key_error"] if falling[0] == "fp16/q8" else row["value_error"] for row in measured]
+    for pair, side, other in (("fp16/{}", "value_error", "key_error"), ("{}/fp16", "key_error", "value_error")):
+        measured = [rows[pair.format(name)] for name in ("q8", "tq4", "tq3", "tq2")]
+        errors = [row[side] for row in measured]
         assert errors == sorted(errors)
-        assert others == [0] * 4
+        assert [row[other] for row in measured] == [0] * 4
         assert errors[1:] == pytest.approx([0.0095, 0.034, 0.117], rel=0.15)  # the codecs' own
         assert [row["cosine"] for row in measured] == sorted((row["cosine"] for row in measured), reverse=True)
     control = rows["fp16/fp16"]
@@ -54,13 +52,8 @@ def test_errors_grow_as_bits_fall_and_touch_only_their_side(rows):
     assert rows["tq2/tq2"]["packed"] > 0.3
 
 
-def test_a_format_may_have_a_scale_rule():
-    assert [(arm.name, arm.config.key_scale) for arm in parse_pairs("tq4:raw,q8", "tq2")] == [
-        ("tq4:raw/tq2", "raw"),
-        ("q8/tq2", KVConfig.key_scale),
-    ]
-
-
-def test_an_unknown_format_is_refused():
+def test_a_format_may_have_a_scale_rule_and_must_be_known():
+    rules = {arm.name: arm.config.key_scale for arm in parse_pairs("tq4:raw,q8", "tq2")}
+    assert rules == {"tq4:raw/tq2": "raw", "q8/tq2": KVConfig.key_scale}
     with pytest.raises(ConfigError, match="format 'tq5' is unknown"):
         parse_pairs("tq5", None)

@@ -44,12 +44,8 @@ def test_thinking_is_removed_from_an_answer(prompt, text, answer):
 @pytest.fixture
 def problems(tmp_path):
     path = tmp_path / "problems.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"question": f"What is {n} and {n}?", "answer": f"Twice.\n#### {2 * n}"}) + "\n"
-            for n in range(9)
-        )
-    )
+    lines = [{"question": f"What is {n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n in range(9)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

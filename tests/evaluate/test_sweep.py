@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.studies import sweep
 from benchmarks.studies.sweep import Setting, check_settings, grid, sweep_needles, sweep_text, tabulate
-from mlx_tq.cli.calibrating import queries_of_text, save_queries
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.query_calibration import calibrate_on_text, save_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.results import Results
@@ -58,11 +58,6 @@ def ask(model, tokenizer, settings, results=None, base=BASE, **changes):
     return results.rows
 
 
-def test_sinks_and_window_take_at_most_an_eighth_of_the_context(tiny, embedded):
-    with pytest.raises(ConfigError, match=r"more than an eighth of 1,000 tokens.*from 1,536"):
-        ask(tiny, embedded[1], [Setting("random", 50)], base=KVConfig(window=64), lengths=[1000])
-
-
 @pytest.mark.parametrize("once", [False, True])
 def test_random_eviction_is_drawn_again_for_each_text(tiny, embedded, monkeypatch, once):
     """Otherwise all texts lose the same blocks, and are a single draw."""
@@ -100,18 +95,17 @@ def test_random_eviction_keeps_its_share_of_the_needles_and_recency_the_last_one
             assert 0.5 <= record["kept"] <= (256 + 16 + 64) / 512
 
 
-def test_cells_with_results_are_not_measured_again(tiny, embedded, monkeypatch):
-    settings = [Setting("random", 50, trigger=16, sinks=0)]
-    results = Results(None, "sweep", {})
-    before = dict(ask(tiny, embedded[1], settings, results))
-    assert len(before) == 2
-    added, add = [], Results.add
-    monkeypatch.setattr(Results, "add", lambda self, key, row: added.append(key) or add(self, key, row))
-    after = ask(tiny, embedded[1], [*settings, Setting("random", 75, trigger=16, sinks=0)], results)
-    assert (len(after), len(added)) == (3, 1)
-    assert before.items() <= after.items()
-    with pytest.raises(ConfigError, match="evicted nothing in 511 tokens"):
-        ask(tiny, embedded[1], [Setting("random", 99, trigger=16, sinks=0)])
+def test_needles_that_cannot_be_measured_are_refused(tiny, embedded):
+    for setting, changes, message in (
+        (Setting("random", 99, trigger=16, sinks=0), {}, "evicted nothing in 511 tokens"),
+        (
+            Setting("random", 50),
+            {"base": KVConfig(window=64), "lengths": [1000]},
+            r"more than an eighth of 1,000 tokens.*from 1,536",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ask(tiny, embedded[1], [setting], **changes)
 
 
 @pytest.mark.parametrize("variant", ["triattention", "published:mode=v1"])
@@ -133,7 +127,7 @@ def test_once_equals_a_single_prefill_step(tiny, embedded, variant, monkeypatch)
 
 def test_once_takes_calibration_from_a_file_and_refuses_options_that_change_during_prefill(tiny, embedded, tmp_path):
     path = tmp_path / "stats.safetensors"
-    save_queries(tiny, path, queries_of_text(tiny, list(range(100, 164))))
+    save_queries(tiny, path, calibrate_on_text(tiny, list(range(100, 164))))
     lives = []
     for variant in ("triattention", f"triattention:calibration={path}"):
         settings = grid([variant], [50], [1], [16], [16], once=True)
@@ -163,15 +157,10 @@ def needle_record(name, kind, live, verdict):
 
 
 def test_the_table():
-    records = [
-        needle_record("a", "single", 20, "PASS"),
-        needle_record("a", "single", 10, "FAIL"),
-        needle_record("a", "decoys", 0, "VOID"),
-        {**needle_record("b", "single", 20, "PASS")},
-        dict.fromkeys(("name", "variant"), "b")
-        | {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2},
-    ]
-    columns, rows = tabulate(records)
+    cells = (("a", "single", 20, "PASS"), ("a", "single", 10, "FAIL"), ("a", "decoys", 0, "VOID"))
+    records = [needle_record(*cell) for cell in (*cells, ("b", "single", 20, "PASS"))]
+    text = {"ppl": 3.0, "delta": 1.234, "delta_error": 0.1, "kld": 0.5, "kept": 1, "rounds": 2}
+    columns, rows = tabulate([*records, {"name": "b", "variant": "b", **text}])
     lines = [[show(row) for show in columns.values()] for row in rows]
     assert list(columns)[-4:] == ["alive %", "whole", "single", "decoys"]
     assert lines[0] == ["a", "50", "1", "32", "0", "50", "4", "-", "-", "-", "50", "1/3", "1/2", "0/0"]

@@ -5,14 +5,13 @@ error is the root mean square over the output, which varies little; the largest 
 """
 
 import math
-import random as chance
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+from codec.reference import hadamard_matrix
 
 from mlx_tq.codec import Codec, CodecOptions, Encoded, RowLayout, get_format
 from mlx_tq.codec.codebook import POLYNOMIALS
@@ -20,7 +19,7 @@ from mlx_tq.codec.formats.base import dtype_name, dtype_of
 from mlx_tq.codec.formats.trellis import TrellisCodec
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization, compute_block_means, decode_keys
 from mlx_tq.codec.packing import split_words, unpack
-from mlx_tq.codec.rotation import WalshHadamard, hadamard_matrix, split_order
+from mlx_tq.codec.rotation import WalshHadamard
 from mlx_tq.kernels.regions import Regions
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}  # half an ulp of 1
@@ -263,16 +262,7 @@ def unrotate(codec: Codec, y: np.ndarray, normalization: KeyNormalization | None
         return y
     if not isinstance(codec.rotation, WalshHadamard):
         return y @ double(codec.rotation.matrix)
-    return (y @ _hadamard(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
-
-
-@cache
-def _hadamard(dim: int) -> np.ndarray:
-    order, power = split_order(dim)
-    matrix = hadamard_matrix(order)
-    for _ in range(power.bit_length() - 1):
-        matrix = np.kron(matrix, [[1, 1], [1, -1]])
-    return matrix
+    return (y @ hadamard_matrix(codec.head_dim)) * double(codec.rotation.signs) / np.sqrt(codec.head_dim)
 
 
 def attend_exactly(problem: Problem, mask: mx.array | str | None, sinks: mx.array | None) -> np.ndarray:
@@ -332,8 +322,3 @@ def _is_within(error: np.ndarray, allowed: np.ndarray, peak: float, floor: float
 
 def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x * x)))
-
-
-def random_cases(parameters: Mapping[str, Sequence], count: int, seed: int = 0) -> list[dict]:
-    rng = chance.Random(seed)
-    return [{name: rng.choice(values) for name, values in parameters.items()} for _ in range(count)]

@@ -67,9 +67,8 @@ def round_weights(model, kind):
 
 def permuted(weight, heads):
     """Permute rows of q and k as llama.cpp's converter does for llama."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def frequency_factors(config):
@@ -145,10 +144,8 @@ def write_gguf(path, name="llama", kind="F32", model=None, keys=None, tensors=No
             weight = permuted(weight, heads[part])
         if architecture == "gemma3" and weight.ndim == 1:
             weight = weight + 1
-        stored, tensor = (
-            GGMLQuantizationType[kind if weight.ndim == 2 else "F32"],
-            names.get_name(mlx_name, (".weight",)),
-        )
+        stored = GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
+        tensor = names.get_name(mlx_name, (".weight",))
         if tensor not in (tensors or {}):
             writer.add_tensor(tensor, quantize(weight, stored), raw_dtype=stored)
     factors = {"rope_freqs.weight": frequency_factors(config)} if config["rope_scaling"] == LLAMA3 else {}

@@ -134,16 +134,11 @@ def test_tokens_that_start_and_end_every_text(tmp_path, keys, begins, ends):
 
 @pytest.mark.parametrize(
     ("keys", "ends"),
-    [
-        ({}, {2}),
-        ({"eos_token_id": 0}, {0, 2}),
-        ({"eos_token_id": 0, "eot_token_id": 5}, {0, 5}),
-        ({"eom_token_id": 6}, {2, 6}),
-    ],
+    [({}, {2}), ({"eos": 0}, {0, 2}), ({"eos": 0, "eot": 5}, {0, 5}), ({"eom": 6}, {2, 6})],
 )
 def test_tokens_that_end_a_completion(tmp_path, keys, ends):
     """If the file does not name the end of a turn, it is the token that llama.cpp looks for."""
-    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    keys = {f"tokenizer.ggml.{name}_token_id": token for name, token in keys.items()}
     _, tokenizer = mlx_tq.load(write_gguf(tmp_path / "model.gguf", keys=keys))
     assert tokenizer.eos_token_ids == ends
     assert tokenizer.chat_template == vocabulary()["tokenizer.chat_template"]

@@ -59,11 +59,8 @@ def test_mlx_lm_reads_the_export_and_predicts_the_same(tmp_path):
     found = np.array(loaded(mx.array(ids)))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert (config["model_type"], config["partial_rotary_factor"], config["full_attention_interval"]) == (
-        "qwen3_next",
-        0.25,
-        4,
-    )
+    expected_config = {"model_type": "qwen3_next", "partial_rotary_factor": 0.25, "full_attention_interval": 4}
+    assert config.items() >= expected_config.items()
 
 
 def test_facts_of_a_context_are_about_different_things():

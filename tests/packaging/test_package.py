@@ -1,4 +1,4 @@
-"""What is built, and what someone gets who installs it."""
+"""The wheel and the sdist, and an environment that has the wheel."""
 
 import email
 import json
@@ -25,21 +25,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def call(*words, **options):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("MLX_TQ_")}
-    done = subprocess.run(
-        [str(word) for word in words],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-        **{"timeout": 300, **options},
-    )
+    options = {"timeout": 300, "env": env, "capture_output": True, "text": True, **options}
+    done = subprocess.run([str(word) for word in words], check=False, **options)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done
 
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory):
-    """A folder with the sdist, and the wheel that was built from it."""
+    """Build the sdist, and the wheel from it, in a folder."""
     folder = tmp_path_factory.mktemp("dist")
     call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder
@@ -53,7 +47,7 @@ def wheel(dist):
 
 @pytest.fixture(scope="session")
 def installed(wheel, tmp_path_factory):
-    """The folder of scripts of a new environment that has the wheel; what it depends on comes from this one."""
+    """Return the scripts of a new environment that has the wheel; its dependencies come from this one."""
     folder = tmp_path_factory.mktemp("environment")
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
@@ -172,7 +166,7 @@ BACKEND = [] if sys.platform == "darwin" else ["cpu"]
 
 
 def bare(wheel, folder, extra, *options):
-    """What pip says that installs the wheel with an extra, from its index, into a new environment of nothing."""
+    """Install the wheel with an extra, from pip's index, into an empty environment."""
     call(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     wanted = f"{wheel}[{','.join(filter(None, [*BACKEND, extra]))}]"

@@ -65,10 +65,6 @@ def packed_tokens(seed=0, spare=0, calibrated=True):
     return PackedTokens(layers, np.arange(TOKENS) + 4, TOKENS + 40, 0)
 
 
-def test_the_table_has_all_policies():
-    assert set(policy_names()) == set(POLICIES)
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_option_has_a_text_and_a_fingerprint(name):
     default, texts = parse_policy(name), POLICIES[name].split()

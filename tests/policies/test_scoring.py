@@ -13,17 +13,7 @@ from mlx_tq.codec.normalization import KeyNormalization, compute_key_scale, deco
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.errors import UnsupportedModelError
 from mlx_tq.kernels.score import score
-from mlx_tq.policies import (
-    ExpectedAttention,
-    KeyNorm,
-    PackedLayer,
-    PackedTokens,
-    Published,
-    Random,
-    Recency,
-    Streaming,
-    TriAttention,
-)
+from mlx_tq.policies import PackedLayer, PackedTokens, Published, TriAttention, parse_policy
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.policies.rope import learn_rope
 from mlx_tq.policies.triattention import OFFSETS, query_spread, virtual_query
@@ -31,6 +21,10 @@ from mlx_tq.policies.triattention import OFFSETS, query_spread, virtual_query
 DIM = 64
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "mscale": 1.0}
+
+
+def f32(x):
+    return mx.array(np.asarray(x, np.float32))
 
 
 def make_rope(dims=DIM, traditional=False, scaling=None):
@@ -77,8 +71,7 @@ def test_three_forms_of_one_score(name):
     center, keys = rng.standard_normal(DIM), rng.standard_normal((40, DIM))
     positions = rng.integers(0, last, 40)
     rotated = [
-        module(mx.array(key[None, None, None].astype(np.float32)), offset=int(position))
-        for key, position in zip(keys, positions, strict=True)
+        module(f32(key[None, None, None]), offset=int(position)) for key, position in zip(keys, positions, strict=True)
     ]
     roped = np.array(mx.concatenate(rotated), np.float64)[:, 0, 0]
     room = 1e-5 * np.linalg.norm(center) * np.linalg.norm(roped, axis=1)
@@ -90,7 +83,7 @@ def test_three_forms_of_one_score(name):
         query_spread(rope, QueryStats(mx.zeros((1, DIM)), mx.ones((1, len(pairs))))), rope.gain, rtol=1e-5
     )
     assert np.allclose(rope.gain, getattr(module, "mscale", 1.0), rtol=1e-5)
-    query = np.array(virtual_query(rope, mx.array(center.astype(np.float32)), last), np.float64)
+    query = np.array(virtual_query(rope, f32(center), last), np.float64)
     by_query = roped @ query
 
     turns = np.mean([angles(module, pairs, last + o) for o in OFFSETS], axis=0)
@@ -126,7 +119,7 @@ def test_scores_of_packed_keys(name, key, normalized):
     rope, rng = learn_rope(module, dim), np.random.default_rng(2)
     codecs = [get_format(f).codec(dim, CodecOptions(), mx.float32) for f in (key, "q8")]
     layout = RowLayout(*codecs)
-    keys = mx.array(rng.standard_normal((2, 3, 50, dim)).astype(np.float32))
+    keys = f32(rng.standard_normal((2, 3, 50, dim)))
     scale = compute_key_scale(mx.abs(keys).mean(axis=2), mx.abs(keys).max(axis=2), np.array(rope.pairs).T.tolist())
     means = mx.array(rng.standard_normal((2, 3, 1, dim)).astype(np.float16))
     normalization = KeyNormalization(scale, means) if normalized else None
@@ -156,13 +149,11 @@ def test_dims_that_rope_leaves_alone():
     rope = learn_rope(module, dim)
     center = rng.standard_normal(dim)
     queries = center + 0.3 * rng.standard_normal((200, dim))
-    keys = module(mx.array(rng.standard_normal((1, 1, tokens, dim)).astype(np.float32)))
-    later = module(mx.array(queries.astype(np.float32)[None, None]), offset=tokens)
+    keys = module(f32(rng.standard_normal((1, 1, tokens, dim))))
+    later = module(f32(queries[None, None]), offset=tokens)
     logits = np.array(later[0, 0] @ keys[0, 0].T).mean(axis=0)
     lengths = np.abs(as_complex(queries, PAIRS["partial"])).mean(axis=0)
-    stats = QueryStats(
-        mx.array(queries.mean(axis=0, keepdims=True).astype(np.float32)), mx.array(lengths[None]).astype(mx.float32)
-    )
+    stats = QueryStats(f32(queries.mean(axis=0, keepdims=True)), mx.array(lengths[None]).astype(mx.float32))
     packed = pack(keys, rope, stats, tokens)
 
     def agreement(**changes):
@@ -177,10 +168,8 @@ def test_aggregations():
     """Two KV heads of two query heads each, scored by hand from the heads' own scores."""
     rng, tokens = np.random.default_rng(4), 60
     rope = learn_rope(make_rope(), DIM)
-    keys = mx.array(rng.standard_normal((1, 2, tokens, DIM)).astype(np.float32))
-    stats = QueryStats(
-        mx.array(rng.standard_normal((4, DIM)).astype(np.float32)), mx.array(2 * rng.random((4, 32)).astype(np.float32))
-    )
+    keys = f32(rng.standard_normal((1, 2, tokens, DIM)))
+    stats = QueryStats(f32(rng.standard_normal((4, DIM))), f32(2 * rng.random((4, 32))))
     packed = pack(keys, rope, stats, 100)
 
     def of_heads(stats):
@@ -210,9 +199,9 @@ def test_expected_attention():
     """The softmax over tokens of mu K / sqrt(D) + K^T Cov K / 2 D, times the norm of the value, by hand."""
     rng, tokens, heads = np.random.default_rng(6), 50, 4
     queries = 0.5 * rng.standard_normal((heads, 300, DIM)) + rng.standard_normal((heads, 1, DIM))
-    keys = mx.array(rng.standard_normal((1, 2, tokens, DIM)).astype(np.float32))  # the values too
+    keys = f32(rng.standard_normal((1, 2, tokens, DIM)))  # the values too
     parts = (queries.mean(axis=1), np.ones((heads, 32)), queries.swapaxes(1, 2) @ queries / 300)
-    stats = QueryStats(*(mx.array(part.astype(np.float32)) for part in parts))
+    stats = QueryStats(*(f32(part) for part in parts))
     packed = pack(keys, learn_rope(make_rope(), DIM), stats, 100)
     turns = [np.array(make_rope()(mx.eye(DIM)[None, :, None], offset=99 + o), np.float64)[0, :, 0] for o in OFFSETS]
     expected = []
@@ -222,14 +211,14 @@ def test_expected_attention():
         k = np.array(keys, np.float64)[0, head // 2]
         weights = np.exp(k @ mean / DIM**0.5 + ((k @ covariance) * k).sum(axis=1) / (2 * DIM))
         expected.append(weights / weights.sum() * np.linalg.norm(k, axis=1))
-    assert np.allclose(ExpectedAttention().score(packed), np.mean(expected, axis=0), rtol=1e-3)
+    assert np.allclose(parse_policy("expected_attention").score(packed), np.mean(expected, axis=0), rtol=1e-3)
 
 
 def test_the_first_layers_can_be_skipped():
     rng = np.random.default_rng(7)
     rope = learn_rope(make_rope(), DIM)
     draws = (rng.standard_normal((3, 2, DIM)), 2 * rng.random((3, 2, 32)), rng.standard_normal((3, 1, 2, 40, DIM)))
-    centers, amplitudes, keys = (mx.array(draw.astype(np.float32)) for draw in draws)
+    centers, amplitudes, keys = (f32(draw) for draw in draws)
     alone = [pack(keys[i], rope, QueryStats(centers[i], amplitudes[i]), 60) for i in range(3)]
     packed = replace(alone[0], layers=[layer for one in alone for layer in one.layers])
     scores = [TriAttention().score(one) for one in alone]
@@ -241,14 +230,14 @@ def test_the_first_layers_can_be_skipped():
 def test_baselines():
     rng = np.random.default_rng(5)
     size = np.exp(rng.standard_normal(40))
-    keys = mx.array((rng.standard_normal((1, 1, 40, DIM)) * size[:, None]).astype(np.float32))
+    keys = f32(rng.standard_normal((1, 1, 40, DIM)) * size[:, None])
     packed = pack(keys, None, None, 60)
     norms = np.linalg.norm(np.array(keys)[0, 0], axis=-1)
-    assert np.argsort(KeyNorm().score(packed)).tolist() == np.argsort(-norms).tolist()
-    assert np.argsort(Recency().score(packed)).tolist() == list(range(40))
-    streaming = Streaming().score(packed)
+    assert np.argsort(parse_policy("knorm").score(packed)).tolist() == np.argsort(-norms).tolist()
+    assert np.argsort(parse_policy("recency").score(packed)).tolist() == list(range(40))
+    streaming = parse_policy("streaming").score(packed)
     assert np.argsort(streaming, kind="stable").tolist() == [*range(4, 40), *range(4)]
-    random = Random()
+    random = parse_policy("random")
     assert np.array_equal(random.score(packed), random.score(packed))
-    other = Random(seed=1).score(packed)
+    other = parse_policy("random:seed=1").score(packed)
     assert not np.array_equal(random.score(packed), other)

@@ -210,7 +210,7 @@ def test_what_another_kernel_computes_is_not_stored(tmp_path):
     """For example after a kernel failed in the middle of a prompt."""
     caches, before = make_prompt_cache(LLAMA, SMALL), thresholds.current()
     with compressed(LLAMA), reuse_prefix(open_cache(Folder(tmp_path)), caches, PROMPT[:100], 50) as prefix:
-        for stop, current in ((50, before), (100, replace(before, short=513))):
+        for stop, current in ((50, before), (100, replace(before, short_tokens=513))):
             with thresholds.using(current):
                 prefill(PROMPT[stop - 50 : stop], caches)
                 prefix.note(stop)

@@ -176,7 +176,7 @@ def test_a_second_save_takes_the_place_of_the_first(saved):
 FIELDS = ["version", "model", "config", "classes", "scalars", "metadata"]
 EDITS = [{name: value} for name in FIELDS for value in (None, "", "{")]
 EDITS += [{"classes": json.dumps(names)} for names in (["KVCache", "KVCache"], ["os", "os"], ["CompressedKVCache"])]
-EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"colour": 1}, {"window": -1})]
+EDITS += [{"config": json.dumps(config)} for config in ({"key": "q9"}, {"color": 1}, {"window": -1})]
 
 
 @pytest.mark.parametrize("fields", EDITS, ids=str)

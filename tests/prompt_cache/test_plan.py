@@ -11,7 +11,7 @@ from cache.tools import same_bits
 from mlx_lm.models import cache as native
 from zoo import build
 
-from mlx_tq.cli.calibrating import queries_of_text, save_queries
+from mlx_tq.cli.query_calibration import calibrate_on_text, save_queries
 from mlx_tq.cli.screen import console, show_plan
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import CacheFormatError, ConfigError, UnsupportedModelError
@@ -117,7 +117,7 @@ def test_a_schedule_gives_each_layer_its_format(key, tmp_path, capsys):
     show_plan(plan, 190)
     shown = capsys.readouterr().err
     assert all(name in shown for name in wanted)
-    assert ("of two key formats, 32 packed tokens have the first" in shown) == ("~" in key)
+    assert ("The first of two key formats is for the most recent 32 packed tokens" in shown) == ("~" in key)
     with compressed(FOUR_LAYERS):
         caches = make_prompt_cache(FOUR_LAYERS, config)
         mx.eval(FOUR_LAYERS(mx.array([TOKENS[:190]]), cache=caches))
@@ -143,7 +143,7 @@ def test_a_long_note_leaves_the_figures_legible(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "glm4", "gpt_neox"])
 def test_spectral_keys_go_by_the_pairs_of_the_models_rope(name, tmp_path):
-    """Half of the dims apart, or neighbours, and only those that RoPE turns; through a run and a file."""
+    """Half of the dims apart, or neighbors, and only those that RoPE turns; through a run and a file."""
     model, config = build(name), KVConfig(key="spectral8", value="q8", **REGIONS)
     for layer in plan_caches(model, config).layers:
         pairs = layer.spec.key_options.pairs
@@ -207,7 +207,7 @@ def test_models_whose_queries_tell_nothing_are_refused_by_name(name):
 
 def test_statistics_replace_the_warm_up(tmp_path):
     model, path = build("qwen3_next"), str(tmp_path / "stats.safetensors")
-    save_queries(model, path, queries_of_text(model, TOKENS[:104]))
+    save_queries(model, path, calibrate_on_text(model, TOKENS[:104]))
     config = evicting(f"triattention:trigger=8:granularity=1:calibration={path}")
     with compressed(model):
         plan = plan_caches(model, config)

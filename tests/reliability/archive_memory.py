@@ -1,4 +1,4 @@
-"""What a process takes that has archived so many tokens and looked for something among them, as JSON: one argument."""
+"""Print as JSON what a process uses that has archived N tokens and searched them: `archive_memory.py N`."""
 
 import gc
 import json
@@ -17,7 +17,7 @@ LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
 
 
 def anonymous():
-    """Bytes of this process that no file holds."""
+    """Return the bytes of this process that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 

@@ -1,4 +1,4 @@
-"""Servers that misbehave, on real sockets. Each is a function of one connection; `BadServer` runs it."""
+"""Misbehaving servers on real sockets. Each is a function of one connection, run by `BadServer`."""
 
 import json
 import socket
@@ -9,13 +9,12 @@ CHUNK = {"text": "a span", "token_range": [0, 4], "layer": -1, "score": 0.0, "si
 
 
 def read_request(connection):
-    """Head and body of one request; b"" when the client has left."""
+    """Return head and body of a request, or b"" when the client has disconnected."""
     data = b""
     while b"\r\n\r\n" not in data:
-        more = connection.recv(65536)
-        if not more:
+        if not (received := connection.recv(65536)):
             return b""
-        data += more
+        data += received
     head, _, body = data.partition(b"\r\n\r\n")
     length = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")), 0)
     while len(body) < length:
@@ -29,7 +28,7 @@ def reply(connection, body, status="200 OK", length=None, extra=""):
 
 
 def always(body, status="200 OK", seen=None, **more):
-    """A server with one answer for everything; `seen` gets the requests."""
+    """Return a server with one answer; `seen` collects the requests."""
     payload = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     def serve(connection, _):
@@ -42,12 +41,11 @@ def always(body, status="200 OK", seen=None, **more):
 
 
 def hung(connection, closing):
-    """Accepts and never answers."""
     closing.wait()
 
 
 def slow(connection, closing):
-    """A byte of its head every 50 ms: each read succeeds, the answer never comes."""
+    """Send a byte of the head every 50 ms."""
     read_request(connection)
     for byte in b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000:
         connection.sendall(bytes([byte]))
@@ -56,7 +54,7 @@ def slow(connection, closing):
 
 
 def slow_body(connection, closing):
-    """The head at once, then a byte every 50 ms."""
+    """Send the head at once, then a byte every 50 ms."""
     read_request(connection)
     reply(connection, b"", length=10_000)
     while not closing.wait(0.05):
@@ -84,7 +82,7 @@ def garbage(connection, _):
     connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
 
 
-# What a lying service may send where a list of chunks is due.
+# Invalid answers to a query.
 WRONG_SCHEMAS = {
     "not JSON": b"<html>hello</html>",
     "no object": [1, 2],
@@ -102,7 +100,7 @@ WRONG_SCHEMAS = {
     "an error as success": {"detail": "no", "code": "internal_error"},
 }
 
-MISBEHAVIOURS = {
+MISBEHAVIORS = {
     "hung": hung,
     "slow": slow,
     "slow body": slow_body,
@@ -121,7 +119,7 @@ MISBEHAVIOURS = {
 
 
 class BadServer:
-    """Listens on a free port and treats each connection, on a thread of its own, as `serve` says."""
+    """Runs `serve` for each connection, in its own thread."""
 
     def __init__(self, serve):
         self._serve = serve
@@ -138,9 +136,9 @@ class BadServer:
             except OSError:
                 return
             self.connections += 1
-            threading.Thread(target=self._treat, args=(connection,), daemon=True).start()
+            threading.Thread(target=self._handle, args=(connection,), daemon=True).start()
 
-    def _treat(self, connection):
+    def _handle(self, connection):
         with connection, suppress(OSError):
             self._serve(connection, self._closing)
 
@@ -149,12 +147,12 @@ class BadServer:
 
     def __exit__(self, *_):
         self._closing.set()
-        with suppress(OSError):  # a close alone does not wake who waits in accept
+        with suppress(OSError):  # close() alone does not end accept()
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
 def closed_port():
-    """A URL where nobody listens."""
+    """Return a URL that refuses connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""What can happen to an archive costs what it held, never a wrong token, and leaves no file behind."""
+"""Faults of an archive lose its rows, change no other token, and leave no file."""
 
 import json
 import os
@@ -31,7 +31,7 @@ GENERATE = ["generate", "-p", TEXT + QUESTION, "-m", 100, "--ignore-chat-templat
 
 
 def converse(exact, config, after_text=lambda session: None):
-    """The tokens of a conversation that asks for what has left, its last turn, and its warnings."""
+    """Return the tokens of a conversation that asks for an evicted fact, its last turn, and its warnings."""
     warned = []
     with Session(*exact, config, rescue="off", warn=warned.append, max_tokens=8, prefill_step_size=64) as session:
         list(session.respond(TEXT))
@@ -42,7 +42,6 @@ def converse(exact, config, after_text=lambda session: None):
 
 @contextmanager
 def files_of_at_most(nbytes):
-    """The disk is full for any file that grows beyond."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -64,7 +63,7 @@ def written(session):
 
 @pytest.fixture(scope="module")
 def lost(exact):
-    """The tokens where nothing comes back."""
+    """Return the tokens without recall."""
     ids, _, warned = converse(exact, replace(CONFIG, evict=replace(EVICT, recall="off")))
     assert len(warned) == 1
     return ids
@@ -72,7 +71,7 @@ def lost(exact):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where archives lie, and where none is listed, whatever happens."""
+    """Return the folder of archives; check that no file is in it after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield tmp_path / "mlx_tq"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
@@ -99,7 +98,7 @@ def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(exact, fol
 
 
 def generated(capsys, *more):
-    """The report of `mlx_tq.generate`, and its warnings."""
+    """Return the report of `mlx_tq.generate`, and its warnings."""
     assert main([str(word) for word in (*GENERATE, *more)]) == 0
     shown = capsys.readouterr()
     return json.loads(shown.out), [line for line in shown.err.splitlines() if "warning" in line]
@@ -139,7 +138,7 @@ def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(exact, f
 
 @dataclass
 class Found:
-    """A block that a question brings back, by its first position; and where each block ends in the file."""
+    """The first position of a block that a question recalls, and the end of each block in the file."""
 
     first: int
     ends: list[int]
@@ -147,14 +146,12 @@ class Found:
 
 @pytest.fixture(scope="module")
 def found(exact):
-    """In a conversation without a fault."""
     ends = []
     _, turn, _ = converse(exact, CONFIG, lambda session: ends.extend(e.start + e.nbytes for e in written(session)[1]))
     return Found(turn.recalled[0], sorted(ends))
 
 
 def block_of(session, found):
-    """The archive, and that block."""
     archive, blocks = written(session)
     return archive, next(block for block in blocks if block.positions[0] == found.first)
 
@@ -167,7 +164,7 @@ def without(exact, found):
 
 
 def keys_of(archive, block):
-    """Where a block's keys begin of the first layer that looks, and their bytes."""
+    """Return where a block's keys of the first layer that searches begin, and their bytes."""
     layers, count = archive.shapes, len(block.positions)
     first = search_layers(len(layers))[0]
     before = sum(shape.key_count(count) for shape in layers[:first])
@@ -181,7 +178,7 @@ DAMAGED = ["of the archive 1 block is damaged: what it held cannot be recalled. 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exact, folder, found, without, how):
-    """One that the question asks for: what it seems to hold decides nothing about the others."""
+    """The question needs the block."""
     at, data = DAMAGES[how]
 
     def damage_one(session):
@@ -197,7 +194,7 @@ def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exac
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_a_block_whose_keys_outweigh_all_others_is_seen_to_be_damaged(exact, folder, found, place):
-    """One that nobody asks for: all tokens of the question look at it alike, so it singles nothing out."""
+    """The question does not need the block, but every token of it would attend to it."""
 
     def other(session):
         archive, blocks = written(session)
@@ -249,7 +246,7 @@ def test_of_a_disk_that_fills_the_tokens_are_those_of_an_archive_of_what_fits(ex
 
 
 def archive_of(run, folder):
-    """The archive that a process has open, once it has; no folder lists it."""
+    """Return the name of the unlinked archive that a process has open."""
     while run.poll() is None:
         for each in Path(f"/proc/{run.pid}/fd").iterdir():
             with suppress(OSError):  # others come and go
@@ -263,7 +260,6 @@ def archive_of(run, folder):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are seen in /proc, which only Linux has")
 def test_two_at_once_have_archives_of_their_own_and_one_that_is_killed_leaves_no_file(folder, popen, capsys):
-    """A chat is killed while it answers; what the other one generates is, to the token, what it does alone."""
     pipes = {"env": environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     chat = popen(command("chat", "-m", 2000, *FLAGS), **pipes)
     print(TEXT, file=chat.stdin, flush=True)

@@ -1,4 +1,4 @@
-"""An archive is on disk: what it takes of memory is what a look reads at a time."""
+"""Archived tokens are on disk: a search reads a tile of them at a time."""
 
 import json
 import subprocess
@@ -25,10 +25,9 @@ def figures(tokens, folder):
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what of a process no file holds")
 def test_fifty_thousand_archived_tokens_are_not_in_memory(tmp_path):
-    """Processes of their own, with and without them: mlx's memory and the anonymous one grow by a tile at most."""
     none, many = (figures(tokens, tmp_path) for tokens in (0, 50_000))
     assert many["archived"] >= 50_000
-    assert many["size"] > 3 * (many["live"] + STREAMED)  # held in memory, it would be seen
+    assert many["size"] > 3 * (many["live"] + STREAMED)  # held in memory, the bounds below would fail
     assert many["look"] <= STREAMED
     assert many["active"] - none["active"] <= many["live"] + STREAMED
     assert many["anonymous"] - none["anonymous"] <= many["live"] + STREAMED

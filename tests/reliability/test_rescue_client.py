@@ -1,48 +1,40 @@
-"""The client against services that are absent, hung, slow, failing, lying, killed: the caller goes on, soon."""
+"""The client with absent, hung, slow, failing and lying services: the caller continues soon."""
 
 import re
 import threading
 import time
 import tracemalloc
+from contextlib import ExitStack
 
 import pytest
-from bad_servers import CHUNK, MISBEHAVIOURS, WRONG_SCHEMAS, BadServer, always, closed_port, hung, read_request, reply
+from bad_servers import CHUNK, MISBEHAVIORS, WRONG_SCHEMAS, BadServer, always, closed_port, hung, read_request, reply
 from http_harness import wait_for
 
 from mlx_tq.errors import ConfigError
 from mlx_tq.rescue import RescueClient, TextSpan, open_service
 from mlx_tq.rescue.client import LONGEST_PAUSE, MAX_FAILURES, CircuitBreaker
 
-# A wait is over in 1 s. Beyond it this machine may be busy with others, so this only tells it from "forever".
-BOUND = 20
+BOUND = 20  # seconds: tells a wait of 1 s from an endless one, also on a busy machine
 SPANS = [TextSpan(start, start + 4, f"span {start}") for start in range(0, 40, 4)]
 
 
 @pytest.fixture
 def clients():
-    """Make clients; all are closed after the test."""
-    made = []
-
-    def make(url, **options):
-        made.append(RescueClient(open_service(url), **options))
-        return made[-1]
-
-    yield make
-    for client in made:
-        client.close()
+    """Return a function that makes clients, which are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda url, **options: stack.enter_context(RescueClient(open_service(url), **options))
 
 
-@pytest.fixture(params=["refused", *MISBEHAVIOURS])
+@pytest.fixture(params=["refused", *MISBEHAVIORS])
 def bad_url(request):
     if request.param == "refused":
         yield closed_port()
         return
-    with BadServer(MISBEHAVIOURS[request.param]) as server:
+    with BadServer(MISBEHAVIORS[request.param]) as server:
         yield server.url
 
 
-def test_the_caller_goes_on(bad_url, clients):
-    """Nothing is found, nothing is raised, there is one warning, and everything is counted."""
+def test_the_caller_continues(bad_url, clients):
     client = clients(bad_url)
     began = time.monotonic()
     for _ in range(3):
@@ -59,7 +51,7 @@ def test_the_caller_goes_on(bad_url, clients):
 
 
 @pytest.mark.parametrize("answer", WRONG_SCHEMAS.values(), ids=WRONG_SCHEMAS)
-def test_no_lie_is_believed(answer, clients):
+def test_invalid_answers_are_rejected(answer, clients):
     with BadServer(always(answer)) as server:
         client = clients(server.url)
         assert client.retrieve("s", "what?") == []
@@ -67,23 +59,21 @@ def test_no_lie_is_believed(answer, clients):
         assert client.stats.unanswered == 1
 
 
-def test_an_answer_is_believed_and_a_wrong_token_says_what_to_do(clients):
-    """The tests above could fail."""
+def test_valid_answers_wrong_tokens_and_invalid_urls(clients):
     with BadServer(always({"chunks": [CHUNK] * 9})) as server:
-        found = clients(server.url).retrieve("s", "what?", top_k=8)
-    assert [(f.start, f.stop, f.text) for f in found] == [(0, 4, "a span")] * 8
-    with BadServer(MISBEHAVIOURS["401"]) as server:
+        spans = clients(server.url).retrieve("s", "what?", top_k=8)
+    assert [(span.start, span.stop, span.text) for span in spans] == [(0, 4, "a span")] * 8
+    with BadServer(MISBEHAVIORS["401"]) as server:
         client = clients(server.url)
         assert client.retrieve("s", "what?") == []
         assert f"{server.url} does not accept the token; set RESCUE_TOKEN to its own" in client.take_warning()
-    nowhere = ("", "on", "127.0.0.1:5054", "ftp://127.0.0.1", "http://", "http://user:word@127.0.0.1", "http://x/?a=b")
-    for where in nowhere:
+    invalid = ("", "on", "127.0.0.1:5054", "ftp://127.0.0.1", "http://", "http://user:word@127.0.0.1", "http://x/?a=b")
+    for url in invalid:
         with pytest.raises(ConfigError, match=r"it must be off, auto or a URL such as http://127\.0\.0\.1:5054"):
-            open_service(where)
+            open_service(url)
 
 
 def test_memory_is_bounded_under_a_flood(clients):
-    """Spans without end for a service that never takes one: the queue keeps its size, the rest is counted."""
     limit = 1_000_000
     with BadServer(hung) as server:
         client = clients(server.url, max_queued=limit)
@@ -100,8 +90,8 @@ def test_memory_is_bounded_under_a_flood(clients):
     assert "dropped" in client.take_warning()
 
 
-def test_an_endless_answer_is_cut(clients):
-    with BadServer(MISBEHAVIOURS["endless"]) as server:
+def test_an_endless_answer_is_cut_off(clients):
+    with BadServer(MISBEHAVIORS["endless"]) as server:
         client = clients(server.url)
         tracemalloc.start()
         assert client.retrieve("s", "what?", timeout=BOUND) == []
@@ -111,15 +101,14 @@ def test_an_endless_answer_is_cut(clients):
     assert "more than" in client.take_warning()
 
 
-def test_what_failed_is_written_later(clients):
-    """Two errors, then the service is well: every span arrives once, in order, in calls it takes."""
+def test_failed_writes_are_repeated(clients):
     calls = []
 
     def recovers(connection, _):
         while request := read_request(connection):
             calls.append(request)
-            well = len(calls) > 2
-            reply(connection, b'{"accepted": 1}', "201 Created" if well else "503 Service Unavailable")
+            status = "201 Created" if len(calls) > 2 else "503 Service Unavailable"
+            reply(connection, b'{"accepted": 1}', status)
 
     many = [TextSpan(i, i + 1, f"<{i}>") for i in range(600)]
     with BadServer(recovers) as server:
@@ -132,26 +121,24 @@ def test_what_failed_is_written_later(clients):
     assert [int(n) for n in re.findall(rb"<(\d+)>", b"".join(calls[2:]))] == list(range(600))
 
 
-def test_a_question_waits_for_what_was_written(clients):
-    """The write is slow; the question that follows still finds it done."""
+def test_a_query_waits_for_earlier_writes(clients):
     order = []
 
     def slow_to_write(connection, _):
         while request := read_request(connection):
-            writes = b"/evict/write" in request
-            time.sleep(0.3 if writes else 0)
-            order.append("written" if writes else "asked")
+            is_write = b"/evict/write" in request
+            time.sleep(0.3 if is_write else 0)
+            order.append("write" if is_write else "query")
             reply(connection, b'{"accepted": 1, "chunks": []}')
 
     with BadServer(slow_to_write) as server:
         client = clients(server.url)
         client.write("s", SPANS)
         client.retrieve("s", "what?", timeout=BOUND)
-    assert order == ["written", "asked"]
+    assert order == ["write", "query"]
 
 
-def test_nobody_waits_for_a_service_that_keeps_failing(clients):
-    """The breaker opens: the questions after that do not even reach the server. It tries again after longer pauses."""
+def test_the_circuit_breaker_opens(clients):
     now = 0.0
     breaker, pauses = CircuitBreaker(lambda: now), []
     for failure in range(1, 12):
@@ -175,7 +162,7 @@ def test_nobody_waits_for_a_service_that_keeps_failing(clients):
         assert server.connections == before
 
 
-def test_the_token_is_sent_and_nothing_from_the_environment(clients, monkeypatch):
+def test_the_token_is_sent_and_no_proxy_is_used(clients, monkeypatch):
     """A proxy of the environment would see the conversation."""
     seen = []
     with BadServer(hung) as proxy, BadServer(always({"chunks": []}, seen=seen)) as server:

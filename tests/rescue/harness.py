@@ -1,4 +1,4 @@
-"""The service as its clients meet it: in this process, or in one of its own where a process or a socket matters."""
+"""Clients of the service: in this process, or in its own where a process or a socket matters."""
 
 import io
 import json
@@ -24,14 +24,14 @@ from rescue_svc.settings import load_settings
 
 URL = "http://127.0.0.1:5054"
 TOKEN = "a-token-of-the-tests"
-EACH_STORE = pytest.mark.parametrize("kept_in", ["sqlite", "postgres"], indirect=True)
+EACH_STORE = pytest.mark.parametrize("storage", ["sqlite", "postgres"], indirect=True)
 IN_FULL_EACH_STORE = pytest.mark.parametrize(
-    "kept_in", ["sqlite", pytest.param("postgres", marks=pytest.mark.full)], indirect=True
+    "storage", ["sqlite", pytest.param("postgres", marks=pytest.mark.full)], indirect=True
 )
 
 
 class Calls:
-    """The calls of the API; `http` sends them."""
+    """The calls of the API."""
 
     http: httpx.Client
 
@@ -44,8 +44,8 @@ class Calls:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def found(self, session: str, query: str, **options: Any) -> list[str]:
-        """The texts that a question finds, best first."""
+    def search(self, session: str, query: str, **options: Any) -> list[str]:
+        """Return the texts that a query finds, best first."""
         return [chunk["text"] for chunk in self.retrieve(session, query, **options)["chunks"]]
 
     def dump(self, session: str) -> dict[str, Any]:
@@ -61,19 +61,18 @@ class Calls:
         return self.http.post(f"/sessions/{session}/resume").json()
 
     def sessions(self) -> dict[str, dict[str, Any]]:
-        """The list of sessions, by name, in its order."""
+        """Return the sessions by name, in the order of the answer."""
         return {session["session_id"]: session for session in self.http.get("/sessions").json()["sessions"]}
 
     def ready(self) -> dict[str, Any]:
         return self.http.get("/readyz").json()
 
     def wait_until_embedded(self, timeout: float = 180) -> None:
-        """Wait until the embedder is up and no span waits for its vector."""
         wait_for(lambda: (e := self.ready()["embedder"])["state"] == "ready" and e["pending"] == 0, timeout)
 
 
-class Here(Calls):
-    """The service in this process, asked through its ASGI application; its embedder is a child of this process."""
+class LocalService(Calls):
+    """The service in this process, called through its ASGI application."""
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
         self.data_dir = data_dir
@@ -84,20 +83,17 @@ class Here(Calls):
         self.running = True
 
     def stop(self) -> None:
-        """End it cleanly."""
         if self.running:
             self.running = False
             self.http.__exit__(None, None, None)
             self.service.close()
 
     def killed(self, folder: Path) -> Path:
-        """Copy the files as kill -9 would leave them at this moment: no log emptied, no seal, no index saved."""
+        """Copy the files as kill -9 would leave them."""
         return Path(shutil.copytree(self.data_dir, folder))
 
 
 class Server(ServerProcess, Calls):
-    """`mlx-tq-rescue serve` in a process of its own."""
-
     listening = re.compile(r'"event": "listening", "url": "([^"]+)"')
 
     def __init__(self, data_dir: Path, *, logs: Path | None = None, stdin: int | None = None, **settings: Any) -> None:
@@ -113,12 +109,12 @@ class Server(ServerProcess, Calls):
         )
 
     def lines(self) -> list[dict[str, Any]]:
-        """The log so far; a line that is still being written is left out."""
+        """Return the log's complete lines."""
         return [json.loads(line) for line in self.log().split("\n")[:-1] if line.startswith("{")]
 
 
 def command(*words: object) -> SimpleNamespace:
-    """Run `mlx-tq-rescue WORDS` in this process; return its exit code and what it said."""
+    """Run `mlx-tq-rescue WORDS` in this process; return its exit code, stdout and stderr."""
     out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
     usual = os.umask(0)
     try:

@@ -1,4 +1,4 @@
-"""The calls of the API as a client meets them."""
+"""The API: write, retrieve, sessions, metrics, limits."""
 
 import pytest
 
@@ -28,8 +28,8 @@ def test_what_was_written_is_found(shared):
     assert (chunk["layer"], chunk["score"], chunk["bm25"]) == (-1, 0.5, 1.0)
     assert chunk["similarity"] == chunk["dense"] > 0.3
     for alpha, mode in ((0, "bm25"), (0.5, "hybrid"), (1, "dense")):
-        asked = shared.retrieve("api-1", "access code", hybrid_alpha=alpha)
-        assert (asked["mode"], asked["degraded"], asked["chunks"][0]["text"]) == (mode, None, chunk["text"])
+        by_mode = shared.retrieve("api-1", "access code", hybrid_alpha=alpha)
+        assert (by_mode["mode"], by_mode["degraded"], by_mode["chunks"][0]["text"]) == (mode, None, chunk["text"])
     in_memory = shared.service.index == "faiss"
     for call, resident, vectors in ((shared.hibernate, False, 2 * in_memory), (shared.resume, in_memory, 2)):
         assert call("api-1") == {"session_id": "api-1", "resident": resident, "vectors": vectors}
@@ -38,16 +38,13 @@ def test_what_was_written_is_found(shared):
 
 
 @EACH_STORE
-def test_a_sessions_spans_are_shown_in_the_order_of_writing(shared):
+def test_spans_are_listed_in_the_order_of_writing(shared):
     shared.write("api-2", *((f"text {n}", 10 * n, 10 * n + 5) for n in (3, 1, 2)))
     answer = shared.http.get("/sessions/api-2/spans", params={"first": 1, "count": 1}).json()
     span = {"text": "text 1", "token_range": [10, 15], "layer": -1, "score": 0.5}
     assert answer == {"session_id": "api-2", "session_total": 3, "first": 1, "spans": [span]}
-    assert [s["text"] for s in shared.http.get("/sessions/api-2/spans").json()["spans"]] == [
-        "text 3",
-        "text 1",
-        "text 2",
-    ]
+    texts = [span["text"] for span in shared.http.get("/sessions/api-2/spans").json()["spans"]]
+    assert texts == ["text 3", "text 1", "text 2"]
     assert shared.http.get("/sessions/api-2/spans?first=3").json()["spans"] == []
     assert shared.http.get("/sessions/never/spans").json()["code"] == "session_not_found"
     assert shared.http.get("/sessions/api-2/spans?count=0").status_code == 422
@@ -66,7 +63,7 @@ def test_the_papers_dialect(shared):
 
 
 @EACH_STORE
-def test_neighbours_are_joined_and_others_are_not(shared):
+def test_adjacent_spans_are_joined(shared):
     shared.write("api-5", ("apple one", 0, 10), (" apple two", 10, 20), ("apple three", 21, 30), ("apple four", 25, 40))
     shared.wait_until_embedded()
     joined = [("apple four", (25, 40)), ("apple one apple two", (0, 20)), ("apple three", (21, 30))]
@@ -77,28 +74,28 @@ def test_neighbours_are_joined_and_others_are_not(shared):
 
 
 @EACH_STORE
-def test_the_floor_is_held_against_the_similarity(shared):
+def test_the_score_floor_applies_to_the_similarity(shared):
     shared.write("api-7", ("kiwi kiwi kiwi", 0, 5), ("a long text about many things, and one kiwi", 10, 30))
     shared.wait_until_embedded()
     first, second = both = shared.retrieve("api-7", "kiwi")["chunks"]
     assert first["similarity"] >= 0.9 > second["similarity"]
     assert shared.retrieve("api-7", "kiwi", score_floor=0.9)["chunks"] == [first]
-    assert shared.retrieve("api-7", "kiwi", score_floor=None)["chunks"] == both  # this embedder has none of its own
+    assert shared.retrieve("api-7", "kiwi", score_floor=None)["chunks"] == both  # this embedder has no default floor
 
 
 @EACH_STORE
-def test_a_span_is_found_before_it_has_a_vector(here):
-    service = here(embedder="none")
+def test_a_span_is_found_before_it_has_a_vector(start_service):
+    service = start_service(embedder="none")
     service.write("s", ("the gate opens at 7742", 0, 5))
     service.stop()
-    service = here(embed_batch=1)
+    service = start_service(embed_batch=1)
     service.write("s", *((f"filler number {n}", 10 * n, 10 * n + 5) for n in range(1, 200)))
-    assert service.found("s", "when does the gate open? 7742", top_k=1) == ["the gate opens at 7742"]
+    assert service.search("s", "when does the gate open? 7742", top_k=1) == ["the gate opens at 7742"]
 
 
 @EACH_STORE
-def test_works_without_an_embedder_and_says_so(here):
-    service = here(embedder="none")
+def test_without_an_embedder_search_uses_keywords(start_service):
+    service = start_service(embedder="none")
     service.write("s", ("the launch code is 481729", 0, 8), ("nothing of use", 20, 30))
     answer = service.retrieve("s", "launch code")
     assert answer["mode"] == "bm25"
@@ -106,6 +103,8 @@ def test_works_without_an_embedder_and_says_so(here):
     assert (answer["chunks"][0]["similarity"], answer["chunks"][0]["dense"]) == (1.0, None)
     ready = service.http.get("/readyz")
     assert (ready.status_code, ready.json()["retrieval"], ready.json()["embedder"]["state"]) == (200, "bm25", "off")
+    refused = service.http.post("/embed", json={"texts": ["rain"]})
+    assert (refused.status_code, refused.json()["code"]) == (424, "embedder_unavailable")
 
 
 def test_every_answer_has_an_id_and_every_error_repeats_it(shared):
@@ -119,8 +118,8 @@ def test_every_answer_has_an_id_and_every_error_repeats_it(shared):
 
 
 @EACH_STORE
-def test_metrics_count_what_happened(here):
-    service = here(embedder="none")
+def test_metrics_count_what_happened(start_service):
+    service = start_service(embedder="none")
     service.write("s", ("a lemon", 0, 5))
     service.retrieve("s", "lemon")
     service.retrieve("s", "nothing")
@@ -138,19 +137,24 @@ def test_metrics_count_what_happened(here):
 
 
 @EACH_STORE
-def test_caps_are_clear_and_store_nothing(here):
-    service = here(embedder="none", max_session_spans=3, max_spans=5, max_sessions=2)
-    service.write("a", ("1", 0, 1), ("2", 1, 2), ("3", 2, 3))
-    full = service.write("a", ("4", 3, 4))
-    assert (full.status_code, full.json()["code"]) == (413, "session_full")
-    assert "RESCUE_MAX_SESSION_SPANS" in full.json()["detail"]
-    everywhere = service.write("b", ("1", 0, 1), ("2", 1, 2), ("3", 2, 3))
-    assert (everywhere.status_code, everywhere.json()["code"]) == (507, "store_full")
-    assert [s["session_total"] for s in service.sessions().values()] == [3]
+def test_caps_admit_what_just_fits_and_refuse_the_rest(start_service):
+    service = start_service(embedder="none", max_session_spans=3, max_spans=5, max_sessions=3)
+    spans = ("1", 0, 1), ("2", 1, 2), ("3", 2, 3), ("4", 3, 4)
+    assert service.write("a", *spans[:3]).status_code == 201
+    for session, refused, code, detail in (
+        ("a", spans[3:], (413, "session_full"), "RESCUE_MAX_SESSION_SPANS"),
+        ("b", spans[:3], (507, "store_full"), "5"),
+    ):
+        answer = service.write(session, *refused)
+        assert (answer.status_code, answer.json()["code"]) == code
+        assert detail in answer.json()["detail"]
+    assert service.write("b", *spans[:1]).status_code == service.write("c", *spans[:1]).status_code == 201
+    assert "3 sessions" in service.write("d", *spans[:1]).json()["detail"]
+    assert {name: session["session_total"] for name, session in service.sessions().items()} == {"a": 3, "b": 1, "c": 1}
 
 
-def test_vectors_of_texts_that_are_not_kept(here):
-    service = here()
+def test_embed_stores_nothing(start_service):
+    service = start_service()
     service.wait_until_embedded()
     texts = ["the access code is 481729", "rain", "rain"]
     answer = service.http.post("/embed", json={"texts": texts}).json()
@@ -159,8 +163,3 @@ def test_vectors_of_texts_that_are_not_kept(here):
     assert second == third != first
     assert sum(value * value for value in first) == pytest.approx(1, abs=1e-5)
     assert service.sessions() == {}
-
-
-def test_without_an_embedder_there_are_no_vectors(here):
-    refused = here(embedder="none").http.post("/embed", json={"texts": ["rain"]})
-    assert (refused.status_code, refused.json()["code"]) == (424, "embedder_unavailable")

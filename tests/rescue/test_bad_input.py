@@ -1,13 +1,12 @@
-"""Bad input: a typed error in the 4xx range, nothing stored, and the service still answers."""
+"""Invalid requests get a typed 4xx error, store nothing and leave the service responsive."""
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 from http_harness import polled
 
-from rescue_svc.schemas import MAX_CHUNKS, MAX_TEXT, MAX_TOKENS
+from rescue_svc.schemas import MAX_TOKENS
 
 from .harness import IN_FULL_EACH_STORE
 
@@ -34,7 +33,8 @@ RAW = {
     "null": b"null",
     "empty body": b"",
     "not JSON": b"{",
-    "not UTF-8": b'{"session_id": "bad\xff"}',
+    "not UTF-8 in a text": b'{"session_id": "bad\xff"}',
+    "not UTF-8 at the start": b"\xff\xfe",
     "an endless number": b'{"session_id": "bad", "chunks": [{"text": "t", "layer": ' + b"9" * 5000 + b"}]}",
     "deep nesting": b'{"session_id": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
     "a million tiny chunks": b'{"session_id": "bad", "chunks": [' + b",".join([b'{"a":1}'] * 1_000_000) + b"]}",
@@ -60,27 +60,21 @@ def post(service, content, path="/evict/write"):
 
 @pytest.fixture
 def unharmed(shared):
-    """After the bad input: nothing of it is stored, and a good call goes through."""
+    """Check after bad input that nothing of it is stored and that a valid call succeeds."""
     yield shared
     assert shared.dump("bad")["session_total"] == 0
     assert shared.write("good", ("still alive", 0, 1)).status_code == 201
-    assert shared.found("good", "alive", hybrid_alpha=0)
+    assert shared.search("good", "alive", hybrid_alpha=0)
 
 
 @pytest.mark.parametrize("content", BAD_WRITES.values(), ids=BAD_WRITES)
 @IN_FULL_EACH_STORE
 def test_a_bad_write(unharmed, content):
     answer = post(unharmed, content)
-    assert answer.status_code in (400, 422), answer.text
     error = answer.json()
     assert set(error) == {"detail", "code", "request_id"}
-    assert error["code"] in ("invalid_request", "invalid_body")
+    assert (answer.status_code, error["code"]) in ((400, "invalid_body"), (422, "invalid_request")), answer.text
     assert len(error["detail"]) < 1000
-
-
-def test_the_limits_of_a_call_are_documented():
-    said = f"{MAX_CHUNKS} chunks at most, each of {MAX_TEXT:,} characters: more are answered 422"
-    assert said in (Path(__file__).parents[2] / "docs" / "reference" / "service_api.md").read_text()
 
 
 BAD_OPTIONS = {
@@ -106,7 +100,7 @@ def test_a_bad_question(unharmed, option, values):
     "query", ['"', "AND OR NOT", "a NEAR(b)", "text:x", "*", "^a", "-", "_", "' --", "é à 漢字", "😀"]
 )
 @IN_FULL_EACH_STORE
-def test_a_question_is_words_and_no_query_language(unharmed, query):
+def test_a_query_has_no_syntax(unharmed, query):
     assert post(unharmed, {"session_id": "good", "query": query}, "/evict/retrieve").status_code == 200
 
 
@@ -119,44 +113,39 @@ def test_a_bad_session_in_the_address(unharmed, session, call):
     assert answer.json()["code"] in ("invalid_request", "no_such_route")
 
 
-@pytest.mark.parametrize("says_its_length", [True, False])
+@pytest.mark.parametrize("has_length", [True, False])
 @IN_FULL_EACH_STORE
-def test_a_body_over_the_limit_is_refused_or_cut_off(unharmed, says_its_length):
-    content = b" " * (10 * 2**20 + 1) if says_its_length else (b" " * 1024 for _ in range(11 * 2**10))
+def test_a_body_over_the_limit_is_refused_or_cut_off(unharmed, has_length):
+    content = b" " * (10 * 2**20 + 1) if has_length else (b" " * 1024 for _ in range(11 * 2**10))
     answer = unharmed.http.post("/evict/write", content=content, headers={"content-type": "application/json"})
-    assert ("content-length" in answer.request.headers) == says_its_length
+    assert ("content-length" in answer.request.headers) == has_length
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
+def chunk_of(*token_lists):
+    """Return a write of one chunk for each list of tokens, which are JSON."""
+    return f'{{"chunks": [{",".join(f"""{{"text": "t", "tokens": [{tokens}]}}""" for tokens in token_lists)}]}}'
+
+
 KEYS = ",".join(f'"key{n}": 1' for n in range(500_000))
-TOKENS = ",".join(["1"] * MAX_TOKENS)
-FLOATS = ",".join(["1.0"] * MAX_TOKENS)
+TOKENS, FLOATS = ",".join(["1"] * MAX_TOKENS), ",".join(["1.0"] * MAX_TOKENS)
 # Bodies that take long to validate: path, content, status.
 LARGE = {
     "unknown fields": ("/evict/write", f"{{{KEYS}}}", 422),
     "unknown fields of a chunk": ("/evict/write", f'{{"chunks": [{{{KEYS}}}]}}', 422),
-    "unknown fields of a question": ("/evict/retrieve", f'{{"query": "q", {KEYS}}}', 422),
+    "unknown fields of a query": ("/evict/retrieve", f'{{"query": "q", {KEYS}}}', 422),
     "texts": ("/embed", f'{{"texts": [{",".join(["1"] * 1_000_000)}]}}', 422),
     "ranges": ("/evict/retrieve", f'{{"query": "q", "exclude_ranges": [{",".join(["[]"] * 1_000_000)}]}}', 422),
-    "too many tokens": ("/evict/write", f'{{"chunks": [{{"text": "t", "tokens": [{",".join([TOKENS] * 30)}]}}]}}', 422),
-    "wrong tokens": ("/evict/write", f'{{"chunks": [{{"text": "t", "tokens": [{",".join(["[]"] * 60_000)}]}}]}}', 422),
-    "tokens": (
-        "/evict/write?session_id=large",
-        f'{{"chunks": [{",".join([f"""{{"text": "t", "tokens": [{TOKENS}]}}"""] * 60)}]}}',
-        201,
-    ),
-    "floats": (
-        "/evict/write?session_id=large",
-        f'{{"chunks": [{",".join([f"""{{"text": "t", "tokens": [{FLOATS}]}}"""] * 30)}]}}',
-        201,
-    ),
+    "too many tokens": ("/evict/write", chunk_of(",".join([TOKENS] * 30)), 422),
+    "wrong tokens": ("/evict/write", chunk_of(",".join(["[]"] * 60_000)), 422),
+    "tokens": ("/evict/write?session_id=large", chunk_of(*[TOKENS] * 60), 201),
+    "floats": ("/evict/write?session_id=large", chunk_of(*[FLOATS] * 30), 201),
     "a long name": ("/evict/write", f'{{"{"k" * 5_000_000}": 1}}', 422),
 }
 
 
-def test_large_bodies(serve):
-    """The service names a few faults at once, and answers its health meanwhile."""
-    server = serve(embedder="none")
+def test_large_bodies_and_queries_do_not_delay_others(start_server):
+    server = start_server(embedder="none")
     for what, (path, content, status) in LARGE.items():
         with polled(server, "/healthz") as health:
             began = time.monotonic()
@@ -166,16 +155,6 @@ def test_large_bodies(serve):
         assert len(answer.text) < 1500, what
         assert seconds < 5, what
         assert max(health) < 2, what
-
-
-@pytest.mark.parametrize("content", [b'{"session_id": "bad\xff"}', b"\xff\xfe"], ids=["in a text", "at the start"])
-def test_a_body_that_is_not_utf_8(unharmed, content):
-    answer = post(unharmed, content)
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_body")
-
-
-def test_a_query_of_thousands_of_parameters(serve):
-    server = serve(embedder="none")
     with polled(server, "/healthz") as health:
         for query in ("session_id=a&" * 4000, "a=" + "&" * 50_000, "x=1&" * 12_000):
             assert server.http.get(f"/evict/dump?{query}").status_code in (200, 422)

@@ -1,8 +1,7 @@
-"""The commands and the settings, as an operator meets them."""
+"""Commands and settings."""
 
 import json
 import plistlib
-import re
 import sys
 from pathlib import Path
 
@@ -45,14 +44,14 @@ def test_a_bad_setting_is_named(flags, says):
         load_settings(**flags)
 
 
-def test_a_bad_variable_or_file_is_said(tmp_path, monkeypatch):
+def test_a_bad_variable_or_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RESCUE_CONFIG", str(tmp_path / "rescue.toml"))
     for content, says in ((None, "is not a file"), (b"\xff\xfe", "cannot be read"), (b"port = [", "cannot be read")):
         if content:
             (tmp_path / "rescue.toml").write_bytes(content)
         with pytest.raises(SettingsError, match=says):
             load_settings()
-    monkeypatch.setenv("RESCUE_PROT", "5054")  # misspelt, so not silently dropped
+    monkeypatch.setenv("RESCUE_PROT", "5054")  # misspelled
     with pytest.raises(SettingsError, match="RESCUE_PROT"):
         load_settings()
 
@@ -62,43 +61,42 @@ def test_help_names_every_setting_and_wrong_usage_is_refused(tmp_path):
     for words in ((), ("fly",), ("serve", "--token", "secret-in-the-process-list"), open_to_all):
         assert command(*words).code == 2
     assert not (tmp_path / "data").exists()
-    said = command("serve", "--help").out
+    help_text = command("serve", "--help").out
     for name, field in Settings.model_fields.items():
-        assert ("--" + name.replace("_", "-") in said) == (name not in ("token", "store"))
+        assert ("--" + name.replace("_", "-") in help_text) == (name not in ("token", "store"))
         assert field.description
 
 
-def test_doctor(here, tmp_path):
+def test_doctor(start_service, tmp_path):
     where = ("--data-dir", tmp_path / "data")
-    well = command("doctor", "--json", *where, "--embedder", "hashing")
-    assert well.code == 0
-    assert {line["what"] for line in json.loads(well.out)} == {"python", "sqlite", "index", "embedder", "store"}
-    service = here(embedder="none")
+    healthy = command("doctor", "--json", *where, "--embedder", "hashing")
+    assert healthy.code == 0
+    assert {line["what"] for line in json.loads(healthy.out)} == {"python", "sqlite", "index", "embedder", "store"}
+    service = start_service(embedder="none")
     assert "in use by a running service" in command("doctor", *where, "--embedder", "none").out
     service.stop()
     assert "0 sessions, 0 spans, all intact" in command("doctor", *where, "--embedder", "none").out
     database = tmp_path / "data" / "rescue.db"
     database.write_bytes(database.read_bytes()[:5000])
-    ill = command("doctor", *where, "--embedder", "none")
-    assert (ill.code, "BAD store" in ill.out) == (1, True)
+    damaged = command("doctor", *where, "--embedder", "none")
+    assert (damaged.code, "BAD store" in damaged.out) == (1, True)
 
 
 def test_a_backup_that_fails_leaves_nothing(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "rescue.db").write_bytes(b"no database" * 1000)
-    said = command("backup", tmp_path / "copy", "--data-dir", data)
-    assert (said.code, "damaged" in said.err) == (1, True)
+    backup = command("backup", tmp_path / "copy", "--data-dir", data)
+    assert (backup.code, "damaged" in backup.err) == (1, True)
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_backup_rebuild_and_forget(here, tmp_path):
-    """A folder without a database is said and not made; what is forgotten is forgotten without a service too."""
+def test_backup_rebuild_and_forget(start_service, tmp_path):
     for words in (("rebuild",), ("sessions",), ("backup", "elsewhere")):
         missing = command(*words, "--data-dir", tmp_path / "nothing")
         assert (missing.code, "nothing has no rescue.db" in missing.err) == (1, True)
         assert not (tmp_path / "nothing").exists()
-    service = here()
+    service = start_service()
     where = ("--data-dir", service.data_dir)
     service.write("s", ("kept in the backup", 0, 5))
     service.wait_until_embedded()
@@ -111,22 +109,14 @@ def test_backup_rebuild_and_forget(here, tmp_path):
     service.wait_until_embedded()
     service.stop()
     assert command("rebuild", *where).out == "kept 2 spans and 2 vectors, lost 0 spans\n"
-    assert here(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
-    again = here(embedder="none")
+    assert start_service(folder, embedder="none").dump("s")["token_ranges"] == [[0, 5]]
+    again = start_service(embedder="none")
     assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
     again.stop()
     assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
     gone = command("forget", "s", *where)
     assert (gone.code, "no session s" in gone.err) == (1, True)
     assert b"kept in" not in (service.data_dir / "rescue.db").read_bytes()
-
-
-def test_a_checkout_has_a_folder_of_its_own():
-    """Whoever tries `make rescue` may have a service of their own, whose texts are no business of a checkout."""
-    (recipe,) = re.findall(r"^rescue:.*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    (folder,) = re.findall(r"--data-dir (\S+)", recipe)
-    assert folder == "$(RESCUE_DATA_DIR)"
-    assert "RESCUE_DATA_DIR ?= $(VENV)/rescue-data" in (ROOT / "Makefile").read_text()
 
 
 def test_launchd():
@@ -140,5 +130,5 @@ def test_launchd():
     of_this_machine = {"ProgramArguments": 0, "StandardErrorPath": 0}
     assert sample | of_this_machine == job | of_this_machine
     if sys.platform != "darwin":  # where it would install the job
-        ended = command("install-launchd")
-        assert (ended.code, "macOS only" in ended.err) == (2, True)
+        refused = command("install-launchd")
+        assert (refused.code, "macOS only" in refused.err) == (2, True)

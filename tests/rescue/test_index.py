@@ -1,4 +1,4 @@
-"""FAISS and NumPy give the same answers; large sessions move to cells; a snapshot brings all back."""
+"""Index engines: exact search, cells for large sessions, and snapshots."""
 
 import sys
 
@@ -37,12 +37,11 @@ def test_search_is_exact(name, excluded):
     )
 
 
-def test_beyond_the_limit_cells_still_exclude_and_look_up(monkeypatch):
+def test_large_sessions_are_searched_in_cells(monkeypatch):
     monkeypatch.setattr(engines, "FLAT_LIMIT", 2000)
     vectors = unit(3000, 3)
     engine = ENGINES["faiss"](DIM)
     engine.add(np.arange(2000), vectors[:2000])
-    assert not hasattr(engine._index.index, "nprobe")
     engine.add(np.arange(2000, 2500), vectors[2000:2500])
     engine.add(np.arange(2500, 3000), vectors[2500:])
     engine = ENGINES["faiss"].from_bytes(engine.to_bytes(), DIM)
@@ -53,16 +52,15 @@ def test_beyond_the_limit_cells_still_exclude_and_look_up(monkeypatch):
     assert len(engine) == 3000
 
 
-def test_the_service_works_with_numpy(here, monkeypatch):
-    """The engine that is asked for is used or refused."""
+def test_the_named_engine_is_used_or_refused(start_service, monkeypatch):
     assert choose_engine("numpy") == "numpy"
     assert choose_engine("auto") == choose_engine("faiss") == "faiss"
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "faiss", None)  # as on a machine without it
+        patch.setitem(sys.modules, "faiss", None)  # as if it were not installed
         assert choose_engine("auto") == "numpy"
         with pytest.raises(SettingsError, match="faiss-cpu"):
             choose_engine("faiss")
-    service = here(index="numpy")
+    service = start_service(index="numpy")
     service.write("s", ("a fig", 0, 5), ("a plum", 10, 15))
     service.wait_until_embedded()
     assert service.ready()["index"] == "numpy"
@@ -70,13 +68,12 @@ def test_the_service_works_with_numpy(here, monkeypatch):
     service.hibernate("s")
     assert service.retrieve("s", "plum", hybrid_alpha=1) == before
     service.stop()
-    service = here(index="faiss")  # a snapshot of the other engine is not read
+    service = start_service(index="faiss")  # a snapshot of the other engine is not read
     service.wait_until_embedded()
-    assert service.found("s", "plum", hybrid_alpha=1)[0] == "a plum"
+    assert service.search("s", "plum", hybrid_alpha=1)[0] == "a plum"
 
 
 def test_only_snapshots_are_removed_from_the_folder_of_indexes(tmp_path):
-    """Whatever a person keeps there is theirs, numbers in its name or not."""
     folder = tmp_path / "index"
     folder.mkdir()
     ours = ["1.index", "2.index", "2.index.partial", "2.index.bad-17"]

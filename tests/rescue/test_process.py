@@ -1,4 +1,4 @@
-"""One service in a process of its own, looked at from outside: its log, its socket, its memory, its neighbours."""
+"""One service in its own process: its log, its socket, and a second process beside it."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def requests(server):
 def test_no_text_in_the_log(server):
     server.write("said", (f"the {SECRET} is here", 0, 5))
     server.wait_until_embedded()
-    assert server.found("said", f"where is the {SECRET}?")
+    assert server.search("said", f"where is the {SECRET}?")
     post = server.http.post
     post("/evict/write", json={"session_id": "said", "chunks": [{"text": SECRET, "token_range": [5, 1]}]})
     post("/evict/write", json={"session_id": SECRET * 9, "chunks": [{"text": SECRET, SECRET: 1}]})
@@ -49,16 +49,18 @@ def test_no_text_in_the_log(server):
         assert word not in server.log().lower()
 
 
-def test_a_fault_of_our_own_is_logged_by_place_and_answered(server):
+def test_an_internal_error_is_logged_without_text(server):
     server.write("faulty", (f"the {SECRET} is here", 0, 5))
     with sqlite3.connect(server.data_dir / "rescue.db") as database:
         (number,) = database.execute("SELECT id FROM sessions WHERE name = 'faulty'").fetchone()
-        database.execute(f"DROP TABLE words_{number}")  # behind the service's back
+        database.execute(f"DROP TABLE words_{number}")
     database.close()
-    asked = {"session_id": "faulty", "query": SECRET}
-    answer = server.http.post("/evict/retrieve", json=asked, headers={"X-Request-ID": "this-one"})
+    body = {"session_id": "faulty", "query": SECRET}
+    answer = server.http.post("/evict/retrieve", json=body, headers={"X-Request-ID": "this-one"})
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
-    wait_for(lambda: [line for line in requests(server) if line["request_id"] == "this-one"])  # it follows the answer
+    wait_for(
+        lambda: [line for line in requests(server) if line["request_id"] == "this-one"]
+    )  # it is written after the answer
     (line,) = [line for line in requests(server) if line["request_id"] == "this-one"]
     assert (line["route"], line["status"]) == ("POST /evict/retrieve", 503)
     assert line["ms"] > 0
@@ -67,12 +69,12 @@ def test_a_fault_of_our_own_is_logged_by_place_and_answered(server):
         raise ValueError(SECRET)
     except ValueError:
         record = logging.LogRecord("x", logging.ERROR, __file__, 1, "a fault", None, sys.exc_info())
-    said = json.loads(JsonFormatter().format(record))  # an exception is logged without its message
-    assert (said["error"], said["event"], SECRET in str(said)) == ("ValueError", "a fault", False)
-    assert said["at"][0].startswith(__file__)
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["error"], line["event"], SECRET in str(line)) == ("ValueError", "a fault", False)
+    assert line["at"][0].startswith(__file__)
 
 
-def test_a_client_that_breaks_the_protocol_harms_nothing(server):
+def test_invalid_http_harms_nothing(server):
     host, port = server.url.removeprefix("http://").split(":")
     head = f"POST /evict/write HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     for raw in (
@@ -84,7 +86,7 @@ def test_a_client_that_breaks_the_protocol_harms_nothing(server):
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(raw)
         assert server.write("unharmed", ("still alive", 0, 1)).status_code == 201
-    assert server.found("unharmed", "alive", hybrid_alpha=0) == ["still alive"]
+    assert server.search("unharmed", "alive", hybrid_alpha=0) == ["still alive"]
     wait_for(lambda: [line["status"] for line in requests(server) if line["request_id"] == "cut-short"] == [400])
 
 
@@ -92,7 +94,7 @@ def test_a_client_that_breaks_the_protocol_harms_nothing(server):
     ("flag", "code", "says"),
     [("port", 2, "cannot listen on 127.0.0.1 port {}"), ("data-dir", 1, "{} is in use by another process")],
 )
-def test_a_second_process_says_what_is_in_its_way_and_harms_nothing(server, tmp_path, flag, code, says):
+def test_a_second_process_reports_the_conflict(server, tmp_path, flag, code, says):
     taken = {"port": server.url.rpartition(":")[2], "data-dir": server.data_dir}[flag]
     flags = {"data-dir": tmp_path, "port": 0} | {flag: taken}
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]

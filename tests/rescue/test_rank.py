@@ -1,12 +1,11 @@
-"""The pure functions of retrieval."""
+"""Fusion of scores, and joining of adjacent spans."""
 
 from itertools import pairwise
-from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescue_svc.schemas import RetrieveRequest
 from rescue_svc.service.rank import fuse, join_adjacent, merge_ranges
 from rescue_svc.store import Span
 
@@ -32,39 +31,34 @@ def test_alpha_one_ranks_by_cosine_and_zero_by_words(dense, bm25):
 
 @given(SCORES, WORDS, st.floats(0, 1))
 def test_every_candidate_is_ranked_once(dense, bm25, alpha):
-    found = [s.id for s in fuse(dense, bm25, alpha)]
-    assert len(found) == len(set(found))
-    assert set(found) == set(bm25) | {span for span, cosine in dense.items() if cosine > 0}
+    ranked = [s.id for s in fuse(dense, bm25, alpha)]
+    assert len(ranked) == len(set(ranked))
+    assert set(ranked) == set(bm25) | {span for span, cosine in dense.items() if cosine > 0}
 
 
 def test_a_span_without_a_vector_is_not_hidden():
-    """The best hit by words leads although its vector is not made yet."""
     ranked = fuse({1: 0.9, 2: 0.1}, {3: 8.0, 2: 1.0}, 0.7)
     assert [s.id for s in ranked] == [3, 1, 2]
     assert ranked[0].similarity == 1.0
 
 
-def joined(*spans):
-    made = [Span(start, stop, layer, 0.0, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
-    return [(f.text, *f.token_range) for f in join_adjacent(made, fuse({s.id: 1 - s.id / 99 for s in made}, {}, 1))]
+@pytest.mark.parametrize(
+    ("spans", "joined"),
+    [
+        ([(20, 30, 0, "c"), (50, 60, 0, "x"), (0, 10, 0, "a"), (10, 20, 0, "b")], [("abc", 0, 30), ("x", 50, 60)]),
+        ([(0, 10, 0, "a"), (10, 20, 1, "b")], [("a", 0, 10), ("b", 10, 20)]),
+        ([(0, 10, 0, "a"), (9, 20, 0, "b"), (21, 30, 0, "c")], [("a", 0, 10), ("b", 9, 20), ("c", 21, 30)]),
+    ],
+    ids=["in order, with the best rank", "other layers", "overlap and gap"],
+)
+def test_adjacent_spans_join(spans, joined):
+    spans = [Span(start, stop, layer, 0.0, text, id) for id, (start, stop, layer, text) in enumerate(spans)]
+    results = join_adjacent(spans, fuse({span.id: 1 - span.id / 99 for span in spans}, {}, 1))
+    assert [(result.text, *result.token_range) for result in results] == joined
 
 
-def test_neighbours_join_in_order_and_keep_the_best_rank():
-    assert joined((20, 30, 0, "c"), (50, 60, 0, "x"), (0, 10, 0, "a"), (10, 20, 0, "b")) == [
-        ("abc", 0, 30),
-        ("x", 50, 60),
-    ]
-    assert joined((0, 10, 0, "a"), (10, 20, 1, "b")) == [("a", 0, 10), ("b", 10, 20)]  # another layer
-    assert joined((0, 10, 0, "a"), (9, 20, 0, "b"), (21, 30, 0, "c")) == [("a", 0, 10), ("b", 9, 20), ("c", 21, 30)]
-
-
-def test_what_is_joined_has_the_best_scores_of_its_parts():
-    made = [Span(0, 10, 0, 0.3, "a", 0), Span(10, 20, 0, 0.7, "b", 1)]
+def test_a_joined_span_has_the_best_scores_of_its_parts():
+    spans = [Span(0, 10, 0, 0.3, "a", 0), Span(10, 20, 0, 0.7, "b", 1)]
     scores = fuse({0: 0.2, 1: 0.9}, {0: 4.0}, 0.5)
-    (found,) = join_adjacent([made[s.id] for s in scores], scores)
-    assert (found.similarity, found.dense, found.bm25, found.score) == (0.9, 0.9, 1.0, 0.7)
-
-
-def test_the_default_of_alpha_is_the_one_of_the_measurements():
-    alpha = f"alpha {RetrieveRequest.model_fields['hybrid_alpha'].default}".replace("0.", ".")
-    assert f"{alpha} (the default)" in (Path(__file__).parents[2] / "docs/measurements/rescue.md").read_text()
+    (result,) = join_adjacent([spans[s.id] for s in scores], scores)
+    assert (result.similarity, result.dense, result.bm25, result.score) == (0.9, 0.9, 1.0, 0.7)

@@ -1,16 +1,18 @@
 """The embedded model in float32, where greedy choices do not depend on rounding, and a server of it."""
 
+from contextlib import ExitStack
+
 import pytest
-from cli.tools import float32_model
+from cli.tools import PACKED, float32_model
 from rescue.harness import Server as RescueService
 
 from mlx_tq.models import load
 
 from .harness import running
 
-# Small regions, so that a page of text is mostly packed.
-PACKED = ("--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
-# The end-of-text tokens of the embedded model, as a bias that lets an answer run on to its limit.
+FACT = "The access code is 417295."
+QUESTION = f"{FACT} What is the access code?"
+# A bias against the end-of-text tokens of the embedded model: answers are as long as their limit.
 ENDLESS = {"0": -100, "2": -100}
 
 
@@ -31,6 +33,18 @@ def server(folder, tmp_path_factory):
     """A server that most tests share."""
     with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as shared:
         yield shared
+
+
+@pytest.fixture(scope="module")
+def start(folder, tmp_path_factory):
+    """Return a function that starts a server with small regions; all end with the module."""
+    with ExitStack() as stack:
+
+        def start(*flags, model=folder, **options):
+            log = tmp_path_factory.mktemp("server") / "log"
+            return stack.enter_context(running(model, log, *PACKED, *flags, **options))
+
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from browser import SCRIPT, assert_fits_and_can_be_read, needs_chromium, refused
 from http_harness import wait_for
 from playwright.sync_api import expect
 
-from .conftest import ENDLESS
+from .conftest import ENDLESS, QUESTION
 from .harness import running
-from .test_sessions import EVICTS, FACT, QUESTION, long_text, stored
+from .test_sessions import ASK, EVICTS, long_text, stored
 
 pytestmark = needs_chromium
 KEY = "correct-horse-battery"
@@ -18,9 +18,8 @@ FLAGS = (*EVICTS, "--kv-recall", "96", "--max-tokens", "16")
 
 
 @pytest.fixture(scope="module")
-def server(folder, service, tmp_path_factory):
-    with running(folder, tmp_path_factory.mktemp("page") / "log", *FLAGS, "--rescue", service.url) as server:
-        yield server
+def server(start, service):
+    return start(*FLAGS, "--rescue", service.url)
 
 
 def say(page, text):
@@ -52,7 +51,7 @@ def test_a_chat_is_a_session_and_shows_its_cache(server, service, open_page):
     expect(page.locator("#layout")).to_contain_text("Eviction: recency, budget 64 tokens")
     say(page, long_text())
     wait_for(lambda: stored(service))
-    answer = say(page, QUESTION)
+    answer = say(page, ASK)
     expect(answer.locator(".content")).to_have_text("417295")
     usage = re.compile(r"\d+ live\d+ archived\d+ recalled[\d.]+ MB, fp16 [\d.]+ MB")
     expect(page.locator("#usage")).to_have_text(usage)
@@ -64,7 +63,7 @@ def test_a_chat_is_a_session_and_shows_its_cache(server, service, open_page):
     page.reload()
     expect(page.locator("#messages > li")).to_have_count(4)
     expect(page.locator("#usage")).to_have_text(usage)
-    expect(say(page, QUESTION).locator(".content")).to_have_text("417295")
+    expect(say(page, ASK).locator(".content")).to_have_text("417295")
     page.locator("#new-chat").click()
     expect(page.get_by_role("button", name="Cancel")).to_be_focused()
     page.get_by_role("dialog").get_by_role("button", name="New chat").click()
@@ -89,7 +88,7 @@ def test_keyboard_only(server, open_page):
     expect(page.locator("#status")).to_have_text("Stopped")
     wait_for(lambda: server.metrics()["mlx_tq_running"] == 0)
     page.unroute("**/v1/chat/completions")
-    expect(say(page, f"{FACT} {QUESTION}").locator(".content")).to_have_text("417295")
+    expect(say(page, QUESTION).locator(".content")).to_have_text("417295")
     page.keyboard.press("Shift+Tab")
     expect(page.get_by_role("button", name="Settings")).to_be_focused()
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -101,38 +100,27 @@ def test_keyboard_only(server, open_page):
     page.keyboard.press("Enter")
     expect(page.get_by_label("Message")).to_be_focused()
     with page.expect_request("**/v1/chat/completions") as sent:
-        answer = say(page, QUESTION)
+        answer = say(page, ASK)
     expect(answer.locator(".facts")).to_contain_text("generated 1, stopped at max tokens")
     body = json.loads(sent.value.post_data)
     assert body["messages"][0] == {"role": "system", "content": "You are terse."}
     assert (body["temperature"], body["max_tokens"]) == (0, 1)
 
 
-def test_untrusted_text_is_never_code(server, open_page):
-    """A user's message, and a stream that a hostile server could send."""
+def test_untrusted_text_is_not_executed(server, open_page):
     page = open_page(server)
-    say(page, f"{SCRIPT} and an innocent \u202eneighbour\x1b]0;owned\x07")
+    say(page, f"{SCRIPT} and an innocent \u202eneighbor\x1b]0;owned\x07")
     hostile = {"choices": [{"index": 0, "delta": {"content": f"{SCRIPT} \u202e\x9b31m"}, "finish_reason": "stop"}]}
-    counts = (
-        "context_length",
-        "tokens",
-        "live",
-        "evicted",
-        "archived",
-        "recalled",
-        "recall_ms",
-        "rescued",
-        "bytes",
-        "fp16_bytes",
-    )
-    session = dict.fromkeys(counts, 9) | {"quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]}
-    stream = (
-        f"data: {json.dumps(hostile)}\n\ndata: {json.dumps({'choices': [], 'session': session})}\n\ndata: [DONE]\n\n"
-    )
+    numbers = ("context_length", "tokens", "live", "evicted", "archived", "recalled", "recall_ms", "rescued")
+    session = dict.fromkeys((*numbers, "bytes", "fp16_bytes"), 9) | {
+        "quoted": [{"start": 0, "stop": 9, "text": SCRIPT}]
+    }
+    events = json.dumps(hostile), json.dumps({"choices": [], "session": session}), "[DONE]"
+    stream = "".join(f"data: {event}\n\n" for event in events)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
     say(page, "Go on")
     for _ in range(2):  # streamed, and after a reload
-        expect(page.locator("#messages .content").first).to_contain_text("[U+202E]neighbour[U+001B]]0;owned[U+0007]")
+        expect(page.locator("#messages .content").first).to_contain_text("[U+202E]neighbor[U+001B]]0;owned[U+0007]")
         expect(page.locator("#messages .content").last).to_have_text(f"{SCRIPT} [U+202E][U+009B]31m")
         page.get_by_text("Quoted: 9 tokens").click()
         expect(page.locator(".quotes")).to_contain_text(SCRIPT)
@@ -141,14 +129,14 @@ def test_untrusted_text_is_never_code(server, open_page):
     assert page.title() == "mlx-tq"
 
 
-def test_an_injected_script_would_not_run(server, browser):
+def test_an_injected_script_does_not_run(server, browser):
     page = browser.new_page()
     page.goto(server.url)
     assert (refused_script(page), page.title()) == ("script-src-elem", "mlx-tq")
     page.close()
 
 
-def test_it_fits_and_can_be_read(server, open_page):
+def test_it_fits_narrow_windows_and_has_contrast(server, open_page):
     page = open_page(server)
     say(page, "x" * 400)
     page.get_by_text("Cache layout").click()
@@ -162,7 +150,7 @@ def test_it_fits_and_can_be_read(server, open_page):
 
 
 def test_the_key_and_a_stopped_server(folder, browser, tmp_path):
-    """The page asks for the key and stores it in its tab only; when the server stops, the message is not lost."""
+    """The page stores the key in its tab only; a message that cannot be sent is not lost."""
     context = browser.new_context()  # its console may show errors
     page = context.new_page()
     with running(folder, tmp_path / "log", "--sessions", "0", key=KEY) as server:
@@ -176,7 +164,7 @@ def test_the_key_and_a_stopped_server(folder, browser, tmp_path):
         page.keyboard.press("Enter")
         expect(page.locator("#layout")).to_contain_text("Sessions are off")
         expect(page.locator("#error")).to_be_hidden()
-        expect(say(page, f"{FACT} {QUESTION}").locator(".content")).to_have_text("417295")
+        expect(say(page, QUESTION).locator(".content")).to_have_text("417295")
         page.reload()
         expect(page.locator("#model")).to_have_text("needle32")
         assert KEY not in page.content()

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, which is prefilled once; and answers that the request starts."""
+"""Several answers to one prompt, several prompts, and answers that the request begins."""
 
 import pytest
 from cli.tools import facts
@@ -6,13 +6,11 @@ from cli.tools import facts
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.server.job import Piece, Started
 
-from .conftest import ENDLESS
+from .conftest import ENDLESS, QUESTION
 from .engines import job_of, make_engine, make_job, record_gauge, serve, text_of, with_others
 
-QUESTION = "The access code is 417295. What is the access code?"
 
-
-def test_choices_equal_single_answers_with_their_seeds_and_the_prompt_is_prefilled_once(server):
+def test_choices_equal_single_answers_and_the_prompt_is_prefilled_once(server):
     options = {"temperature": 3, "max_tokens": 8, "logit_bias": ENDLESS}
     alone = [server.chat(QUESTION, seed=seed, **options).choices[0].message.content for seed in (5, 6, 7)]
     assert len(set(alone)) == 3
@@ -34,7 +32,6 @@ def test_choices_equal_single_answers_with_their_seeds_and_the_prompt_is_prefill
 
 
 def test_several_prompts_equal_single_ones(server):
-    """Also with several answers to each, and with token ids."""
     complete = server.openai.completions.create
     options = {"model": "default_model", "max_tokens": 6, "temperature": 3, "seed": 4, "logit_bias": ENDLESS}
     prompts = ["The sky is", "One two three", "The sky is blue, and"]
@@ -58,7 +55,6 @@ def test_several_prompts_equal_single_ones(server):
 
 @pytest.mark.parametrize("recall", [pytest.param("off", marks=pytest.mark.full), 96])
 def test_choices_with_eviction_and_recall(loaded, recall):
-    """Greedy choices all equal a single answer."""
     evict = EvictConfig("recency:granularity=16:trigger=32", 160, recall=recall)
     config = KVConfig("q8", "tq4", sinks=16, window=32, evict=evict)
     message = {"role": "user", "content": "\n\n".join(facts(40, 417295))}
@@ -76,7 +72,7 @@ def test_choices_with_eviction_and_recall(loaded, recall):
 
 
 def test_choices_count_against_the_concurrency(loaded, monkeypatch):
-    """Two choices do not fit next to a running job if two may run. Their prompt has one token, so no prefill."""
+    """The second job's prompt has one token, so it needs no prefill."""
     engine = make_engine(loaded, concurrency=2)
     running = record_gauge(monkeypatch, engine.metrics.running)
     jobs = [make_job(20, max_tokens=6), with_others(make_job(1, max_tokens=6, seed=2), 1)]

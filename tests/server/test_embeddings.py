@@ -13,8 +13,6 @@ from mlx_tq.server.embeddings import embed
 from mlx_tq.server.schemas import EmbeddingRequest, parse
 from rescue_svc.embed.hashing import HashingEmbedder
 
-from .harness import running
-
 TEXTS = ["the access code is 481729", "rain in the mountains"]
 
 
@@ -26,14 +24,13 @@ def service(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def embedding(folder, service, tmp_path_factory):
-    with running(folder, tmp_path_factory.mktemp("embedding") / "log", "--rescue", service.url) as server:
-        yield server
+def embedding(start, service):
+    return start("--rescue", service.url)
 
 
 @pytest.mark.parametrize("encoding", ["float", openai.NOT_GIVEN])
 def test_vectors_equal_those_of_the_embedder(embedding, encoding):
-    """For more texts than one call takes; as numbers, and as base64, the client's default."""
+    """For more texts than one call of the service accepts, as numbers and as base64."""
     texts = [f"{text} {n}" for n in range(20) for text in TEXTS]
     answer = embedding.openai.embeddings.create(model="hashing-1", input=texts, encoding_format=encoding)
     assert (answer.model, [entry.index for entry in answer.data]) == ("hashing-1", list(range(40)))

@@ -12,11 +12,11 @@ from cli.tools import facts
 from contract.spies import watch
 from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_tq.config import PROFILES, EvictConfig, KVConfig
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import layer_group_of
-from mlx_tq.server.api_errors import ModelFailedError, QueueFullError, UnavailableError
+from mlx_tq.server.api_errors import ModelFailedError, UnavailableError
 from mlx_tq.server.job import Piece, SessionResult, Started
 from mlx_tq.session.restore import recall_rows
 
@@ -39,7 +39,6 @@ RECALL = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:t
 
 
 def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
-    """Each token of each answer attends to packed rows in each layer, and nothing is decoded to arrays."""
     engine, plan = make_engine(loaded), plan_caches(loaded[0], CONFIG)
     seen, sizes = watch(monkeypatch), []
     gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_fp16_bytes
@@ -60,8 +59,6 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
 
 
 def test_a_batch_generates_what_each_job_generates_alone(loaded):
-    """The prompts have different lengths and start at once; each is prefilled in full."""
-
     def texts(jobs):
         return [text_of(events) for events in serve(make_engine(loaded, prompt_cache_size=0), jobs)]
 
@@ -74,7 +71,6 @@ def test_a_batch_generates_what_each_job_generates_alone(loaded):
 
 
 def test_jobs_wait_for_memory(loaded, monkeypatch):
-    """Two fit, so the third starts when one of them is done."""
     plan = plan_caches(loaded[0], CONFIG)
     engine = make_engine(loaded, memory=2 * plan.nbytes(110))
     waiting, running = (record_gauge(monkeypatch, g) for g in (engine.metrics.waiting, engine.metrics.running))
@@ -96,32 +92,6 @@ class Blocker:
         return logits
 
 
-def test_the_queue_is_bounded(loaded):
-    """Also with mlx-lm's own caches."""
-    engine, blocker = make_engine(loaded, PROFILES["off"], queue=2), Blocker()
-    first, waiting = make_job(8, processors=[blocker]), [make_job(8), make_job(8)]
-
-    async def main():
-        engine.start(asyncio.get_running_loop())
-        engine.submit(first)
-        await asyncio.to_thread(blocker.entered.wait, 30)
-        engine.submit(waiting[0])
-        engine.submit(waiting[1])
-        with pytest.raises(QueueFullError, match="2 requests are waiting"):
-            engine.submit(make_job(8))
-        engine.cancel(waiting[0])  # makes room for another
-        engine.submit(make_job(8))
-        blocker.release.set()
-        return await outcome(waiting[1])
-
-    try:
-        assert asyncio.run(main())[-1].finish_reason
-    finally:
-        engine.join(30)
-    with pytest.raises(UnavailableError):
-        engine.submit(make_job(8))
-
-
 def test_a_stalled_step_is_reported(loaded):
     engine, blocker = make_engine(loaded, stalled_s=0.2), Blocker()
 
@@ -135,7 +105,7 @@ def test_a_stalled_step_is_reported(loaded):
         blocker.release.set()
         await outcome(job)
         await asyncio.sleep(0.5)
-        return [*stalled, engine.is_stalled]  # the last while idle
+        return [*stalled, engine.is_stalled]  # the last one while idle
 
     try:
         assert asyncio.run(main()) == [False, True, False]
@@ -144,7 +114,6 @@ def test_a_stalled_step_is_reported(loaded):
 
 
 def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
-    """A forward pass that raises; and weights that give NaN."""
     engine, passes = make_engine(loaded), []
 
     def fail_at_fourth(layers):
@@ -165,7 +134,6 @@ def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
 
 
 def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
-    """Others join it at the same time, or are in it already."""
     engine = make_engine(loaded)
     impossible = {"max_tokens": 0}  # mlx-lm's batch refuses it
 
@@ -203,6 +171,8 @@ def test_stopping_ends_every_job(loaded):
         assert isinstance(events[-1].error, UnavailableError)
     engine.join(30)
     assert not engine.is_healthy
+    with pytest.raises(UnavailableError):
+        engine.submit(make_job(8))
 
 
 def record_stored_prompts(monkeypatch, note):
@@ -216,10 +186,10 @@ def record_stored_prompts(monkeypatch, note):
     monkeypatch.setattr(LRUPromptCache, "insert_cache", patched)
 
 
-@pytest.mark.parametrize(("recall", "shared"), [("auto", 60), ("off", 0)])
-def test_eviction_in_a_batch(loaded, monkeypatch, recall_rows, shared):
-    """A prompt that shares a prefix which lost tokens has them recalled, or is prefilled in full."""
-    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, recall_rows))
+@pytest.mark.parametrize(("rows", "shared"), [("auto", 60), ("off", 0)])
+def test_eviction_in_a_batch(loaded, monkeypatch, rows, shared):
+    """A prompt whose shared prefix lost tokens has them recalled, or is prefilled in full."""
+    config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", 80, rows))
     engine, stored = make_engine(loaded, config), []
     record_stored_prompts(
         monkeypatch, lambda tokens, caches: stored.append((len(tokens), caches[0].offset, caches[0].size()))
@@ -247,10 +217,7 @@ def test_a_failing_archive_is_logged_once_and_changes_no_token(loaded, monkeypat
 
 @pytest.mark.parametrize("step", [LIMITS["prefill_step_size"], pytest.param(2048, marks=pytest.mark.full)])
 def test_rows_are_recalled_for_the_question_of_a_request(loaded, monkeypatch, step):
-    """Each prompt of a batch recalls its own, which is evicted again before the caches are stored.
-
-    Also where the whole document is prefilled in one step, whose eviction round comes before the question.
-    """
+    """Each prompt of a batch recalls its own rows, which are evicted again before the caches are stored."""
     evict, stored = EvictConfig("recency:granularity=16:trigger=32", 160, "off"), []
     record_stored_prompts(monkeypatch, lambda tokens, caches: stored.append(layer_group_of(caches)))
 
@@ -277,14 +244,13 @@ def question_job(loaded):
 
 
 def test_a_failing_recall_ends_its_request_only(loaded, monkeypatch):
-    """It fails between two steps, when the document is prefilled and the question is not."""
     engine = make_engine(loaded, RECALL)
 
     def fail(*_, **__):
         monkeypatch.undo()
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr("mlx_tq.server.job_recall.recall", fail)
+    monkeypatch.setattr("mlx_tq.session.restore.recall_rows", fail)
     (failed,), answered = serve(engine, [question_job(loaded)], lambda: run_job(engine, question_job(loaded)))
     assert isinstance(failed[-1].error, ModelFailedError)
     assert "no room for a copy" in str(failed[-1].error)
@@ -293,7 +259,7 @@ def test_a_failing_recall_ends_its_request_only(loaded, monkeypatch):
 
 
 def test_a_repeated_request_recalls_with_its_whole_question(loaded, monkeypatch):
-    """The stored prompt ends before the question: the last token alone would recall something else."""
+    """The stored prompt ends before the question."""
     engine, calls = make_engine(loaded, RECALL), []
 
     def spied(model, caches, ids, *arguments, **options):
@@ -301,7 +267,7 @@ def test_a_repeated_request_recalls_with_its_whole_question(loaded, monkeypatch)
         calls.append((ids, recalled.positions))
         return recalled
 
-    monkeypatch.setattr("mlx_tq.server.job_recall.recall", spied)
+    monkeypatch.setattr("mlx_tq.session.restore.recall_rows", spied)
     job = question_job(loaded)
     (first,), second = serve(engine, [job], lambda: run_job(engine, question_job(loaded)))
     assert text_of(first) == text_of(second)

@@ -11,8 +11,7 @@ import pytest
 from grammar.test_sandbox import LOWEST, SLOW, regexes
 from http_harness import wait_for
 
-from .conftest import ENDLESS, PACKED
-from .harness import running
+from .conftest import ENDLESS
 from .test_response_formats import CODE, regex_format, schema_format
 
 PLAIN = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -122,10 +121,10 @@ def test_a_schema_is_checked_once(server):
         forker.resume()
 
 
-def test_allow_lark(folder, tmp_path):
-    with running(folder, tmp_path / "log", *PACKED, "--allow-lark") as server:
-        yes = {**FORCING, "definition": 'start: "yes" | "no"'}
-        assert server.chat("hi", response_format=yes).choices[0].message.content in ("yes", "no")
-        answer = server.post(**body_of(FORCING)).json()["choices"][0]
-        assert answer["message"]["content"].strip("b") == ""
-        assert answer["finish_reason"] == "length"
+def test_allow_lark(start):
+    server = start("--allow-lark")
+    yes = {**FORCING, "definition": 'start: "yes" | "no"'}
+    assert server.chat("hi", response_format=yes).choices[0].message.content in ("yes", "no")
+    answer = server.post(**body_of(FORCING)).json()["choices"][0]
+    assert answer["message"]["content"].strip("b") == ""
+    assert answer["finish_reason"] == "length"

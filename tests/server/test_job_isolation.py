@@ -38,23 +38,10 @@ def write_then_raise(_, values):
 FAULTS = [raises, return_wrong_shape]
 
 
-def failing_sampler(fault, good_calls):
+def failing(function, fault, good_calls):
+    """Return a sampler or logits processor that fails after some calls."""
     calls = count()
-
-    def sample(logprobs):
-        tokens = GREEDY(logprobs)
-        return tokens if next(calls) < good_calls else fault(None, tokens)
-
-    return sample
-
-
-def failing_processor(fault, good_calls):
-    calls = count()
-
-    def process(tokens, logits):
-        return logits if next(calls) < good_calls else fault(tokens, logits)
-
-    return process
+    return lambda *values: function(*values) if next(calls) < good_calls else fault(None, function(*values))
 
 
 def others():
@@ -88,27 +75,27 @@ def check_only_these_fail(bad, engine, expected):
 
 
 def test_errors_of_samplers_and_processors_fail_one_job(loaded, expected):
-    """They raise at the first token of an answer or later."""
     bad = []
     for good_calls in (0, 3):
-        bad += [make_job(40, max_tokens=60, sampler=failing_sampler(fault, good_calls)) for fault in FAULTS]
+        bad += [make_job(40, max_tokens=60, sampler=failing(GREEDY, fault, good_calls)) for fault in FAULTS]
         bad += [
-            make_job(40, max_tokens=60, processors=[failing_processor(fault, good_calls)])
+            make_job(40, max_tokens=60, processors=[failing(lambda _, logits: logits, fault, good_calls)])
             for fault in (*FAULTS, write_then_raise)
         ]
-    shared = failing_sampler(raises, 6)
+    shared = failing(GREEDY, raises, 6)
     bad += [make_job(40, max_tokens=60, seed=seed, sampler=shared) for seed in (5, 6)]
     for message in check_only_these_fail(bad, make_engine(loaded, concurrency=32, queue=32), expected):
         assert message.startswith("sampling failed: ")
 
 
 def test_jobs_that_share_a_sampler_are_sampled_together_and_fail_together(loaded):
-    sizes, good_calls = [], count()
+    sizes = []
 
-    def sampler(logprobs):
+    def sample(logprobs):
         sizes.append(len(logprobs))
-        return GREEDY(logprobs) if next(good_calls) < 5 else raises()
+        return GREEDY(logprobs)
 
+    sampler = failing(sample, raises, 5)
     for events in serve(make_engine(loaded), [make_job(40, seed, max_tokens=12, sampler=sampler) for seed in range(4)]):
         assert isinstance(events[-1].error, ModelFailedError)
     assert max(sizes) == 4
@@ -148,26 +135,26 @@ def test_detokenizer_and_admission_errors_fail_one_job(loaded, expected):
     check_only_these_fail([make_job(40), broken], engine, expected)
 
 
-class BrokenLooks(RecallDuringDecode):
+class BrokenRecall(RecallDuringDecode):
     """Fails for prompts of 40 tokens at the start of the answer, of 41 at a token, and of 42 at the end."""
 
     def __init__(self, caches, *args, **options):
         super().__init__(caches, *args, **options)
         self.prompt_tokens = caches[0].offset
 
-    def begin(self):
-        return raises() if self.prompt_tokens == 40 else super().begin()
+    def start(self):
+        return raises() if self.prompt_tokens == 40 else super().start()
 
-    def token(self):
-        return raises() if self.prompt_tokens == 41 else super().token()
+    def count_token(self):
+        return raises() if self.prompt_tokens == 41 else super().count_token()
 
-    def brought(self):
-        return raises() if self.prompt_tokens == 42 else super().brought()
+    def result(self):
+        return raises() if self.prompt_tokens == 42 else super().result()
 
 
 def test_recall_errors_fail_one_job(loaded, monkeypatch):
     expected = [text_of(serve(make_engine(loaded, RECALL), [job])[0]) for job in others()]
-    monkeypatch.setattr("mlx_tq.server.job_recall.Looks", BrokenLooks)
+    monkeypatch.setattr("mlx_tq.server.job_recall.RecallDuringDecode", BrokenRecall)
     engine = make_engine(loaded, RECALL, concurrency=16, queue=16)
     check_only_these_fail([make_job(length) for length in (40, 41, 42)], engine, expected)
 

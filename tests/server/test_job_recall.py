@@ -15,10 +15,11 @@ from mlx_tq.server.job import Piece, Quoted, SessionStart, Started
 from mlx_tq.session.restore import RecallDuringDecode, prefill, recall_rows, split_question
 from mlx_tq.session.transcript import Quotation
 
+from .conftest import ENDLESS as BIAS
 from .engines import LIMITS, job_of, make_engine, metric, outcome, serve, text_of
 
 CONFIG = KVConfig("q8", "tq4", sinks=16, window=64, evict=EvictConfig("recency:trigger=32", 160, recall=96))
-ENDLESS = make_logits_processors({0: -100.0, 2: -100.0})  # the end-of-text tokens of the embedded model
+ENDLESS = make_logits_processors({int(token): bias for token, bias in BIAS.items()})
 STEP = LIMITS["prefill_step_size"]
 TOKENS = CONFIG.evict.recall_every + 8  # one search; when the next one comes depends on how long it took
 
@@ -29,28 +30,28 @@ def prompt_ids(loaded, code=417295, lines=40):
 
 
 def generate_alone(loaded, ids):
-    """Return the answer's tokens as `mlx_tq.generate` makes them, and what was recalled meanwhile."""
+    """Return the tokens that `mlx_tq.generate` would generate, and what was recalled meanwhile."""
     model, tokenizer = loaded
     caches = make_prompt_cache(model, CONFIG)
     document, question = split_question(tokenizer, ids)
     with compressed(model):
         prefill(model, caches, document, STEP)
-        looks = RecallDuringDecode(caches, recall_rows(model, caches, question, STEP))
-        looks.begin()
+        recall = RecallDuringDecode(caches, recall_rows(model, caches, question, STEP))
+        recall.start()
         prefill(model, caches, question[:-1], STEP)
         tokens, options = [], {"prompt_cache": caches, "max_tokens": TOKENS, "logits_processors": ENDLESS}
         for token, _ in generate_step(mx.array(question[-1:]), model, **options):
             tokens.append(token)
             if len(tokens) < TOKENS:
-                looks.token()
-    looks.end()
-    assert looks.count == 1
-    assert looks.positions
-    return tokens, looks.brought()
+                recall.count_token()
+    recall.stop()
+    assert recall.searches == 1
+    assert recall.positions
+    return tokens, recall.result()
 
 
 def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
-    """Each searches its own archive with its own queries, also one that begins later; the last token reports it."""
+    """Also one that begins later; the last token reports what was recalled."""
     prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 64), prompt_ids(loaded, 417295, 64)]
     engine, total = make_engine(loaded, CONFIG), []
     jobs = [job_of(ids, max_tokens=TOKENS, processors=ENDLESS) for ids in prompts]
@@ -67,9 +68,9 @@ def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
     for ids, events in zip(prompts, serve(engine, [], then)[1], strict=True):
         tokens, recalled = generate_alone(loaded, ids)
         assert text_of(events) == loaded[1].decode(tokens).lstrip()
-        found = events[-1].recalled
-        assert (found.queries, found.archived) == (recalled.queries, recalled.archived)
-        total.append(found.positions)
+        result = events[-1].recalled
+        assert (result.by_attention, result.archived) == (recalled.by_attention, recalled.archived)
+        total.append(result.positions)
     assert metric(engine, "recalled_tokens_total") == sum(map(len, total))
     assert total[0] != total[1]
 
@@ -87,7 +88,7 @@ def turn_of(result, user_start, ids, quote, max_quotation, **fields):
 
 
 def test_a_quotation_repeats_no_recalled_row(loaded, session):
-    """It is made after the recall, precedes the user's words, and is reported to the session."""
+    """It follows the recall, precedes the user's text, and is reported to the session."""
     tokenizer, (engine, first), calls = loaded[1], session, []
     quotation = Quotation([(20, 24)], ["trees and a gate"], tokenizer.encode("trees and a gate"))
     before = tokenizer.encode("\n\n")
@@ -128,7 +129,6 @@ def test_a_quotation_repeats_no_recalled_row(loaded, session):
 
 
 def test_a_quotation_is_not_evicted_while_the_answer_is_decoded(loaded, session):
-    """Its neighbors are."""
     tokenizer, (engine, first) = loaded[1], session
     quoted = tokenizer.encode("The gate of house 3 is red.")
     quotation = Quotation([(0, 9)], ["x"], quoted)

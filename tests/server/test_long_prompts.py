@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import threading
 import time
 
 import pytest
@@ -15,8 +14,7 @@ from mlx_tq.server.api_errors import QueueFullError
 from mlx_tq.server.guard import LargeRequests, default_max_body
 from mlx_tq.session.text import PromptLengthLimit
 
-from .conftest import PACKED
-from .harness import running, together
+from .harness import together
 
 POSITIONS, LONGEST_TOKEN = 4096, 14  # of the embedded model
 FITS = POSITIONS * LONGEST_TOKEN
@@ -25,13 +23,11 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def long_context_server(folder, tmp_path_factory):
-    """A server of the model with a longer context."""
+def long_context_server(start, folder, tmp_path_factory):
     large = shutil.copytree(folder, tmp_path_factory.mktemp("models") / "large")
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MANY_POSITIONS}))
-    with running(large, tmp_path_factory.mktemp("server") / "log", *PACKED) as server:
-        yield server
+    return start(model=large)
 
 
 def user(text):
@@ -39,7 +35,7 @@ def user(text):
 
 
 def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
-    """Tokenizing it would take 10 s and delay short requests."""
+    """That would take 10 s and delay short requests."""
     text = "0123456789" * 400_000
     requests = [
         ("/v1/chat/completions", {"messages": user(text)}, {}),
@@ -50,9 +46,7 @@ def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
     ]
     started = time.monotonic()
     for path, body, headers in requests:
-        response = long_context_server.http.post(
-            path, json={**body, "max_tokens": 1} if "chat" in path else body, headers=headers
-        )
+        response = long_context_server.http.post(path, json=body, headers=headers)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
         assert f"at most {MANY_POSITIONS * LONGEST_TOKEN:,} fit" in error["message"]
@@ -81,15 +75,12 @@ def test_long_and_short_requests_at_once(long_context_server):
 def test_large_requests_are_prepared_one_at_a_time():
     """Others queue, up to 8 MB in total; a failed request frees its share."""
     active, counts = [0], []
-    lock = threading.Lock()
 
     def prepare(number):
-        with lock:
-            active[0] += 1
-            counts.append(active[0])
+        active[0] += 1
+        counts.append(active[0])
         time.sleep(0.05)
-        with lock:
-            active[0] -= 1
+        active[0] -= 1
         if number == 1:
             raise ValueError("no such prompt")
         return number
@@ -106,17 +97,11 @@ def test_large_requests_are_prepared_one_at_a_time():
     assert isinstance(refused, QueueFullError)
 
 
-@pytest.mark.parametrize(
-    ("positions", "limit"), [(4096, 2_000_000), (131_072, 32 * 131_072), (None, 10_000_000)], ids=str
-)
-def test_default_max_body_depends_on_context_length(positions, limit):
-    assert default_max_body(positions) == limit
-
-
-def test_the_largest_body_depends_on_the_model(server, long_context_server):
+def test_the_largest_body_depends_on_the_context_length(server, long_context_server):
     body = {"messages": user("a" * 3_000_000), "max_tokens": 1}
     assert server.post(**body).status_code == 413
     assert long_context_server.post(**body).status_code == 400
+    assert [default_max_body(positions) for positions in (4096, 131_072, None)] == [2_000_000, 2**22, 10_000_000]
 
 
 def test_the_limit_counts_the_longest_token(embedded):

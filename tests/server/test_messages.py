@@ -84,7 +84,7 @@ def prompt_of(tokenizer, *messages, **body):
 
 
 def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
-    """At the end of the system prompt, and before the reasoning, which later turns leave out."""
+    """At the end of the system prompt, and before the reasoning, which later turns omit."""
     system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}
     prompt = prompt_of(tokenizer, system, user)
     assert prompt.kinds == ["system", "user", "assistant"]

@@ -1,11 +1,16 @@
 """The openai client and a real server process."""
 
+import json
+from pathlib import Path
+
 import openai
 import pytest
 
-from .conftest import ENDLESS
+from benchmarks.server.requests import REQUESTS, outcome
 
-QUESTION = "The access code is 417295. What is the access code?"
+from .conftest import ENDLESS, QUESTION
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "server_conformance.json"
 
 
 def text_of(stream):
@@ -146,3 +151,12 @@ def test_models_and_health(server, folder):
     assert server.openai.models.retrieve("needle32").id == "needle32"
     with pytest.raises(openai.NotFoundError, match="not served"):
         server.openai.models.retrieve("gpt-9")
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.name)
+def test_answers_match_the_recorded_conformance(server, request_):
+    as_documented, seen = outcome(request_, server.openai)
+    assert as_documented or request_.why, seen
+    (row,) = [row for row in json.loads(RECORDED.read_text())["rows"] if row["request"] == request_.name]
+    assert row["ours"] == {"as_documented": as_documented, "seen": seen}
+    assert (row["documented"], row["why"]) == (request_.documented, "" if as_documented else request_.why)

@@ -1,24 +1,23 @@
-"""A server with one slot in the batch and one place in the queue: disconnected clients free theirs."""
+"""The queue, disconnected clients, and signals, with one slot in the batch and one place in the queue."""
 
+import signal
 import socket
 import threading
 
+import httpx
 import openai
 import pytest
 from http_harness import wait_for
 
-from .conftest import ENDLESS, PACKED
-from .harness import running, together
+from .conftest import ENDLESS, PACKED, QUESTION
+from .harness import Server, together
 
-QUESTION = "The access code is 417295. What is the access code?"
 LONG = {"max_tokens": 4000, "logit_bias": ENDLESS}
 
 
 @pytest.fixture(scope="module")
-def narrow(folder, tmp_path_factory):
-    log = tmp_path_factory.mktemp("narrow") / "log"
-    with running(folder, log, *PACKED, "--decode-concurrency", "1", "--max-queue", "1") as server:
-        yield server
+def narrow(start):
+    return start("--decode-concurrency", "1", "--max-queue", "1")
 
 
 def idle(server):
@@ -56,17 +55,7 @@ def test_a_full_queue_is_429(narrow):
     patient.close()
 
 
-def test_a_client_that_closes_a_stream_frees_its_slot(narrow):
-    before = narrow.metrics()
-    occupy(narrow).close()
-    assert narrow.chat(QUESTION).choices[0].message.content == "417295"
-    after = narrow.metrics()
-    assert after["mlx_tq_generated_tokens_total"] - before["mlx_tq_generated_tokens_total"] < LONG["max_tokens"] / 2
-    assert after["mlx_tq_disconnects_total"] == before["mlx_tq_disconnects_total"] + 1
-    assert idle(narrow)
-
-
-def post_and_hang_up(server, wait):
+def post_and_disconnect(server, wait):
     """Send a request without streaming, wait, and close the connection."""
     body = '{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4000, "logit_bias": {"0": -100, "2": -100}}'
     host, port = server.url.removeprefix("http://").split(":")
@@ -76,9 +65,14 @@ def post_and_hang_up(server, wait):
         wait()
 
 
-def test_a_client_that_disconnects_before_its_answer_frees_its_slot(narrow):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_disconnects_frees_its_slot(narrow, streamed):
     before = narrow.metrics()
-    post_and_hang_up(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_running"] == 1))
+    if streamed:
+        occupy(narrow).close()
+        assert narrow.chat(QUESTION).choices[0].message.content == "417295"
+    else:
+        post_and_disconnect(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_running"] == 1))
     wait_for(lambda: idle(narrow))
     after = narrow.metrics()
     assert after["mlx_tq_generated_tokens_total"] - before["mlx_tq_generated_tokens_total"] < LONG["max_tokens"] / 2
@@ -88,7 +82,7 @@ def test_a_client_that_disconnects_before_its_answer_frees_its_slot(narrow):
 def test_a_client_that_disconnects_in_the_queue_frees_its_place(narrow):
     first = occupy(narrow)
     before = narrow.metrics()["mlx_tq_disconnects_total"]
-    post_and_hang_up(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1))
+    post_and_disconnect(narrow, lambda: wait_for(lambda: narrow.metrics()["mlx_tq_waiting"] == 1))
     wait_for(lambda: narrow.metrics()["mlx_tq_disconnects_total"] == before + 1)
     second = threading.Thread(target=narrow.chat, args=(QUESTION,))
     second.start()  # a full queue would refuse it
@@ -103,3 +97,26 @@ def test_an_incomplete_body_costs_nothing(narrow):
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n{")
     assert narrow.chat(QUESTION).choices[0].message.content == "417295"
+
+
+def test_a_signal_in_the_middle_of_a_stream(folder, tmp_path):
+    server = Server(folder, tmp_path / "log", *PACKED, "--decode-concurrency", "1")
+    try:
+        stream = server.chat("hi", stream=True, max_tokens=4000, logit_bias=ENDLESS)
+        assert next(iter(stream)).choices[0].delta.role == "assistant"
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="stopping"):
+            list(stream)
+        assert server.process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            server.http.get("/health")
+        stream.close()
+    finally:
+        server.stop()
+    assert "Traceback" not in server.log()
+
+
+def test_a_signal_while_idle(folder, tmp_path):
+    server = Server(folder, tmp_path / "log", *PACKED)
+    assert server.stop(signal.SIGINT) == 130
+    assert "Traceback" not in server.log()

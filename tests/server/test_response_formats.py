@@ -9,28 +9,23 @@ import openai
 import pytest
 from smollm2 import needs_smollm2
 
-from .conftest import ENDLESS
+from .conftest import ENDLESS, QUESTION
 from .harness import running, together
 
 CASES = json.loads((Path(__file__).parents[2] / "benchmarks" / "server" / "schemas.json").read_text())
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-CODE = {
-    "type": "object",
-    "properties": {"code": {"type": "string", "pattern": "^[0-9]{6}$"}},
-    "required": ["code"],
-    "additionalProperties": False,
-}
-QUESTION = "The access code is 417295. What is the access code?"
+
+def schema_of(**properties):
+    """Return the schema of an object that has all these properties and no others."""
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+PERSON = schema_of(
+    name={"type": "string", "maxLength": 12},
+    age={"type": "integer", "minimum": 0, "maximum": 120},
+    tags={"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+)
+CODE = schema_of(code={"type": "string", "pattern": "^[0-9]{6}$"})
 
 
 def schema_format(schema):
@@ -42,13 +37,9 @@ def regex_format(pattern):
 
 
 def test_random_answers_are_valid_and_end(server):
-    """Each answer of a batch has its own mask, also next to unconstrained text."""
-    schemas = [
-        PERSON,
-        {"enum": ["red", "green"]},
-        PERSON,
-        {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
-    ]
+    """Each answer of a batch has its own mask, or none."""
+    booleans = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
+    schemas = [PERSON, {"enum": ["red", "green"]}, PERSON, booleans]
 
     def ask(seed):
         options = {"temperature": 3, "seed": seed, "max_tokens": 120}
@@ -63,10 +54,8 @@ def test_random_answers_are_valid_and_end(server):
         assert choice.finish_reason == "stop"
         jsonschema_rs.validate(schema, json.loads(choice.message.content))
     assert ask(0).message.content == choices[0].message.content != choices[2].message.content
-    chunks = server.openai.chat.completions.create(
-        model="default_model", messages=[{"role": "user", "content": "Who?"}], temperature=3, seed=0, max_tokens=120,
-        response_format=schema_format(PERSON), stream=True,
-    )  # fmt: skip
+    options = {"temperature": 3, "seed": 0, "max_tokens": 120, "response_format": schema_format(PERSON)}
+    chunks = server.chat("Who?", stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choices[0].message.content
 
 
@@ -142,7 +131,7 @@ def test_references_that_would_overflow_the_stack(server):
 
 
 def check(server, seeds, cases=CASES):
-    """Each schema once a seed, side by side: most end by themselves, and all that do are valid."""
+    """Check that most answers end by themselves, and that all of these are valid."""
 
     def ask(case, seed):
         said = f"Describe {case['asked']} as JSON."

@@ -16,10 +16,10 @@ from mlx_tq.server.job import Piece
 from mlx_tq.server.schemas import ResponseRequest, parse, with_response_names
 from mlx_tq.session.restore import RecallResult
 
+from .conftest import QUESTION
 from .test_messages import CALL, TOOL, tokenizer  # noqa: F401 - a fixture
 from .test_response_formats import CODE
 
-QUESTION = "The access code is 417295. What is the access code?"
 FUNCTION = {"type": "function", **TOOL["function"]}
 
 
@@ -45,13 +45,12 @@ def test_a_response(create):
 
 
 def test_a_conversation_of_items_equals_one_of_messages(create, server):
-    """Clients send back the items that they received, as `to_dict` returns them."""
+    """Clients send back the items that they received."""
     first = create()
     items = [{"role": "user", "content": QUESTION}, *(item.to_dict() for item in first.output)]
     parts = [{"type": "input_text", "text": "And once more?"}]
-    again = create(
-        input=[*items, {"type": "reasoning", "id": "rs_1", "summary": []}, {"role": "user", "content": parts}]
-    )
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": []}
+    again = create(input=[*items, reasoning, {"role": "user", "content": parts}])
     same = server.chat(QUESTION, {"role": "assistant", "content": "417295"}, "And once more?")
     assert again.output_text == same.choices[0].message.content
     assert again.usage.input_tokens == same.usage.prompt_tokens
@@ -81,7 +80,7 @@ def test_an_error_names_the_argument_as_it_was_sent(create):
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_reasoning_content_and_calls_are_items(tokenizer, size):  # noqa: F811
-    """Every event is valid for the client, which can send the items back."""
+    """Every event is valid for the openai client, which can send the items back."""
     request = parse(ResponseRequest, json.dumps({"input": "hi", "tools": [FUNCTION]}).encode())
     answer = Answer("m", [MessageReader(tokenizer, "reasoning", [TOOL])], 5)
     writer = ResponseWriter(answer, request)

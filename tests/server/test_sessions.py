@@ -1,4 +1,4 @@
-"""Sessions by header: one cache between requests, with recall of evicted text. Real server, service and client."""
+"""Sessions by header: one cache between requests, with evicted text quoted from a real rescue service."""
 
 import threading
 import time
@@ -10,11 +10,10 @@ from http_harness import wait_for
 
 from mlx_tq.cli.haystack import load_text
 
-from .conftest import ENDLESS
-from .harness import running, together
+from .conftest import ENDLESS, FACT, QUESTION
+from .harness import together
 
-FACT = "The access code is 417295."
-QUESTION = "What is the access code?"
+ASK = "What is the access code?"
 # Prefill in steps of 64 tokens evicts all but the newest.
 EVICTS = (
     "--kv-profile", "safe", "--kv-sinks", "16", "--kv-window", "32", "--kv-evict", "recency:granularity=16",
@@ -44,20 +43,16 @@ def counts(answer):
 
 
 @pytest.fixture(scope="module")
-def evicting(folder, service, tmp_path_factory):
-    log = tmp_path_factory.mktemp("evicting") / "log"
-    patient = ("--rescue-timeout", "60")  # however long a busy machine takes to answer
-    with running(folder, log, *EVICTS, "--rescue", service.url, *patient, "--sessions", "3") as server:
-        yield server
+def evicting(start, service):
+    timeout = ("--rescue-timeout", "60")  # for a busy machine
+    return start(*EVICTS, "--rescue", service.url, *timeout, "--sessions", "3")
 
 
 @pytest.fixture(scope="module")
-def narrow(folder, tmp_path_factory):
-    """One session, one waiting request, and memory for a page or two."""
-    log = tmp_path_factory.mktemp("narrow") / "log"
+def narrow(start):
+    """Run a server with one session, one waiting request, and memory for a page or two."""
     limits = ("--sessions", "1", "--max-queue", "1", "--kv-memory-limit", "6MB", "--prompt-cache-size", "0")
-    with running(folder, log, *EVICTS[:6], *limits) as server:
-        yield server
+    return start(*EVICTS[:6], *limits)
 
 
 def stored(service):
@@ -66,12 +61,11 @@ def stored(service):
 
 
 def test_evicted_text_is_quoted(evicting, service):
-    """The same conversation without the header has lost the fact."""
     first, said = ask(evicting, "a", long_text())
     length, cached, rescued = counts(first)
     assert (cached, rescued) == (0, 0)
     wait_for(lambda: stored(service))
-    conversation = (long_text(), said, user(QUESTION))
+    conversation = (long_text(), said, user(ASK))
     second, again = ask(evicting, "a", *conversation)
     longer, cached, rescued = counts(second)
     assert "417295" in again["content"]
@@ -92,7 +86,7 @@ def test_evicted_text_is_quoted(evicting, service):
 
 def test_a_partial_answer_leaves_the_session_unchanged(evicting):
     _, said = ask(evicting, "half", long_text())
-    conversation = (long_text(), said, user(QUESTION))
+    conversation = (long_text(), said, user(ASK))
     options = {"extra_headers": {"X-Session-Id": "half"}, "stream": True, "logit_bias": ENDLESS, "max_tokens": 2000}
     for _ in range(2):
         stream = evicting.chat(*conversation, **options)
@@ -109,7 +103,7 @@ def test_an_edited_conversation_restarts_the_session_and_its_text_is_forgotten(e
     before = stored(service)
     ask(evicting, "edited", long_text())
     wait_for(lambda: len(stored(service) - before) == 1)
-    answer, said = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(FACT + QUESTION))
+    answer, said = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(QUESTION))
     _, cached, rescued = counts(answer)
     assert cached < 8, "no more than what the template puts before any message"
     assert not rescued
@@ -122,36 +116,35 @@ def test_sessions_are_separate_and_run_at_once(evicting):
     pages = {name: long_text(600, f"The access code is {fact}.") for name, fact in facts.items()}
     first = together([lambda n=name: ask(evicting, n, pages[n]) for name in facts])
     said = dict(zip(facts, (message for _, message in first), strict=True))
-    second = together([lambda n=name: ask(evicting, n, pages[n], said[n], user(QUESTION)) for name in facts])
+    second = together([lambda n=name: ask(evicting, n, pages[n], said[n], user(ASK)) for name in facts])
     for (name, fact), (answer, message) in zip(facts.items(), second, strict=True):
         assert str(fact) in message["content"], name
         assert counts(answer)[1] > 0
 
 
 def test_requests_of_one_session_take_turns(evicting):
-    """The second waits for the first, and then continues from its state."""
     options = {"extra_headers": {"X-Session-Id": "turns"}, "logit_bias": ENDLESS, "max_tokens": 2000}
     stream = evicting.chat(long_text(), stream=True, **options)
     next(chunk for chunk in stream if chunk.choices[0].delta.content)
     done = []
-    second = threading.Thread(target=lambda: done.append(ask(evicting, "turns", f"{FACT} {QUESTION}")))
+    second = threading.Thread(target=lambda: done.append(ask(evicting, "turns", QUESTION)))
     second.start()
-    assert evicting.chat(f"{FACT} {QUESTION}").choices[0].message.content == "417295"  # other requests do not wait
+    assert evicting.chat(QUESTION).choices[0].message.content == "417295"  # other requests do not wait
     time.sleep(0.3)
     assert not done
     stream.close()
     second.join()
     assert done[0][1]["content"] == "417295"
-    answers = together([lambda: ask(evicting, "turns", f"{FACT} {QUESTION}")] * 4)
+    answers = together([lambda: ask(evicting, "turns", QUESTION)] * 4)
     assert {message["content"] for _, message in answers} == {"417295"}
 
 
 def test_without_eviction_a_session_changes_no_answer(narrow):
     plain, said = narrow.chat(long_text(), max_tokens=12), ask(narrow, "same", long_text())[1]
     assert said["content"] == plain.choices[0].message.content
-    answer, again = ask(narrow, "same", long_text(), said, user(QUESTION))
-    assert again["content"] == narrow.chat(long_text(), said, user(QUESTION)).choices[0].message.content == "417295"
-    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{QUESTION}"  # a user's stay letters
+    answer, again = ask(narrow, "same", long_text(), said, user(ASK))
+    assert again["content"] == narrow.chat(long_text(), said, user(ASK)).choices[0].message.content == "417295"
+    control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # a user's stay letters
     letters = counts(ask(narrow, "letters", control, max_tokens=1)[0])[0]
     assert letters > narrow.chat(control, max_tokens=1).usage.prompt_tokens + 10
     assert counts(answer)[1] > counts(answer)[0] - 40
@@ -159,17 +152,17 @@ def test_without_eviction_a_session_changes_no_answer(narrow):
 
 
 def test_sessions_make_room(narrow):
-    """The least recently used for another one, and all for running requests. A dropped session is prefilled again."""
+    """The least recently used is dropped for another one, and all are for running requests."""
     _, said = ask(narrow, "one", long_text())
     ask(narrow, "two", "Hello")
     assert narrow.metrics()["mlx_tq_sessions"] == 1
-    answer, again = ask(narrow, "one", long_text(), said, user(QUESTION))
+    answer, again = ask(narrow, "one", long_text(), said, user(ASK))
     assert (counts(answer)[1], again["content"]) == (0, "417295")
     _, said = ask(narrow, "kept", long_text())
     wait_for(lambda: narrow.metrics()["mlx_tq_session_bytes"] > 5e5)
     narrow.chat(long_text(1600), max_tokens=1)
     assert narrow.metrics()["mlx_tq_sessions"] == 0
-    assert ask(narrow, "kept", long_text(), said, user(QUESTION))[1]["content"] == "417295"
+    assert ask(narrow, "kept", long_text(), said, user(ASK))[1]["content"] == "417295"
 
 
 def test_limits(narrow):
@@ -199,7 +192,7 @@ def test_limits(narrow):
     wait_for(is_refused)
     stream.close()
     second.join()
-    assert ask(narrow, "other", f"{FACT} {QUESTION}")[1]["content"] == "417295"
+    assert ask(narrow, "other", QUESTION)[1]["content"] == "417295"
 
 
 def test_names_and_routes(narrow):

@@ -1,31 +1,40 @@
-"""Prompts that share a prefix and run at once: it is prefilled once and held once, and answers stay the same."""
+"""Prefixes that prompts share are prefilled once and held once: in a batch, in memory, and in the cache on disk."""
 
+import resource
 from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from cli.tools import zoo_model
 
-from mlx_tq.config import EvictConfig
+from mlx_tq.cache import packed_rows
+from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.server.job import Piece, Progress
+from mlx_tq.server.stored_prompts import salt_of
+from mlx_tq.session.restore import split_question
 
+from .conftest import question
 from .engines import (
     CONFIG,
+    LIMITS,
     distinct_nbytes,
     job_of,
     make_engine,
+    make_job,
     metric,
     outcome,
     random_ids,
     record_gauge,
+    run_job,
     serve,
     text_of,
     watch_passes,
 )
 
+STEP = LIMITS["prefill_step_size"]
 SYSTEM, MORE = random_ids(384), random_ids(128, seed=7)
 
 
@@ -42,7 +51,12 @@ def make_jobs(first_tokens=6):
 
 
 def texts_and_cached(results):
+    """Return the texts of answers, and their cached tokens."""
     return [text_of(events) for events in results], [events[0].cached_tokens for events in results]
+
+
+def answers(engine, jobs):
+    return texts_and_cached(serve(engine, jobs))
 
 
 def alone_texts(loaded, config=CONFIG, jobs=make_jobs):
@@ -51,13 +65,18 @@ def alone_texts(loaded, config=CONFIG, jobs=make_jobs):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
+def llama(tmp_path_factory):
     return load(zoo_model(tmp_path_factory.mktemp("models") / "llama", "llama"))
 
 
 @pytest.fixture(scope="module")
-def alone(loaded):
-    return alone_texts(loaded)
+def alone(llama):
+    return alone_texts(llama)
+
+
+def shared_nbytes(layers):
+    """Return the bytes that a batch's rows save by sharing."""
+    return sum(row.nbytes for rows in layers for row in rows) - distinct_nbytes(layers)
 
 
 OTHERS = [("llama", False), ("gemma3_text", True), ("qwen3_next", True), ("embedded", True)]
@@ -75,43 +94,40 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
     engine = make_engine(loaded, folder=folder, prompt_cache_size=0)
     running, saved = record_gauge(monkeypatch, engine.metrics.running), []
 
-    def note(layers):
-        saved.append(sum(row.nbytes for rows in layers for row in rows) - distinct_nbytes(layers))
-
     with monkeypatch.context() as patch:
-        watch_passes(patch, loaded[0], note)
+        watch_passes(patch, loaded[0], lambda layers: saved.append(shared_nbytes(layers)))
         # Of the two with the longer prefix the second follows the first, up to where a step of both ends.
-        assert texts_and_cached(serve(engine, make_jobs())) == (alone, [0, 384, 512, 384, 384, 0])
+        assert answers(engine, make_jobs()) == (alone, [0, 384, 512, 384, 384, 0])
     plan = plan_caches(loaded[0], CONFIG)
     assert max(saved) >= 4 * plan.shared_nbytes(384, 410)
     assert max(running) == 6
     if stored:
-        again = serve(make_engine(loaded, folder=folder, prompt_cache_size=0), make_jobs())
-        assert texts_and_cached(again) == (alone, [384, 512, 512, 384, 384, 359])
+        again = answers(make_engine(loaded, folder=folder, prompt_cache_size=0), make_jobs())
+        assert again == (alone, [384, 512, 512, 384, 384, 359])
 
 
-def test_shared_rows_count_once_against_the_memory(loaded, alone, monkeypatch):
+def test_shared_rows_count_once_against_the_memory(llama, alone, monkeypatch):
     """All six run at once, which they could not if each counted in full."""
-    plan = plan_caches(loaded[0], CONFIG)
+    plan = plan_caches(llama[0], CONFIG)
     full = sum(plan.nbytes(job.max_total_tokens) for job in make_jobs())
     limit = full - 3 * plan.shared_nbytes(384, 600)
-    engine = make_engine(loaded, memory=limit, prompt_cache_size=0)
+    engine = make_engine(llama, memory=limit, prompt_cache_size=0)
     running, held = record_gauge(monkeypatch, engine.metrics.running), []
-    watch_passes(monkeypatch, loaded[0], lambda layers: held.append(distinct_nbytes(layers)))
-    assert texts_and_cached(serve(engine, make_jobs()))[0] == alone
+    watch_passes(monkeypatch, llama[0], lambda layers: held.append(distinct_nbytes(layers)))
+    assert answers(engine, make_jobs())[0] == alone
     assert max(running) == 6
     assert max(held) <= limit
 
 
-def test_later_jobs_share_stored_prompts(loaded, alone, monkeypatch):
+def test_later_jobs_share_stored_prompts(llama, alone, monkeypatch):
     """The first is decoding when the others come; they fit into the memory only because they share its prefix."""
-    plan = plan_caches(loaded[0], CONFIG)
+    plan = plan_caches(llama[0], CONFIG)
     first, *others = make_jobs(first_tokens=200)[:5]
     total = sum(plan.nbytes(job.max_total_tokens) for job in (first, *others))
     limit = total - 3 * plan.shared_nbytes(384, 600)
-    engine = make_engine(loaded, memory=limit)
+    engine = make_engine(llama, memory=limit)
     running, held = record_gauge(monkeypatch, engine.metrics.running), []
-    watch_passes(monkeypatch, loaded[0], lambda layers: held.append(distinct_nbytes(layers)))
+    watch_passes(monkeypatch, llama[0], lambda layers: held.append(distinct_nbytes(layers)))
 
     async def then():
         engine.submit(first)
@@ -128,8 +144,8 @@ def test_later_jobs_share_stored_prompts(loaded, alone, monkeypatch):
     assert max(held) <= limit
 
 
-def test_followers_continue_when_the_leader_is_cancelled(loaded, alone):
-    engine = make_engine(loaded, prompt_cache_size=0)
+def test_followers_continue_when_the_leader_is_cancelled(llama, alone):
+    engine = make_engine(llama, prompt_cache_size=0)
 
     async def then():
         jobs = make_jobs()[:5]
@@ -146,20 +162,20 @@ def test_followers_continue_when_the_leader_is_cancelled(loaded, alone):
     assert metric(engine, "running") == 0
 
 
-def test_followers_continue_when_the_batch_of_the_leader_fails(loaded, alone, monkeypatch):
+def test_followers_continue_when_the_batch_of_the_leader_fails(llama, alone, monkeypatch):
     failures = [RuntimeError("the first step fails")]
 
     def fail_once(_):
         if failures:
             raise failures.pop()
 
-    watch_passes(monkeypatch, loaded[0], fail_once)
-    first, *others = serve(make_engine(loaded, prompt_cache_size=0), make_jobs()[:5])
+    watch_passes(monkeypatch, llama[0], fail_once)
+    first, *others = serve(make_engine(llama, prompt_cache_size=0), make_jobs()[:5])
     assert "the first step fails" in str(first[-1].error)
     assert texts_and_cached(others)[0] == alone[1:5]
 
 
-def test_eviction_in_one_job_leaves_shared_rows_alone(loaded):
+def test_eviction_in_one_job_leaves_shared_rows_alone(llama):
     """Two share the prefix; a third, which will evict tokens, prefills alone and evicts its own."""
     config = replace(CONFIG, evict=EvictConfig("knorm:trigger=32:granularity=1", budget=480, recall="off"))
 
@@ -169,5 +185,127 @@ def test_eviction_in_one_job_leaves_shared_rows_alone(loaded):
             job_of(SYSTEM, unique(4, 240), max_tokens=6),
         ]
 
-    results = serve(make_engine(loaded, config), jobs())
-    assert texts_and_cached(results) == (alone_texts(loaded, config, jobs), [0, 384, 0])
+    results = serve(make_engine(llama, config), jobs())
+    assert texts_and_cached(results) == (alone_texts(llama, config, jobs), [0, 384, 0])
+
+
+# The cache on disk.
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Folder(tmp_path / "store")
+
+
+@pytest.mark.parametrize("model", ["embedded", "gemma3_text", "qwen3_next"])
+def test_batches_restore_what_other_batches_prefilled(model, loaded, store, tmp_path):
+    """The prompts have different lengths; the last two share prefixes with earlier ones and end in another way."""
+    loaded = loaded if model == "embedded" else load(zoo_model(tmp_path / model, model))
+    one, two = (random_ids(length, seed=length) for length in (300, 230))
+    system = one[:190]
+
+    def first():
+        return [job_of(system, one[190:], max_tokens=8), job_of(two, max_tokens=8)]
+
+    def later():
+        others = [job_of(system, two[:90], max_tokens=8), job_of([*two[:140], *one[:60]], max_tokens=8)]
+        return [*first(), *others]
+
+    plain = answers(make_engine(loaded, prompt_cache_size=0), later())[0]
+    engine = make_engine(loaded, folder=store)
+    assert answers(engine, first()) == (plain[:2], [0, 0])
+    assert (metric(engine, "restored_tokens_total"), metric(engine, "prefill_tokens_total")) == (0, 530)
+    engine = make_engine(loaded, folder=store)
+    assert answers(engine, later()) == (plain, [299, 229, 190, 2 * STEP])
+    restored = metric(engine, "restored_tokens_total")
+    assert restored == metric(engine, "cached_tokens_total") == 299 + 229 + 190 + 128
+    assert metric(engine, "prefill_tokens_total") == metric(engine, "prompt_tokens_total") - restored
+
+
+@pytest.mark.parametrize("source", ["memory", "disk"])
+def test_requests_hold_a_cached_prefix_once(source, loaded, store, monkeypatch):
+    """A prefix that is in memory after a first request, or that a fresh engine restores from the disk."""
+    monkeypatch.setattr(packed_rows, "LEAST", 64)
+    prefix, count, saved = random_ids(416), 4, []
+
+    def jobs(seeds):
+        return [job_of(prefix, random_ids(40, seed=seed), max_tokens=6) for seed in seeds]
+
+    async def then():
+        later = jobs(range(2, 2 + count))
+        engine.submit(*later)
+        return [text_of(await outcome(job)) for job in later]
+
+    plain, _ = answers(make_engine(loaded, prompt_cache_size=0), jobs(range(2, 2 + count)))
+    engine = make_engine(loaded, folder=store)
+    watch_passes(monkeypatch, loaded[0], lambda rows: saved.append(shared_nbytes(rows) if len(rows[0]) == count else 0))
+    _, texts = serve(engine, jobs([1]), then)
+    if source == "disk":
+        saved.clear()
+        texts, cached = answers(make_engine(loaded, folder=store), jobs(range(2, 2 + count)))
+        assert cached == [416] * count
+    assert texts == plain
+    assert max(saved) >= (count - 1) * plan_caches(loaded[0], CONFIG).shared_nbytes(416, 462)
+
+
+def test_with_recall_the_document_is_stored_without_its_question(loaded, store):
+    tokenizer = loaded[1]
+    message = {"role": "user", "content": question(20, 593_847)}
+    ids = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+    document, _ = split_question(tokenizer, ids)
+    evict = EvictConfig("recency:granularity=16:trigger=32", 2000, recall=96)
+    config = KVConfig("q8", "tq4", sinks=16, window=32, evict=evict)
+    plain, _ = answers(make_engine(loaded, config), [job_of(ids, max_tokens=8)])
+    for cached in (0, len(document)):
+        assert answers(make_engine(loaded, config, store), [job_of(ids, max_tokens=8)]) == (plain, [cached])
+
+
+def test_memory_is_preferred_unless_much_remains_to_prefill(loaded, store):
+    """A prompt that continues from memory is not stored; one with much to prefill is prefilled in steps instead."""
+    engine, ids = make_engine(loaded, folder=store), random_ids(300)
+    other = [*ids[:20], *random_ids(280, seed=5)]
+
+    async def then():
+        jobs = [job_of(each) for each in (ids, [*ids[:290], 77], other)]
+        return [(await run_job(engine, job))[0].cached_tokens for job in jobs]
+
+    assert serve(engine, [job_of(ids)], then)[1] == [299, 290, 0]
+    assert metric(engine, "restored_tokens_total") == 0
+    assert answers(make_engine(loaded, folder=store), [job_of(other)])[1] == [299]
+
+
+def test_a_cancelled_prompt_is_stored_as_far_as_it_was_prefilled(loaded, store):
+    engine, job = make_engine(loaded, folder=store), make_job(600)
+
+    async def then():
+        engine.submit(job)
+        while not (isinstance(event := await job.events.get(), Progress) and event.done >= 2 * STEP):
+            pass
+        engine.cancel(job)
+        return await run_job(engine, make_job(20))
+
+    assert serve(engine, [], then)[1][-1].finish_reason
+    texts, (cached,) = answers(make_engine(loaded, folder=store), [make_job(600)])
+    assert 2 * STEP <= cached < 599
+    assert cached % STEP == 0
+    assert texts == answers(make_engine(loaded), [make_job(600)])[0]
+
+
+def test_a_full_disk_is_one_warning_and_changes_no_answer(loaded, store):
+    warnings, limits = [], resource.getrlimit(resource.RLIMIT_FSIZE)
+    engine = make_engine(loaded, folder=store, warn=warnings.append)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        results = answers(engine, [make_job(300), make_job(200, seed=2)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert results == answers(make_engine(loaded), [make_job(300), make_job(200, seed=2)])
+    assert len(warnings) == 1
+    assert "cannot be stored" in warnings[0]
+    assert not store.records()
+
+
+def test_salts_separate_api_keys_unless_shared():
+    salts = {salt_of(key, shared=False) for key in (None, "one", "two")}
+    assert len({"", *salts}) == 4, "the command line's prompts have no salt"
+    assert {salt_of(key, shared=True) for key in ("one", None)} == {salt_of(None, shared=False)}

@@ -1,4 +1,4 @@
-"""Twenty turns up to the last position: what was said is what full attention says with the same tokens hidden."""
+"""Twenty turns up to the last position equal full attention with the evicted positions masked."""
 
 from dataclasses import replace
 
@@ -17,13 +17,13 @@ from mlx_tq.models import load
 EVICT = EvictConfig("triattention:warmup=64:trigger=16:granularity=16", 112, "off")
 EXACT = KVConfig(key="fp16", value="fp16", sinks=16, window=32, evict=EVICT)
 TURNS = 20
-SAID = 6  # tokens of an answer
-AROUND = 20  # tokens of a turn beside its text
+ANSWER = 6  # tokens of an answer
+TEMPLATE = 20  # tokens that the template adds to a turn
 BUDGETS = 7  # the position limit, in budgets
 
 
 class Hidden(KVCache):
-    """Shows each query what its row of a matrix says."""
+    """A cache whose mask hides evicted positions."""
 
     visible = np.zeros((0, 0), bool)
 
@@ -32,7 +32,7 @@ class Hidden(KVCache):
 
 
 def replay(model, ids, rounds):
-    """Log-probabilities behind each token when evicted positions are masked from the pass on in which they left."""
+    """Return log-probabilities after each token when evicted positions are masked from their eviction on."""
     visible = np.tri(len(ids), dtype=bool)
     for start, positions in rounds:
         visible[start:, positions] = False
@@ -43,44 +43,43 @@ def replay(model, ids, rounds):
 
 @pytest.mark.parametrize("budget", [112, pytest.param(512, marks=pytest.mark.full)])
 def test_twenty_turns_are_a_replay_under_the_same_masks(budget):
-    """512 tokens of budget lead to the 3,584th position."""
-    model, tokenizer = load()  # one of its own: what a model says of itself is read once
+    model, tokenizer = load()  # with its own limits
     model.set_dtype(mx.float32)
     model.args.max_position_embeddings = limit = BUDGETS * budget
-    heard = []  # log-probabilities behind each token that was read or said, before the next
+    seen = []  # position and log-probabilities of each sampled token
 
     def sampler(logprobs):
-        heard.append((session.cache[0].offset, np.array(logprobs[0].astype(mx.float32))))
+        seen.append((session.cache[0].offset, np.array(logprobs[0].astype(mx.float32))))
         return mx.argmax(logprobs, axis=-1)
 
     config = replace(EXACT, evict=replace(EXACT.evict, budget=budget))
-    sizes, said, warned = [], [], []
-    options = {"sampler": sampler, "prefill_step_size": 48, "warn": warned.append}
+    sizes, generated, warnings = [], [], []
+    options = {"sampler": sampler, "prefill_step_size": 48, "warn": warnings.append}
     with rounds_of(model) as rounds, Session(model, tokenizer, config, **options) as session:
         text = load_text()
         for turn in range(TURNS):
-            tokens = (0.97 * limit - len(session.ids)) / (TURNS - turn) - AROUND
-            "".join(session.respond(text[turn * 400 :][: int(2 * tokens)], max_tokens=SAID))
-            said.append(session.turns[-1].generation_tokens)
+            tokens = (0.97 * limit - len(session.ids)) / (TURNS - turn) - TEMPLATE
+            "".join(session.respond(text[turn * 400 :][: int(2 * tokens)], max_tokens=ANSWER))
+            generated.append(session.turns[-1].generation_tokens)
             sizes.append(session.stats.nbytes)
-            gone = sorted(int(position) for _, positions in rounds for position in positions)
-            live = np.delete(np.arange(len(session.ids)), gone)
+            evicted = sorted(int(position) for _, positions in rounds for position in positions)
+            live = np.delete(np.arange(len(session.ids)), evicted)
             assert all(np.array_equal(layer.positions, live) for layer in session.cache)
             assert {layer.offset for layer in session.cache} == {len(session.ids)}
         "".join(session.respond("And then?", max_tokens=-1))
         assert 0.9 * limit < len(session.ids) <= limit
-        with pytest.raises(ConfigError, match=f"a context of {limit:,} tokens"):
+        with pytest.raises(ConfigError, match=f"a context of {limit:,} tokens|the model has {limit:,} positions"):
             list(session.respond(text[:2000]))
         ids = session.ids
-    assert any(f"of the model's {limit:,} positions" in warning for warning in warned)
+    assert any(f"of the model's {limit:,} positions" in warning for warning in warnings)
     assert len(rounds) > TURNS / 2
-    assert len(gone) > (BUDGETS - 3) * budget
+    assert len(evicted) > (BUDGETS - 3) * budget
     assert max(sizes[TURNS // 2 :]) <= max(sizes[: TURNS // 2])
     expected = replay(model, ids, rounds)
     plain = replay(model, ids, [])
-    ours = {at: logprobs for at, logprobs in heard if at <= len(ids)}
+    ours = {at: logprobs for at, logprobs in seen if at <= len(ids)}
     places = sorted(ours)
-    assert len(places) > sum(said)
+    assert len(places) > sum(generated)
     error = np.abs(np.stack([ours[at] for at in places]) - expected[np.array(places) - 1]).max()
     assert error < 2e-3
-    assert np.abs(expected - plain)[np.array(places) - 1].max() > 0.1  # eviction is felt
+    assert np.abs(expected - plain)[np.array(places) - 1].max() > 0.1  # eviction matters

@@ -113,7 +113,7 @@ def test_the_first_round_does_not_wait_until_the_question_was_prefilled(exact):
     text, question = facts(40)
     ids, asked = tokenizer.encode(text), tokenizer.encode(question)
     warmup = len(ids) + len(asked) // 2
-    policy = f"triattention:calibration=text:score_unrotated_dims=on:warmup={warmup}:trigger=16"
+    policy = f"published:calibration=text:score_unrotated_dims=on:warmup={warmup}:trigger=16"
     caches = make_prompt_cache(model, replace(CONFIG, evict=EvictConfig(policy, 200, recall=MOST)))
     read(model, caches, ids, -(-len(ids) // 8))
     sequence = layer_group_of(caches)

@@ -1,4 +1,4 @@
-"""A conversation in the shadow: it is the model's own, and what is reported is what a compressed cache would do."""
+"""Shadow mode: answers are the model's own, and the report is what a compressed cache would have done."""
 
 import copy
 from dataclasses import replace
@@ -31,7 +31,6 @@ def answered(model, tokenizer, ids, caches, count=12):
 @pytest.mark.parametrize("evict", [None, EVICT], ids=["all stay", "evicts"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
 def test_the_answer_is_the_models_own(name, evict, exact):
-    """Also with sliding windows, sinks and rounds of eviction beside it."""
     model, tokenizer, ids = build(name), exact[1], prompt(180)
     shadow = Shadow(model, plan_caches(model, KVConfig(**{**vars(CONFIG), "evict": evict})), every=4)
     with compressed(model):
@@ -50,7 +49,7 @@ def test_the_answer_is_the_models_own(name, evict, exact):
 
 
 def test_weights_and_outputs_against_numpy(exact):
-    """Of the last comparison of a layer, in float64, from what both caches hold."""
+    """In float64, from the rows of both caches."""
     model, tokenizer, ids = build("llama"), exact[1], prompt(150)
     shadow = Shadow(model, plan_caches(model, CONFIG), every=1)
     heard = []
@@ -76,7 +75,7 @@ def test_weights_and_outputs_against_numpy(exact):
 
 
 def test_predictions_are_those_of_a_compressed_cache(exact):
-    """The prompt was read by the model's own cache, so all but what follows it is the same."""
+    """The model's own cache prefilled the prompt."""
     model, tokenizer, ids = build("llama"), exact[1], prompt(180)
     shadow = Shadow(model, plan_caches(model, CONFIG), every=1)
     shadow.begin(ids[-1], len(ids) - 1)

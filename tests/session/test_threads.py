@@ -1,4 +1,4 @@
-"""A session is made in one thread and used in others, as web frameworks do; its answers are the same."""
+"""A session that is used in several threads gives the same answers."""
 
 import asyncio
 import subprocess
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 
 import pytest
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_tq import KVConfig, Session
 from mlx_tq.config import PROFILES
@@ -20,20 +21,20 @@ def say(session, text):
     return "".join(session.respond(text))
 
 
-def here(session):
+def converse(session):
     return [say(session, text) for text in QUESTIONS]
 
 
-def a_thread_each(session):
-    """And between them the thread that made the session."""
+def run_in_thread(target):
+    thread = Thread(target=target)
+    thread.start()
+    thread.join()
+
+
+def alternating_threads(session):
     answers = []
-    for number, text in enumerate(QUESTIONS):
-        if number == 1:
-            answers.append(say(session, text))
-            continue
-        thread = Thread(target=lambda text=text: answers.append(say(session, text)))
-        thread.start()
-        thread.join()
+    for text, run in zip(QUESTIONS, (run_in_thread, lambda call: call(), run_in_thread), strict=True):
+        run(lambda text=text: answers.append(say(session, text)))
     return answers
 
 
@@ -49,49 +50,44 @@ def asyncio_to_thread(session):
     return asyncio.run(turns())
 
 
-def a_thread_a_piece(session):
-    """Starlette and Gradio take each piece of a generator in whatever thread of a pool is free."""
+def a_thread_per_piece(session):
+    """Starlette and Gradio take each piece of a generator in any thread of a pool."""
 
-    def answer(text):
-        pieces, said = session.respond(text), []
+    def respond(text):
+        pieces, answer = session.respond(text), []
         while True:
             with ThreadPoolExecutor(1) as pool:
                 piece = pool.submit(next, pieces, None).result()
             if piece is None:
-                return "".join(said)
-            said.append(piece)
+                return "".join(answer)
+            answer.append(piece)
 
-    return [answer(text) for text in QUESTIONS]
+    return [respond(text) for text in QUESTIONS]
 
 
-@pytest.mark.parametrize("turns", [a_thread_each, an_executor, asyncio_to_thread, a_thread_a_piece])
+@pytest.mark.parametrize("turns", [alternating_threads, an_executor, asyncio_to_thread, a_thread_per_piece])
 @pytest.mark.parametrize("config", [PROFILES["off"], SMALL], ids=["mlx-lm's cache", "compressed"])
 def test_a_session_works_in_other_threads(exact, config, turns, tmp_path):
-    expected = here(Session(*exact, config, max_tokens=12))
+    expected = converse(Session(*exact, config, max_tokens=12))
     with Session(*exact, config, max_tokens=12) as session:
         assert turns(session) == expected
-        saved = Thread(target=session.save, args=[tmp_path / "chat.safetensors"])
-        saved.start()
-        saved.join()
+        run_in_thread(lambda: session.save(tmp_path / "chat.safetensors"))
         session.load(tmp_path / "chat.safetensors")
         assert session.stats.tokens == len(session.ids)
         assert all(part.state for part in cache_parts(session.cache))
 
 
 def test_sessions_of_one_model_answer_side_by_side(exact):
-    expected = here(Session(*exact, SMALL, max_tokens=12))
+    expected = converse(Session(*exact, SMALL, max_tokens=12))
     with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(lambda: here(Session(*exact, SMALL, max_tokens=12))) for _ in range(3)]
+        answers = [pool.submit(lambda: converse(Session(*exact, SMALL, max_tokens=12))) for _ in range(3)]
         assert [answer.result() for answer in answers] == [expected] * 3
 
 
 def test_a_seed_makes_the_same_answers(exact):
-    from mlx_lm.sample_utils import make_sampler
-
-    said = [
-        say(Session(*exact, SMALL, max_tokens=12, sampler=make_sampler(2.0), seed=seed), "Hello") for seed in (7, 7, 8)
-    ]
-    assert said[0] == said[1] != said[2]
+    options = {"max_tokens": 12, "sampler": make_sampler(2.0)}
+    answers = [say(Session(*exact, SMALL, seed=seed, **options), "Hello") for seed in (7, 7, 8)]
+    assert answers[0] == answers[1] != answers[2]
 
 
 _ENDS = """
@@ -106,7 +102,7 @@ next(answer)
 """
 
 
-def test_a_program_ends_well_with_a_session_left_open_in_the_middle_of_an_answer():
-    """mlx keeps streams in each thread that computes; a program that ended before one of them had was aborted."""
+def test_a_program_may_end_during_an_answer():
+    """mlx keeps streams in each thread that computes; without care such a program is aborted at its end."""
     ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")

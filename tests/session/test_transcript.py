@@ -1,4 +1,4 @@
-"""The text of a session: evicted tokens become spans of sentences, and hits are quoted within a limit."""
+"""Evicted tokens become spans of sentences, and hits are quoted within a limit."""
 
 import time
 from itertools import pairwise
@@ -37,7 +37,7 @@ def test_ranges_are_maximal(evicted):
 
 @given(positions, st.text("ab .?\n。", min_size=401, max_size=401))
 def test_each_evicted_token_is_in_one_span(evicted, letters):
-    """A token is a letter here."""
+    """A token is a letter."""
     spans = make_spans([*evicted, *evicted], letters, "".join)
     sent = {p for span in spans for p in range(span.start, span.stop)}
     assert sum(span.stop - span.start for span in spans) == len(sent)
@@ -52,7 +52,6 @@ SENTENCES = 'It costs 3.14 at most. "Why?" he said. A line without an end\nthat 
 
 
 def test_spans_are_sentences():
-    """Short ones are joined; a number does not end one, a line does; a short rest stays with the last."""
     texts = [span.text for span in make_spans(range(len(SENTENCES)), SENTENCES, "".join)]
     assert texts == [
         "It costs 3.14 at most.",
@@ -89,7 +88,6 @@ def test_a_hit_is_extended_to_the_ends_of_its_sentences(part, margin, whole):
 
 
 def test_spans_of_real_tokens_end_with_sentences(embedded):
-    """They lose no text."""
     plain = PlainText(embedded[1])
     ids = plain.encode(load_text()[:6000])
     spans = make_spans(range(len(ids)), ids, plain.decode)
@@ -106,7 +104,7 @@ def test_texts_over_the_limit_of_the_service_are_halved_and_blank_ones_left_out(
 
 @pytest.mark.parametrize("granularity", [64, 16, 1])
 def test_stored_text_is_below_1_3_times_the_evicted_tokens(embedded, granularity):
-    """Every other block is evicted: the worst case."""
+    """Every other block is evicted, which is the worst case."""
     plain = PlainText(embedded[1])
     ids = plain.encode(load_text()[:8000])
     evicted = [p for p in range(len(ids)) if p // granularity % 2]
@@ -126,7 +124,6 @@ def test_of_a_long_message_the_last_question_is_searched_for():
 
 
 def test_hits_that_are_live_are_not_quoted_and_others_within_the_limit(embedded):
-    """A range of which a token is evicted is quoted whole."""
     tokenizer = embedded[1]
     transcript = Transcript(PlainText(tokenizer), None, RescueConfig(), "session", 200)
     transcript.append(tokenizer.encode("The garden of every house has seven trees and a gate. " * 8))

@@ -1,6 +1,6 @@
 """The cost of attention on the simulator: bytes and lane operations per packed token and KV head.
 
-docs/measurements/kernels.md has these numbers.
+docs/measurements/speed.md has these numbers.
 """
 
 import mlx.core as mx

@@ -4,7 +4,7 @@ import pytest
 
 from kernels.metal.simulated import simulated
 from mlx_tq import __main__
-from mlx_tq.cli.runs import doctor
+from mlx_tq.cli import self_tests
 from mlx_tq.kernels import gpu, selftest
 
 KERNELS = {"encode", "dequantize", "attend", "attend_short", "score", "recall_score", "compact", "wht"}
@@ -19,7 +19,7 @@ def few_cases(monkeypatch):
 @pytest.mark.usefixtures("few_cases")
 def test_every_kernel_is_checked():
     with simulated():
-        checks = doctor.check_kernels()
+        checks = self_tests.check_kernels()
     assert {check.name for check in checks} == {f"kernel {name}" for name in KERNELS}
     assert all(check.passed for check in checks), checks
 
@@ -35,11 +35,11 @@ def test_every_kernel_is_checked():
 )
 def test_a_wrong_kernel_fails(old, new, kernel):
     with simulated(edit=lambda text: text.replace(old, new)):
-        failed = [check.name for check in doctor.check_kernels() if not check.passed]
+        failed = [check.name for check in self_tests.check_kernels() if not check.passed]
     assert failed == [f"kernel {kernel}"]
 
 
 def test_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "gpu_backend", lambda: None)
     assert __main__.main(["doctor", "--kernels"]) == 1
-    assert "--kernels needs a GPU; what computes here is reference implementation (no GPU)" in capsys.readouterr().err
+    assert "--kernels needs a GPU; the backend is reference implementation (no GPU)" in capsys.readouterr().err

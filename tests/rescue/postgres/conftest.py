@@ -7,7 +7,7 @@ from rescue_svc.settings import load_settings
 
 @pytest.fixture(scope="module")
 def own():
-    """A server that these tests may kill."""
+    """Run a server that tests may kill."""
     if lacking := postgres_server.missing():
         pytest.skip(lacking)
     server = postgres_server.PostgresServer()
@@ -17,7 +17,7 @@ def own():
 
 @pytest.fixture
 def opening():
-    """Open stores, which are closed with the test; return a store and its index."""
+    """Return a function that opens a store and its index; all are closed after the test."""
     made = []
 
     def opened(url, model="test-1", dim=4, **settings):

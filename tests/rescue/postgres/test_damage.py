@@ -1,4 +1,4 @@
-"""A full disk, a damaged page, tables and rights that go, a primary that becomes a standby: said, and gone on with."""
+"""Faults while the service runs: a full disk, a damaged page, lost tables and privileges, a standby."""
 
 import os
 import pwd
@@ -14,7 +14,7 @@ DATABASE = "SELECT current_database()"
 
 @pytest.fixture
 def small_disk(own):
-    """The URL of a database on a tmpfs, and a file there that takes up room."""
+    """Return the URL of a database on a tmpfs, and the path of a file that takes up space."""
     folder, nobody = own.folder / "small", pwd.getpwnam("nobody").pw_uid
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size=16m,mode=700,uid={nobody}", "tmpfs", str(folder)], check=True)
@@ -31,16 +31,16 @@ def small_disk(own):
 
 
 def page(number, words=700):
-    """A text that nothing compresses, at tokens of its own."""
+    """Return an incompressible text and its token range."""
     rng = random.Random(number)
     return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(words)), number, number + 1
 
 
 @ROOT_ONLY
 @pytest.mark.full
-def test_a_full_disk_loses_nothing(small_disk, here):
+def test_a_full_disk_loses_nothing(small_disk, start_service):
     url, ballast = small_disk
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     assert service.write("other", *map(page, range(1000, 1030))).status_code == 201
     ballast.write_bytes(bytes(2**20))
     written = fill(service, 0)
@@ -53,7 +53,7 @@ def test_a_full_disk_loses_nothing(small_disk, here):
 
 
 def fill(service, number):
-    """Write pages from this number on until the disk is full; return how many a session then has, all of them."""
+    """Write pages from this number on until the disk is full; return the number of the session's pages."""
     first = number
     while (answer := service.write("s", page(number))).status_code == 201:
         number += 1
@@ -66,9 +66,9 @@ def fill(service, number):
 
 
 @pytest.mark.full
-def test_a_damaged_page_is_said_and_other_sessions_go_on(own, here):
+def test_a_damaged_page_affects_one_session(own, start_service):
     url = own.database()
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     for name in ("whole", "damaged"):
         service.write(name, page(1), page(2))
     where = "SELECT pg_relation_filepath('mlx_tq_rescue.spans_' || id) FROM mlx_tq_rescue.sessions WHERE name = "
@@ -91,15 +91,14 @@ def test_a_damaged_page_is_said_and_other_sessions_go_on(own, here):
 
 
 def refused(service):
-    """Why a write is refused for now."""
+    """Return why a write is refused."""
     answer = service.write("s", page(9))
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
     assert service.http.get("/healthz").status_code == 200
     return answer.json()["detail"]
 
 
-def test_rights_that_go_and_come_back(postgres, here):
-    """Those of a standby, and those of a role from which an administrator takes one."""
+def test_lost_privileges_and_a_standby(postgres, start_service):
     url = postgres.database()
     ((name,),) = postgres.sql(DATABASE, url)
     for statement in (
@@ -108,31 +107,33 @@ def test_rights_that_go_and_come_back(postgres, here):
         f"GRANT CREATE ON DATABASE {name} TO clerk",
     ):
         postgres.sql(statement, url)
-    service = here(store=url.replace("postgres@", "clerk@"), embedder="none")
+    service = start_service(store=url.replace("postgres@", "clerk@"), embedder="none")
     service.write("s", page(1))
-    anew = (
+    end_connections = (
         f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' AND pid <> pg_backend_pid()"
     )
-    only_read = f"ALTER DATABASE {name} SET default_transaction_read_only ="
-    right = "INSERT ON mlx_tq_rescue.queue"
-    standby = f"{only_read} on", f"{only_read} off", None, "is read-only; name its primary in RESCUE_STORE"
-    revoked = f"REVOKE {right} FROM clerk", f"GRANT {right} TO clerk", url, "a privilege (permission denied for table"
-    for number, (goes, comes, where, says) in enumerate((standby, revoked), start=2):
-        postgres.sql(goes, where)
-        postgres.sql(anew)
+    read_only = f"ALTER DATABASE {name} SET default_transaction_read_only ="
+    privilege = "INSERT ON mlx_tq_rescue.queue"
+    faults = (
+        (f"{read_only} on", f"{read_only} off", None, "is read-only; name its primary in RESCUE_STORE"),
+        (f"REVOKE {privilege} FROM clerk", f"GRANT {privilege} TO clerk", url, "a privilege (permission denied for"),
+    )
+    for number, (break_it, repair, where, says) in enumerate(faults, start=2):
+        postgres.sql(break_it, where)
+        postgres.sql(end_connections)
         assert says in refused(service)
         assert service.dump("s")["session_total"] == number - 1
-        postgres.sql(comes, where)
-        postgres.sql(anew)
+        postgres.sql(repair, where)
+        postgres.sql(end_connections)
         assert service.write("s", page(number)).status_code == 201
 
 
-def test_tables_that_are_gone_are_said_and_made_by_the_next_start(postgres, here):
+def test_lost_tables_are_created_at_the_next_start(postgres, start_service):
     url = postgres.database()
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     service.write("s", page(1))
     postgres.sql("DROP SCHEMA mlx_tq_rescue CASCADE", url)
     assert "has lost tables" in refused(service)
     service.stop()
-    service = here(store=url, embedder="none")
+    service = start_service(store=url, embedder="none")
     assert service.write("s", page(1)).status_code == 201

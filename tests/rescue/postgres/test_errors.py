@@ -1,4 +1,4 @@
-"""What is wrong with a server is said at the start: what it is, and what to do; no message holds the password."""
+"""Faults of a server are reported at the start, with the remedy and without the password."""
 
 import re
 import socket
@@ -17,7 +17,7 @@ PASSWORD = "Xylophonquartz"
 
 
 def role(server, name, *statements):
-    """A role of few rights."""
+    """Create a role without privileges."""
     for statement in (f"CREATE ROLE {name} LOGIN", *statements):
         server.sql(statement)
     return name
@@ -73,7 +73,7 @@ def a_standby(server):
 
 
 def old_server(server):
-    """Speaks the first words of PostgreSQL's protocol, version 3."""
+    """Speak the first messages of PostgreSQL's protocol, version 3."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def message(kind, body):
@@ -82,8 +82,8 @@ def old_server(server):
     def answer():
         with listener, listener.accept()[0] as client:
             client.recv(4096)
-            said = {"server_version": "13.5", "server_encoding": "UTF8", "client_encoding": "UTF8"}
-            status = [message(b"S", f"{name}\0{value}\0".encode()) for name, value in said.items()]
+            settings = {"server_version": "13.5", "server_encoding": "UTF8", "client_encoding": "UTF8"}
+            status = [message(b"S", f"{name}\0{value}\0".encode()) for name, value in settings.items()]
             hello = [message(b"R", bytes(4)), *status, message(b"K", bytes(8)), message(b"Z", b"I")]
             client.sendall(b"".join(hello))
             client.recv(4096)
@@ -108,10 +108,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_what_is_wrong_is_said(postgres, opening, wrong):
-    with pytest.raises(StoreUnavailableError, match=WRONG[wrong]) as found:
+def test_a_fault_is_reported_with_its_remedy(postgres, opening, wrong):
+    with pytest.raises(StoreUnavailableError, match=WRONG[wrong]) as raised:
         opening(wrong(postgres))
-    assert PASSWORD not in str(found.value)
+    assert PASSWORD not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_what_is_wrong_is_said(postgres, opening, wrong):
         ({"index": "hnsw"}, "faiss"),
     ],
 )
-def test_settings_that_cannot_be_met(opening, settings, says):
-    with pytest.raises(SettingsError, match=says) as found:
+def test_contradictory_settings(opening, settings, says):
+    with pytest.raises(SettingsError, match=says) as raised:
         opening(settings.pop("store", None), **settings)
-    assert PASSWORD not in str(found.value)
+    assert PASSWORD not in str(raised.value)
     assert PASSWORD not in repr(load_settings(store=f"postgresql://u:{PASSWORD}@localhost/x"))
 
 
-def test_the_store_of_a_newer_version_is_left_alone(postgres, opening):
+def test_the_store_of_a_newer_version_is_refused(postgres, opening):
     url = postgres.database()
     opening(url)[0].write("s", [])
     postgres.sql("UPDATE mlx_tq_rescue.version SET steps = 99", url)
@@ -139,7 +139,7 @@ def test_the_store_of_a_newer_version_is_left_alone(postgres, opening):
         opening(url)
 
 
-def test_a_role_of_few_rights_is_enough_and_forgets_less_at_once(postgres, opening):
+def test_privileges_decide_how_soon_text_is_deleted(postgres, opening):
     url = postgres.database()
     postgres.sql("CREATE EXTENSION vector", url)
     modest = url.replace("postgres@", role(postgres, "modest") + "@")
@@ -157,18 +157,18 @@ def test_a_role_of_few_rights_is_enough_and_forgets_less_at_once(postgres, openi
         assert store.forget("s").spans == 1
 
 
-def test_doctor_says_what_the_server_is_and_what_it_lacks(postgres, monkeypatch):
+def test_commands_describe_the_server_or_its_fault(postgres, monkeypatch):
     monkeypatch.setenv("RESCUE_STORE", postgres.database())
-    well = command("doctor", "--embedder", "none")
-    assert well.code == 0, well.out
-    assert "pgvector's HNSW" in well.out
-    assert "PostgreSQL 18" in well.out
-    assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in well.out
+    healthy = command("doctor", "--embedder", "none")
+    assert healthy.code == 0, healthy.out
+    assert "pgvector's HNSW" in healthy.out
+    assert "PostgreSQL 18" in healthy.out
+    assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in healthy.out
     monkeypatch.setenv("RESCUE_STORE", nowhere(postgres))
-    ill = command("doctor", "--embedder", "none")
-    assert (ill.code, "BAD store" in ill.out) == (1, True)
+    unreachable = command("doctor", "--embedder", "none")
+    assert (unreachable.code, "BAD store" in unreachable.out) == (1, True)
     for words in (("sessions",), ("serve", "--port", "0"), ("forget", "s"), ("backup", "nowhere")):
-        said = command(*words).err
-        assert "127.0.0.1" in said
-        assert PASSWORD not in said
+        stderr = command(*words).err
+        assert "127.0.0.1" in stderr
+        assert PASSWORD not in stderr
     assert "restore a dump" in command("rebuild").err

@@ -1,6 +1,4 @@
-"""kill -9 of a service, and of the whole server, while they write: what was acknowledged is there."""
-
-import random
+"""kill -9 of a service, and of the PostgreSQL server, while services write: acknowledged spans are stored."""
 
 import pytest
 from http_harness import wait_for
@@ -8,15 +6,9 @@ from http_harness import wait_for
 from mlx_tq.rescue import RescueClient, TextSpan, open_service
 
 from ..harness import Server
-from ..reliability.test_kill import Writer, kept
+from ..reliability.test_kill import check_index, check_spans, start_writers
 
 ROUNDS = pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mark.full)])
-
-
-class Undaunted(Writer):
-    """Ends where the store is away, too."""
-
-    last = (503,)
 
 
 @pytest.fixture(scope="module")
@@ -26,71 +18,54 @@ def store(own):
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory, store):
-    """A service that no test kills. It embeds few at a time, so that others have their share."""
+    """Run a service that no test kills. It embeds few spans at a time, so that others embed some."""
     server = Server(tmp_path_factory.mktemp("survivor") / "data", store=store, embed_batch=4)
     yield server
     assert server.stop() == 0
     assert "Traceback" not in server.log()
 
 
-def check(server, writers):
-    """All that was acknowledged is there, and nothing that was not sent; each has its vector."""
-    for writer in writers:
-        assert writer.acknowledged <= kept(server, writer.session) <= writer.sent
-    server.wait_until_embedded()
-    for name, session in server.sessions().items():
-        assert session["embedded"] == session["session_total"] == server.resume(name)["vectors"]
-
-
-def writing(services, name):
-    """A writer for each service, which have begun."""
-    writers = [Undaunted(service, f"{name}-{place}", 0) for place, service in enumerate(services)]
-    for writer in writers:
-        writer.start()
-    wait_for(lambda: all(writer.acknowledged for writer in writers))
-    writers[0].join(random.uniform(0, 0.1))
-    return writers
-
-
 @ROUNDS
-def test_kill_of_a_service_while_it_and_another_write(survivor, store, serve, rounds):
-    """The other goes on, and embeds what the one that is gone had taken."""
+def test_kill_of_a_service_while_it_and_another_write(survivor, store, start_server, rounds):
+    """The other continues, and embeds what the killed one had claimed."""
     writers = []
     for number in range(rounds):
-        service = serve(store=store, embed_batch=4)
-        pair = writing([service, survivor], f"service-{rounds}-{number}")
+        service = start_server(store=store, embed_batch=4)
+        killed, other = pair = start_writers([service, survivor], f"service-{rounds}-{number}", (503,))
         service.kill()
-        pair[0].join()
-        before = len(pair[1].acknowledged)
-        wait_for(lambda: len(pair[1].acknowledged) > before)  # noqa: B023 - called at once
-        pair[1].stopping = True
-        pair[1].join()
+        killed.join()
+        before = len(other.acknowledged)
+        wait_for(lambda other=other, before=before: len(other.acknowledged) > before)
+        other.stopping = True
+        other.join()
         writers += pair
-    check(survivor, writers)
+    check_spans(survivor, writers)
+    check_index(survivor)
 
 
 @ROUNDS
-def test_kill_of_the_server_while_two_services_write(own, survivor, store, here, rounds):
-    services = [survivor, here(store=store, embedder="none")]
+def test_kill_of_the_server_while_two_services_write(own, survivor, store, start_service, rounds):
+    services = [survivor, start_service(store=store, embedder="none")]
     writers = []
     for number in range(rounds):
-        pair = writing(services, f"server-{rounds}-{number}")
+        pair = start_writers(services, f"server-{rounds}-{number}", (503,))
         own.kill()
         for writer in pair:
             writer.join()
         own.start()
         writers += pair
-    check(survivor, writers)
+    check_spans(survivor, writers)
+    check_index(survivor)
     assert sum(len(writer.acknowledged) for writer in writers) > 2 * rounds
 
 
-def test_a_server_that_is_away_is_said_and_comes_back(own, survivor):
-    """Health is answered, all else says why not; mlx_tq goes on without, and finds again when it is back."""
+def test_the_server_stops_and_returns(own, survivor):
+    """The service answers /healthz, and the client continues without retrieval until the server is back."""
     client = RescueClient(open_service(survivor.url))
     client.write("away", [TextSpan(0, 4, "the access code is 417295")])
     client.flush(30)
-    found = client.retrieve("away", "access code", timeout=30)
-    assert [span.text for span in found] == ["the access code is 417295"]
+    results = client.retrieve("away", "access code", timeout=30)
+    assert [span.text for span in results] == ["the access code is 417295"]
     survivor.wait_until_embedded()
     own.kill()
     for call in (lambda: survivor.write("away", ("another", 5, 9)), lambda: survivor.http.get("/readyz")):
@@ -102,10 +77,10 @@ def test_a_server_that_is_away_is_said_and_comes_back(own, survivor):
     assert "Generation continues without" in client.take_warning()
     own.start()
     wait_for(lambda: survivor.http.get("/readyz").status_code == 200)
-    assert survivor.write("away", ("written when it was back", 5, 9)).status_code == 201
+    assert survivor.write("away", ("written later", 5, 9)).status_code == 201
     survivor.wait_until_embedded()
     wait_for(lambda: client.retrieve("away", "access code", timeout=30))
     client.close()
-    # Connections that the server ended are noticed before they are used.
+    # Connections that the server closed are not used.
     own.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mlx-tq-rescue'")
-    assert survivor.found("away", "written")[0] == "written when it was back"
+    assert survivor.search("away", "written")[0] == "written later"

@@ -1,4 +1,4 @@
-"""Several services on one database: they share sessions and the queue; tables are made once, dumped and restored."""
+"""Several services on one database: sessions, the embedding queue, indexes, dump and restore."""
 
 import subprocess
 import threading
@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
+import psycopg
 import pytest
 
 from rescue_svc.errors import SessionNotFoundError, StoreUnavailableError
 from rescue_svc.postgres import schema, vectors
+from rescue_svc.postgres.connections import transaction
 from rescue_svc.store import NewSpan
 
-from ..harness import Here, command
+from ..harness import LocalService, command
 
 DIM = 4
 
@@ -25,39 +27,40 @@ def unit(waiting):
     return np.eye(DIM, dtype=np.float32)[[item.span % DIM for item in waiting]]
 
 
-def test_they_make_the_tables_once_and_write_one_session(postgres, opening):
+def test_services_create_the_tables_once_and_share_a_session(postgres, opening):
     url = postgres.database()
     with ThreadPoolExecutor(4) as together:
         stores = [store for store, _ in together.map(lambda _: opening(url), range(4))]
         written = list(together.map(lambda n: stores[n % 4].write("s", spans(n * 10, 20)), range(12)))
-    assert (
-        sum(new for new, _ in written) == max(total for _, total in written) == 130
-    )  # the halves that overlap count once
+    # The calls overlap by half.
+    assert sum(new for new, _ in written) == max(total for _, total in written) == 130
     for store in stores:
         session = store.session("s")
+        (span,) = [span for span in store.spans(session) if span.start == 129]
         assert (session.spans, len(store.spans(session)), store.count_pending("test-1")) == (130, 130, 130)
-        assert list(store.bm25(session, "129", 8, set())) == [
-            span.id for span in store.spans(session) if span.start == 129
-        ]
+        assert list(store.bm25(session, "129", 8, set())) == [span.id]
 
 
 def test_each_span_is_embedded_by_one_of_them(postgres, opening):
-    """While one works on its spans the others take the next; what one drops is there for all."""
-    url = postgres.database()
+    """One embeds the next spans while the other fails; failed spans return to the queue."""
+    url, seen = postgres.database(), []
     first, second = (opening(url)[0] for _ in range(2))
     first.write("s", spans(0, 6))
-    seen = []
 
-    def slowly(waiting):
+    def embed(waiting):
         seen.extend(item.span for item in waiting)
-        assert second.embed_next("test-1", 2, lambda others: seen.extend(item.span for item in others) or unit(others))
+        return unit(waiting)
+
+    def fail(waiting):
+        embed(waiting)
+        assert second.embed_next("test-1", 2, embed)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        first.embed_next("test-1", 2, slowly)
+        first.embed_next("test-1", 2, fail)
     assert seen == [1, 2, 3, 4]
     assert first.count_pending("test-1") == 4
-    while second.embed_next("test-1", 2, lambda rest: seen.extend(item.span for item in rest) or unit(rest)):
+    while second.embed_next("test-1", 2, embed):
         pass
     assert seen[4:] == [1, 2, 5, 6]
     assert first.count_pending("test-1") == 0
@@ -101,8 +104,8 @@ def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
 
     with ThreadPoolExecutor(5) as threads:
         embedding = threads.submit(embed)
-        for each in [threads.submit(work, n) for n in range(4)]:
-            each.result()
+        for job in [threads.submit(work, n) for n in range(4)]:
+            job.result()
         done.set()
         embedding.result()
     for session in stores[0].sessions():
@@ -118,52 +121,47 @@ def test_a_migration_that_fails_leaves_nothing(postgres, opening, monkeypatch):
         patch.setattr(schema, "MIGRATIONS", ((*schema.MIGRATIONS[0], "SELECT * FROM nowhere"),))
         with pytest.raises(StoreUnavailableError):
             opening(url)
-    found = postgres.sql("SELECT to_regnamespace('mlx_tq_rescue')", url)
-    assert found == [(None,)]
+    assert postgres.sql("SELECT to_regnamespace('mlx_tq_rescue')", url) == [(None,)]
     assert opening(url)[0].write("s", spans(0, 1)) == (1, 1)
 
 
-def test_a_large_session_gets_an_index_and_finds_the_same(postgres, opening, monkeypatch):
-    """By HNSW, and exactly; also where most of what is near is left out."""
+def test_a_large_session_gets_one_index(postgres, opening, monkeypatch):
+    """HNSW agrees with the exact search, also where most near spans are excluded."""
     monkeypatch.setattr(vectors, "HNSW_FROM", 300)
     url, dim = postgres.database(), 16
     store, hnsw = opening(url, dim=dim)
     exact = opening(url, dim=dim, index="exact")[1]
     rng = np.random.default_rng(1)
 
-    def random(waiting):
-        made = rng.standard_normal((len(waiting), dim)).astype(np.float32)
-        return made / np.linalg.norm(made, axis=1, keepdims=True)
+    def random_vectors(waiting):
+        rows = rng.standard_normal((len(waiting), dim)).astype(np.float32)
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
     for first in range(0, 400, 100):
         store.write("s", spans(first, 100))
-        store.embed_next("test-1", 100, random)
+        store.embed_next("test-1", 100, random_vectors)
     (session,) = store.sessions()
     assert postgres.sql(f"SELECT indexdef FROM pg_indexes WHERE indexname = 'nearest_{session.id}'", url)
     for excluded in (set(), set(range(1, 380))):
-        query = random([None])[0]
+        query = random_vectors([None])[0]
         truth = exact.current(session.id).search(query, 10, excluded)
-        found = hnsw.current(session.id).search(query, 10, excluded)
+        results = hnsw.current(session.id).search(query, 10, excluded)
         assert list(truth.values()) == sorted(truth.values(), reverse=True)
-        assert len(found.keys() & truth.keys()) >= 9
-        assert not found.keys() & excluded
-    # Services that find a session large at once build one index.
+        assert len(results.keys() & truth.keys()) >= 9
+        assert not results.keys() & excluded
+    # Services that embed spans of a large session at once build one index.
     postgres.sql(f"DROP INDEX mlx_tq_rescue.nearest_{session.id}", url)
-    others = [opening(url, dim=dim)[0]._connections for _ in range(3)]
-
-    def build(connections):
-        with connections.take() as connection:
-            vectors.index_large(connection, {session.id})
-
+    store.write("s", spans(400, 30))
+    others = [opening(url, dim=dim)[0] for _ in range(3)]
     with ThreadPoolExecutor(3) as together:
-        list(together.map(build, others))
-    built = "SELECT indisvalid FROM pg_index JOIN pg_class ON oid = indexrelid WHERE relname = "
-    assert postgres.sql(f"{built}'nearest_{session.id}'", url) == [(True,)]
+        assert all(together.map(lambda other: other.embed_next("test-1", 10, random_vectors), others))
+    valid = "SELECT indisvalid FROM pg_index JOIN pg_class ON oid = indexrelid WHERE relname = "
+    assert postgres.sql(f"{valid}'nearest_{session.id}'", url) == [(True,)]
 
 
-def test_a_dump_is_the_store_again(postgres, tmp_path, monkeypatch):
+def test_a_restored_dump_equals_the_store(postgres, tmp_path, monkeypatch):
     url = postgres.database()
-    service = Here(tmp_path, store=url)
+    service = LocalService(tmp_path, store=url)
     service.write("s", ("kept in the backup", 0, 5), ("and this", 5, 9))
     service.wait_until_embedded()
     expected = service.retrieve("s", "backup")
@@ -171,18 +169,43 @@ def test_a_dump_is_the_store_again(postgres, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "pg_dump is missing" in command("backup", tmp_path / "monday").err
     monkeypatch.setenv("PATH", str(postgres.bin))
-    said = command("backup", tmp_path / "monday")
-    assert said.code == 0, said.err
+    backup = command("backup", tmp_path / "monday")
+    assert backup.code == 0, backup.err
     assert "exists" in command("backup", tmp_path / "monday").err
     service.write("s", ("after the backup", 9, 12))
     service.stop()
     restored = postgres.database()
     postgres.sql("CREATE EXTENSION vector", restored)
     subprocess.run([postgres.bin / "pg_restore", "--dbname", restored, tmp_path / "monday" / "rescue.dump"], check=True)
-    service = Here(tmp_path, store=restored)
+    service = LocalService(tmp_path, store=restored)
     service.wait_until_embedded()
     assert service.retrieve("s", "backup") == expected
     assert service.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
     service.stop()
     assert command("sessions").out.split()[:3] == ["s", "3", "spans"]
     assert command("forget", "s").out == "s: 3 spans forgotten\n"
+
+
+def lose(connection, server):
+    """End a connection on the server, and wait until the client notices."""
+    server.sql(f"SELECT pg_terminate_backend({connection.info.backend_pid}, 10000)")
+    with suppress(psycopg.OperationalError):
+        while connection.pgconn.status == psycopg.pq.ConnStatus.OK:
+            connection.pgconn.consume_input()
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["alive", "lost"])
+def test_a_transaction_that_is_not_committed_raises(own, alive):
+    """psycopg's own block ends without an error."""
+    url = own.database()
+    own.sql("CREATE TABLE spans (id int)", url)
+    with psycopg.connect(url, autocommit=True) as connection:
+        try:
+            with transaction(connection):
+                connection.execute("INSERT INTO spans VALUES (1)")
+                if not alive:
+                    lose(connection, own)
+            acknowledged = True
+        except psycopg.OperationalError:
+            acknowledged = False
+    assert acknowledged == bool(own.sql("SELECT id FROM spans", url)) == alive

@@ -1,7 +1,4 @@
-"""Truncation and flipped bytes in every file: a typed error or a right rebuild, no crash, no silently wrong data.
-
-In this process, with real SQLite and FAISS files: a crash of either ends the test run.
-"""
+"""Truncated and changed files give a typed error or a correct rebuild, with real SQLite and FAISS files."""
 
 import random
 import shutil
@@ -25,12 +22,13 @@ TEXTS = {
     ]
     for number in range(3)
 }
+SPANS = sum(map(len, TEXTS.values()))
 QUESTION = "which fact about the owl?"
 
 
 @contextmanager
 def opened(folder: Path):
-    """A store with its indexes, closed cleanly unless something is raised."""
+    """Open a store with its indexes; close it unless something is raised."""
     store = SqliteStore(folder, CAPS)
     residents = Residents(store, "faiss", EMBEDDER.model, lambda: EMBEDDER.dim, 2**30)
     while spans := store.pending(EMBEDDER.model, 0, 64):
@@ -41,27 +39,25 @@ def opened(folder: Path):
 
 
 def answers(folder: Path) -> dict[str, object]:
-    """All that a client could learn from these files: every span, and both rankings of a question."""
+    """Return all that a client could read from these files: every span, and both rankings of a question."""
     vector = EMBEDDER.embed([QUESTION])[0]
-    learned: dict[str, object] = {}
+    results: dict[str, object] = {}
     with opened(folder) as (store, residents):
         for session in sorted(store.sessions(), key=lambda s: s.name):
-            texts = {
-                span.id: (span.text, span.start, span.stop, span.layer, span.score) for span in store.spans(session)
-            }
+            texts = {s.id: (s.text, s.start, s.stop, s.layer, s.score) for s in store.spans(session)}
             by_words = store.bm25(session, QUESTION, 100, set())
             by_meaning = residents.current(session.id).search(vector, 100, set())
-            learned[session.name] = (
+            results[session.name] = (
                 sorted(texts.values()),
                 {texts[i]: round(score, 9) for i, score in by_words.items()},
                 {texts[i]: round(score, 5) for i, score in by_meaning.items()},
             )
-    return learned
+    return results
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """A closed data directory with index files, a backup of it, and what both answer."""
+    """Return a closed data folder with index files, a backup of it, and what both answer."""
     folder = tmp_path_factory.mktemp("pristine") / "data"
     with opened(folder) as (store, _):
         for name, texts in TEXTS.items():
@@ -75,7 +71,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def copy(tmp_path):
-    """Copy a folder to a place where the copy before was."""
+    """Return a function that copies a folder over the previous copy."""
 
     def copy(folder: Path) -> Path:
         shutil.rmtree(tmp_path / "work", ignore_errors=True)
@@ -85,7 +81,7 @@ def copy(tmp_path):
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """Cut the file short, or change one or two of its bytes."""
+    """Truncate the file, or change one or two of its bytes."""
     data = bytearray(path.read_bytes())
     if rng.random() < 0.25:
         length = rng.randrange(len(data))
@@ -98,8 +94,8 @@ def damage(path: Path, rng: random.Random) -> str:
     return f"{path.name} flipped at {places}"
 
 
-def test_damage_is_found(pristine, copy, times):
-    """After a crash, without a seal, only the rows' own checks stand: spans and cosines are right or an error."""
+def test_damage_is_detected(pristine, copy, times):
+    """After a crash, without a seal, only the rows' checksums protect spans and cosines."""
     folder, backup, expected = pristine
     rng = random.Random("damage-1")
     errors = 0
@@ -110,19 +106,19 @@ def test_damage_is_found(pristine, copy, times):
             files.seal_open(work)
         what = damage(rng.choice(targets if cycle % 2 and not crashed else targets[:1]), rng)
         try:
-            learned = answers(work)
+            results = answers(work)
         except TYPED:
             errors += 1
         else:
             parts = (0, 2) if crashed else (0, 1, 2)
             for name, answer in expected.items():
-                assert [learned[name][part] for part in parts] == [answer[part] for part in parts], what
-    assert times(120) < errors < times(1080)  # both happened, so the damage did hit
+                assert [results[name][part] for part in parts] == [answer[part] for part in parts], what
+    assert times(120) < errors < times(1080)
 
 
 @pytest.fixture
 def changed(pristine, copy):
-    """Change a row behind the seals, as no damage to SQLite's own structure; return the folder, as after a crash."""
+    """Return a function that changes a row without breaking SQLite's own structure, as after a crash."""
 
     def changed(statement):
         work = copy(pristine[0])
@@ -147,7 +143,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("statement", "says"), CHANGES)
-def test_a_row_that_was_changed_is_found(changed, statement, says):
+def test_a_changed_row_is_detected(changed, statement, says):
     with pytest.raises(StoreDamagedError, match=says):
         SqliteStore(changed(statement), CAPS)
 
@@ -155,55 +151,53 @@ def test_a_row_that_was_changed_is_found(changed, statement, says):
 @pytest.mark.parametrize(
     "change", ["vector = zeroblob(length(vector))", "vector = x'00'", "seal = 0", "model = 'else'"]
 )
-def test_a_vector_that_was_changed_is_made_again(pristine, changed, change):
+def test_a_changed_vector_is_computed_again(pristine, changed, change):
     work = changed(f"embeddings SET {change} WHERE span")
     shutil.rmtree(work / "index")
     assert answers(work) == pristine[2]
 
 
-def test_a_rebuild_keeps_what_is_whole(pristine, copy, times):
+def test_a_rebuild_keeps_intact_rows(pristine, copy, times):
     folder, _, expected = pristine
     rng = random.Random("rebuild-1")
-    all_spans = {name: set(answer[0]) for name, answer in expected.items()}
-    there, kept = sum(map(len, all_spans.values())), 0
+    all_spans, total = {name: set(answer[0]) for name, answer in expected.items()}, 0
     for _ in range(times(200)):
         work = copy(folder)
         damage(work / files.DATABASE, rng)
         try:
-            found = copies.rebuild(work)
+            rebuilt = copies.rebuild(work)
         except TYPED:
             continue
         spans = {name: set(answer[0]) for name, answer in answers(work).items()}
         assert all(some <= all_spans[name] for name, some in spans.items())
-        assert sum(map(len, spans.values())) == found.spans
-        assert found.complete == (found.damaged_file is None)
-        assert found.spans == there or found.damaged_file.exists()
-        kept += found.spans
-    assert kept > times(100) * there
+        assert sum(map(len, spans.values())) == rebuilt.spans
+        assert rebuilt.complete == (rebuilt.damaged_file is None)
+        assert rebuilt.spans == SPANS or rebuilt.damaged_file.exists()
+        total += rebuilt.spans
+    assert total > times(100) * SPANS
 
 
-def test_a_rebuild_says_what_it_kept(pristine, copy, changed):
-    there = sum(map(len, TEXTS.values()))
-    assert copies.rebuild(copy(pristine[0])) == copies.Rebuilt(there, there, lost=0, complete=True)
-    assert copies.rebuild(changed("embeddings SET seal = 0 WHERE span")).vectors == there - 1
+def test_a_rebuild_reports_what_it_kept(pristine, copy, changed):
+    assert copies.rebuild(copy(pristine[0])) == copies.Rebuilt(SPANS, SPANS, lost=0, complete=True)
+    assert copies.rebuild(changed("embeddings SET seal = 0 WHERE span")).vectors == SPANS - 1
     work = changed("spans SET layer = 1 WHERE id")
     before = (work / files.DATABASE).read_bytes()
-    found = copies.rebuild(work)
-    assert found == copies.Rebuilt(there - 1, there - 1, lost=1, complete=False, damaged_file=found.damaged_file)
-    assert found.damaged_file.read_bytes() == before
+    rebuilt = copies.rebuild(work)
+    assert rebuilt == copies.Rebuilt(SPANS - 1, SPANS - 1, lost=1, complete=False, damaged_file=rebuilt.damaged_file)
+    assert rebuilt.damaged_file.read_bytes() == before
 
 
-def test_a_rebuild_that_finds_nothing_does_not_send_to_itself(tmp_path):
+def test_an_empty_rebuild_does_not_recommend_a_rebuild(tmp_path):
     SqliteStore(tmp_path, CAPS).close()
     with (tmp_path / files.DATABASE).open("r+b") as file:
         file.truncate(5000)
-    with pytest.raises(StoreDamagedError, match="to start with an empty store") as found:
+    with pytest.raises(StoreDamagedError, match="to start with an empty store") as raised:
         copies.rebuild(tmp_path)
-    assert "mlx-tq-rescue rebuild" not in str(found.value)
+    assert "mlx-tq-rescue rebuild" not in str(raised.value)
     assert not list(tmp_path.glob("*.rebuilding*"))
 
 
-def test_a_bad_index_file_is_renamed_and_built_again(pristine, copy):
+def test_a_damaged_index_file_is_renamed_and_rebuilt(pristine, copy):
     folder, _, expected = pristine
     index = copy(folder) / "index" / "1.index"
     content = bytearray(index.read_bytes())

@@ -1,4 +1,4 @@
-"""Full disks, directories that cannot be written, a second process, a clock that goes back."""
+"""Full and read-only disks, and a clock that goes back."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A tmpfs of four megabytes."""
+    """Mount a tmpfs of four megabytes."""
     folder = tmp_path / "small"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
@@ -24,10 +24,10 @@ def small_disk(tmp_path: Path):
 
 
 @ROOT_ONLY
-def test_a_full_disk_loses_nothing(small_disk, here):
+def test_a_full_disk_loses_nothing(small_disk, start_service):
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"0" * 2**20)
-    service = here(small_disk / "data", embedder="none")
+    service = start_service(small_disk / "data", embedder="none")
     acknowledged, number = [], 0
     while (answer := service.write("s", (f"{number} " + "text " * 1500, number, number + 1))).status_code == 201:
         acknowledged.append([number, number + 1])
@@ -35,28 +35,28 @@ def test_a_full_disk_loses_nothing(small_disk, here):
     assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
     assert len(acknowledged) > 10
     assert service.dump("s")["token_ranges"] == acknowledged
-    assert service.found("s", "text 7", top_k=1)
+    assert service.search("s", "text 7", top_k=1)
     ballast.unlink()
     assert service.write("s", ("small", number, number + 1)).status_code == 201
-    after = here(service.killed(small_disk.with_name("after")), embedder="none")
+    after = start_service(service.killed(small_disk.with_name("after")), embedder="none")
     assert after.dump("s")["token_ranges"] == [*acknowledged, [number, number + 1]]
     service.stop()
 
 
 @ROOT_ONLY
-def test_a_read_only_disk_is_said_at_the_start(small_disk, here):
+def test_a_read_only_disk_is_refused_at_the_start(small_disk, start_service):
     (small_disk / "file").write_text("")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for folder in (small_disk / "data", small_disk / "file" / "data"):
         with pytest.raises(StoreUnavailableError, match="cannot be written"):
-            here(folder)
+            start_service(folder)
 
 
 @EACH_STORE
-def test_a_clock_that_goes_back_changes_nothing(here, kept_in):
-    service = here()
+def test_a_clock_may_go_back(start_service, storage):
+    service = start_service()
     service.write("s", ("written in the future", 0, 5))
-    kept_in.change(service.data_dir, "UPDATE sessions SET created = 4e9, updated = 4e9")  # a clock that was years ahead
+    storage.change(service.data_dir, "UPDATE sessions SET created = 4e9, updated = 4e9")
     service.write("s", ("written in the past", 9, 12))
     service.write("t", ("another", 0, 5))
     service.wait_until_embedded()
@@ -64,6 +64,6 @@ def test_a_clock_that_goes_back_changes_nothing(here, kept_in):
     assert list(listed) == ["s", "t"]
     assert listed["s"]["updated"] == 4e9 > listed["t"]["updated"]
     assert service.dump("s")["token_ranges"] == [[0, 5], [9, 12]]
-    assert len(service.found("s", "written")) == 2
+    assert len(service.search("s", "written")) == 2
     service.stop()
-    assert here().dump("s")["session_total"] == 2
+    assert start_service().dump("s")["session_total"] == 2

@@ -1,4 +1,4 @@
-"""An ephemeral service: however it ends, what it wrote is gone and what others keep is not."""
+"""An ephemeral service deletes what it wrote, however it ends, and nothing else."""
 
 import os
 import signal
@@ -15,29 +15,29 @@ from rescue_svc.ephemeral import ephemeral_folder, make_permanent
 from rescue_svc.errors import DirectoryInUseError, SettingsError, StoreUnavailableError
 from rescue_svc.settings import load_settings
 
-from ..harness import Here, Server
+from ..harness import LocalService, Server
 
 STOP_S = 60  # a bound for a busy machine
-SECRET = "the harbour master counts gulls"
+SECRET = "the harbor master counts gulls"
 
 
 @contextmanager
 def ephemeral(folder=None):
-    """One in this process, that holds a text; its folder is cleared at the end."""
+    """Run one in this process that contains a text."""
     chosen = {} if folder is None else {"data_dir": folder}
     with ephemeral_folder(load_settings(ephemeral=True, **chosen)) as settings:
-        service = Here(settings.data_dir)
+        service = LocalService(settings.data_dir)
         try:
             service.write("s", (SECRET, 0, 5))
             service.wait_until_embedded()
-            assert service.found("s", SECRET)
+            assert service.search("s", SECRET)
             yield service
         finally:
             service.stop()
 
 
 def left_by_a_kill(folder, tmp_path):
-    """The folder as kill -9 would leave it."""
+    """Return a folder as kill -9 leaves it."""
     with ephemeral(folder) as service:
         return service.killed(tmp_path / "killed")
 
@@ -47,7 +47,7 @@ def refuse(folder, says):
         pass
 
 
-def test_a_folder_of_others_is_refused_and_stays(tmp_path, here):
+def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path, start_service):
     folder, file = tmp_path / "Documents", tmp_path / "a file"
     folder.mkdir()
     for thesis in (file, folder / "thesis.txt"):
@@ -55,35 +55,35 @@ def test_a_folder_of_others_is_refused_and_stays(tmp_path, here):
     refuse(folder, "thesis.txt.*name a folder that is empty")
     refuse(file, "cannot be used")
     refuse(tmp_path / "no" / "such", "cannot be used")
-    assert [(file.name, file.read_text()) for file in folder.iterdir()] == [("thesis.txt", "thesis")]
-    assert file.read_text() == "thesis"
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+    assert {path.read_text() for path in (file, folder / "thesis.txt")} == {"thesis"}
     assert not (tmp_path / "no").exists()
-    lasting = here()
-    lasting.write("s", (SECRET, 0, 5))
-    lasting.stop()
-    refuse(lasting.data_dir, "contains other files")
-    assert here().dump("s")["token_ranges"] == [[0, 5]]
+    permanent = start_service()
+    permanent.write("s", (SECRET, 0, 5))
+    permanent.stop()
+    refuse(permanent.data_dir, "contains other files")
+    assert start_service().dump("s")["token_ranges"] == [[0, 5]]
 
 
-def test_without_a_folder_it_makes_its_own(tmp_path, monkeypatch):
+def test_the_default_folder_is_temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with ephemeral() as service:
         assert service.data_dir.parent == tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_what_others_put_in_meanwhile_stays(tmp_path, caplog):
+def test_files_of_others_are_not_deleted(tmp_path, caplog):
     with ephemeral(tmp_path / "data") as service:
         (service.data_dir / "index").mkdir(exist_ok=True)
         (service.data_dir / "index" / "2024.txt").write_text("thesis")
         (service.data_dir / "rescue.db.txt").write_text("thesis")
-    left = {str(p.relative_to(service.data_dir)) for p in service.data_dir.rglob("*") if p.is_file()}
-    assert left == {"index/2024.txt", "rescue.db.txt"}
+    remaining = {str(p.relative_to(service.data_dir)) for p in service.data_dir.rglob("*") if p.is_file()}
+    assert remaining == {"index/2024.txt", "rescue.db.txt"}
     assert "not deleted" in caplog.text
 
 
 @pytest.mark.full
-def test_one_that_cannot_close_its_store_deletes_it_all_the_same(tmp_path):
+def test_a_store_that_cannot_be_closed_is_deleted(tmp_path):
     """Another program reads the database, so its log cannot be emptied."""
     with ExitStack() as stack:
         service = stack.enter_context(ephemeral(tmp_path / "data"))
@@ -97,7 +97,7 @@ def test_one_that_cannot_close_its_store_deletes_it_all_the_same(tmp_path):
     assert not service.data_dir.exists()
 
 
-def test_a_killed_one_leaves_a_folder_that_is_its_own(tmp_path):
+def test_the_folder_of_a_killed_service_is_used_again(tmp_path):
     folder = left_by_a_kill(tmp_path / "data", tmp_path)
     with ephemeral(folder) as again:
         with pytest.raises(DirectoryInUseError), ephemeral(folder):  # a second one at once
@@ -106,20 +106,27 @@ def test_a_killed_one_leaves_a_folder_that_is_its_own(tmp_path):
     assert not folder.exists()
 
 
-def test_a_lasting_service_makes_a_folder_its_own(tmp_path, here):
-    """What a killed one left is no longer deleted once a lasting one keeps texts there."""
+def test_a_permanent_service_keeps_the_folder_of_a_killed_one(tmp_path, start_service):
     folder = left_by_a_kill(tmp_path / "data", tmp_path)
     make_permanent(folder)
-    assert here(folder).dump("s")["token_ranges"] == [[0, 5]]
+    assert start_service(folder).dump("s")["token_ranges"] == [[0, 5]]
     refuse(folder, "contains other files")
 
 
 # As processes, which end by signals and by their standard input.
 
 
+@pytest.fixture(autouse=True)
+def _default_hangup():
+    """Let children start with the default action of SIGHUP, which `nohup make test` ignores."""
+    previous = signal.signal(signal.SIGHUP, lambda *_: None)  # exec resets a handler, but not SIG_IGN
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.fixture
 def start(popen, tmp_path):
-    """Start an ephemeral service that need not come to listen; its temporary and home folders are in `tmp_path`."""
+    """Return a function that starts an ephemeral service with its temporary and home folders in `tmp_path`."""
     (tmp_path / "tmp").mkdir()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RESCUE_")}
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "home")}
@@ -134,7 +141,7 @@ def start(popen, tmp_path):
 
 @pytest.fixture
 def listening(tmp_path):
-    """One that listens and holds a text; its standard input is ours to close."""
+    """Run one that contains a text; the test closes its standard input."""
     server = Server(tmp_path / "data", logs=tmp_path, stdin=subprocess.PIPE, ephemeral="true")
     server.write("s", (SECRET, 0, 5))
     assert (server.data_dir / "rescue.db-wal").exists()
@@ -144,13 +151,13 @@ def listening(tmp_path):
 
 
 def ended(process):
-    """Wait for the end of a process; its exit code and what it said."""
-    _, said = process.communicate(timeout=STOP_S)
-    return process.returncode, said.decode()
+    """Wait for the end of a process; return its exit code and stderr."""
+    _, stderr = process.communicate(timeout=STOP_S)
+    return process.returncode, stderr.decode()
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_what_it_wrote_is_gone(listening, number):
+def test_its_files_are_deleted_at_the_end(listening, number):
     if number is None:
         listening.process.stdin.close()
     else:
@@ -159,8 +166,8 @@ def test_what_it_wrote_is_gone(listening, number):
     assert not listening.data_dir.exists()
 
 
-def test_ended_again_and_again(listening):
-    """A program closes the pipe and also sends a signal: neither may keep the other from its end."""
+def test_repeated_signals(listening):
+    """A program may close the pipe and also send signals."""
     listening.process.stdin.close()
     while listening.process.poll() is None:
         with suppress(ProcessLookupError):
@@ -172,28 +179,26 @@ def test_ended_again_and_again(listening):
 @pytest.mark.parametrize(
     ("moment", "number"), [(".", signal.SIGINT), ("rescue.db-wal", signal.SIGHUP), ("index", signal.SIGTERM)]
 )
-def test_ended_while_it_starts(start, tmp_path, moment, number):
-    """As soon as a file of its start is there."""
+def test_a_signal_during_the_start(start, tmp_path, moment, number):
     folder = tmp_path / "data"
     process = start("--data-dir", folder)
     while not (folder / moment).exists():
         assert process.poll() is None
     process.send_signal(number)
-    code, said = ended(process)
-    assert code in (0, 130), said
+    code, stderr = ended(process)
+    assert code in (0, 130), stderr
     assert not folder.exists()
 
 
-def test_a_standard_input_that_is_closed_is_at_its_end(start, tmp_path):
-    """And the folder is not that of the user's lasting service, which is the default of others."""
-    code, said = ended(start(stdin=None, preexec_fn=lambda: os.close(0)))
-    assert (code, "Traceback" in said) == (0, False)
+def test_a_closed_standard_input_ends_it(start, tmp_path):
+    code, stderr = ended(start(stdin=None, preexec_fn=lambda: os.close(0)))
+    assert (code, "Traceback" in stderr) == (0, False)
     assert not list((tmp_path / "tmp").iterdir())
-    assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "home").exists(), "the default folder of a permanent service"
 
 
 @pytest.mark.parametrize("stdin", [subprocess.PIPE, subprocess.DEVNULL], ids=["open", "at its end"])
 def test_a_start_that_fails_leaves_nothing(start, tmp_path, stdin):
-    code, said = ended(start("--data-dir", tmp_path / "data", "--embedder", "word2vec", stdin=stdin))
-    assert (code, "Traceback" in said) == (2, False)
+    code, stderr = ended(start("--data-dir", tmp_path / "data", "--embedder", "word2vec", stdin=stdin))
+    assert (code, "Traceback" in stderr) == (2, False)
     assert not (tmp_path / "data").exists()

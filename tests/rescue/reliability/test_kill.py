@@ -1,4 +1,4 @@
-"""kill -9 at any moment: what was acknowledged is there, and the index equals the store."""
+"""kill -9 at any moment: acknowledged spans are stored, and the index equals the store."""
 
 import contextlib
 import random
@@ -24,19 +24,17 @@ CAPS = Caps(10**6, 10**6, 10**4)
 
 
 class Writer(threading.Thread):
-    """Writes numbered spans until the service is gone; remembers which were acknowledged and which were sent."""
+    """Writes numbered spans until the service ends, and records which were sent and which acknowledged."""
 
-    last: tuple[int, ...] = ()  # statuses after which it writes no more
-
-    def __init__(self, server: Server, session: str, first: int) -> None:
+    def __init__(self, server: Server, session: str, last_statuses: tuple[int, ...] = ()) -> None:
         super().__init__(daemon=True)
-        self.server, self.session, self.first = server, session, first
+        self.server, self.session, self.last_statuses = server, session, last_statuses
         self.acknowledged: set[int] = set()
         self.sent: set[int] = set()
         self.stopping = False
 
     def run(self):
-        number = self.first
+        number = 0
         while not self.stopping:
             batch = range(number, number + random.randint(1, 8))
             self.sent.update(batch)
@@ -44,62 +42,67 @@ class Writer(threading.Thread):
                 answer = self.server.write(self.session, *((f"fact number {n}", 2 * n, 2 * n + 1) for n in batch))
             except (httpx.TransportError, RuntimeError):  # killed, or the client closed after it
                 return
-            if answer.status_code in self.last:
+            if answer.status_code in self.last_statuses:
                 return
             assert answer.status_code == 201, answer.text
             self.acknowledged.update(batch)
             number = batch.stop
 
 
-def kept(server, session):
-    dump = server.dump(session)
-    assert dump["session_total"] == len(dump["token_ranges"])
-    return {start // 2 for start, _ in dump["token_ranges"]}
+def start_writers(servers, name, last_statuses=()):
+    """Return a writer for each server when all of them have written."""
+    writers = [Writer(server, f"{name}-{place}", last_statuses) for place, server in enumerate(servers)]
+    for writer in writers:
+        writer.start()
+    wait_for(lambda: all(writer.acknowledged for writer in writers))
+    writers[0].join(random.uniform(0, 0.1))
+    return writers
+
+
+def check_spans(server, writers):
+    """Check that all acknowledged spans are stored, and no others than were sent."""
+    for writer in writers:
+        dump = server.dump(writer.session)
+        assert dump["session_total"] == len(dump["token_ranges"])
+        assert writer.acknowledged <= {start // 2 for start, _ in dump["token_ranges"]} <= writer.sent
 
 
 def check_index(server):
-    """The index holds a vector for each span."""
+    """Check that each span has a vector."""
     server.wait_until_embedded()
     for name, session in server.sessions().items():
         assert session["embedded"] == session["session_total"] == server.resume(name)["vectors"]
 
 
-def writing_and_killed(serve, folder, rounds):
-    """One data directory, killed `rounds` times while two writers write; returns how many spans were acknowledged."""
+def write_and_kill(start_server, folder, rounds):
+    """Kill services on one data folder while two writers write; return the number of acknowledged spans."""
     writers = []
     for number in range(rounds):
-        server = serve(folder, embedder="none" if number % 10 else "hashing")
-        for writer in writers[-2:]:
-            assert writer.acknowledged <= kept(server, writer.session) <= writer.sent
+        server = start_server(folder, embedder="none" if number % 10 else "hashing")
+        check_spans(server, writers[-2:])
         if number % 10 == 0:
             check_index(server)
-        pair = [Writer(server, f"round-{number}-{side}", 1000 * side) for side in (1, 2)]
-        for writer in pair:
-            writer.start()
-        wait_for(lambda: all(w.acknowledged for w in pair))  # noqa: B023 - called at once
-        pair[0].join(random.uniform(0, 0.1))
+        writers += start_writers([server, server], f"round-{number}")
         server.kill()
-        for writer in pair:
+        for writer in writers[-2:]:
             writer.join()
-        writers += pair
-    server = serve(folder)
-    for writer in writers:
-        assert writer.acknowledged <= kept(server, writer.session) <= writer.sent
+    server = start_server(folder)
+    check_spans(server, writers)
     check_index(server)
     server.stop()
     return sum(len(writer.acknowledged) for writer in writers)
 
 
-def test_kill_while_writing(serve, tmp_path, times):
-    """100 kills, of two services on two folders side by side: a start is most of a round."""
-    with ThreadPoolExecutor(2) as lanes:
-        folders = [tmp_path / "one", tmp_path / "two"]
-        acknowledged = list(lanes.map(lambda folder: writing_and_killed(serve, folder, times(50)), folders))
+def test_kill_while_writing(start_server, tmp_path, times):
+    """100 kills, on two folders side by side because a start takes most of a round."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    with ThreadPoolExecutor(2) as pool:
+        acknowledged = list(pool.map(lambda folder: write_and_kill(start_server, folder, times(50)), folders))
     assert sum(acknowledged) > times(200)
 
 
-def test_kill_while_saving_an_index(serve, times):
-    server = serve()
+def test_kill_while_saving_an_index(start_server, times):
+    server = start_server()
     for first in range(0, 2560, 256):
         server.write("s", *((f"item {n} of many", n, n + 1) for n in range(first, first + 256)))
     server.wait_until_embedded()
@@ -117,7 +120,7 @@ def test_kill_while_saving_an_index(serve, times):
         thread.join(random.uniform(0.02, 0.15))
         server.kill()
         thread.join()
-        server = serve()
+        server = start_server()
         assert server.resume("s")["vectors"] == 2560
         server.wait_until_embedded()
         assert server.retrieve("s", "item 77 of many", hybrid_alpha=1, top_k=8) == expected
@@ -126,7 +129,7 @@ def test_kill_while_saving_an_index(serve, times):
 
 @pytest.mark.parametrize("version", range(len(MIGRATIONS)))
 def test_kill_at_every_statement_of_a_migration(tmp_path, version):
-    """The files before each statement are those that kill -9 would leave there; from each the next start goes on."""
+    """The files before each statement are those that kill -9 would leave."""
     folder, moments = tmp_path / "data", []
     folder.mkdir()
     connection = connect(folder / DATABASE)
@@ -144,15 +147,14 @@ def test_kill_at_every_statement_of_a_migration(tmp_path, version):
         store.close()
 
 
-def test_kill_while_backing_up(serve, popen, tmp_path, times):
-    server = serve(embedder="none")
+def test_kill_while_backing_up(start_server, popen, tmp_path, times):
+    server = start_server(embedder="none")
     text = "a long text " * 600
     for first in range(0, 2048, 256):
         server.write("s", *((f"{n} {text}", n, n + 1) for n in range(first, first + 256)))
 
     def command(folder):
-        words = ("backup", str(folder), "--data-dir", str(server.data_dir))
-        return [sys.executable, "-m", "rescue_svc", *words]
+        return [sys.executable, "-m", "rescue_svc", "backup", str(folder), "--data-dir", str(server.data_dir)]
 
     for number in range(times(10)):
         folder = tmp_path / f"backup-{number}"
@@ -160,10 +162,10 @@ def test_kill_while_backing_up(serve, popen, tmp_path, times):
         wait_for(lambda folder=folder: list(tmp_path.glob(f"{folder.name}.partial-*/*")))
         process.kill()
         process.wait()
-        assert not folder.exists()  # a cut backup is never taken for one
+        assert not folder.exists()  # an incomplete backup has another name
     assert server.dump("s")["session_total"] == 2048
     subprocess.run(command(tmp_path / "whole"), check=True)
-    assert serve(tmp_path / "whole", embedder="none").dump("s") == server.dump("s")
+    assert start_server(tmp_path / "whole", embedder="none").dump("s") == server.dump("s")
 
 
 FACT = "the code is 481729"
@@ -174,27 +176,27 @@ def embedder_of(process):
     return child
 
 
-def is_back(service):
+def is_hybrid(service):
     return lambda: service.retrieve("s", "code", top_k=1)["mode"] == "hybrid"
 
 
 @IN_FULL_EACH_STORE
-def test_kill_of_the_embedder_alone(here, times):
-    service = here()
+def test_kill_of_the_embedder_alone(start_service, times):
+    service = start_service()
     service.write("s", (FACT, 0, 5), ("nothing", 10, 12))
     service.wait_until_embedded()
     for _ in range(times(30)):
-        assert is_back(service)()
+        assert is_hybrid(service)()
         psutil.Process(service.service.embedder.pid).kill()
         answer = service.retrieve("s", "code", top_k=1)
         assert answer["chunks"][0]["text"] == FACT
         assert (answer["mode"], answer["degraded"] is None) in (("bm25", False), ("hybrid", True))
-        wait_for(is_back(service))
+        wait_for(is_hybrid(service))
 
 
 @IN_FULL_EACH_STORE
-def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
-    service = here(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
+def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(start_service):
+    service = start_service(embed_timeout_s=0.5, query_timeout_s=0.2, embed_idle_s=3)
     service.write("s", (FACT, 0, 5))
     service.wait_until_embedded()
     hung = service.service.embedder.pid
@@ -202,17 +204,17 @@ def test_an_embedder_that_hangs_is_replaced_and_an_idle_one_ends(here):
     answer = service.retrieve("s", "code")
     assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", FACT)
     assert "longer than 0.2 s" in answer["degraded"]
-    wait_for(is_back(service))
+    wait_for(is_hybrid(service))
     assert service.service.embedder.pid != hung
     wait_for(lambda: service.ready()["embedder"]["state"] == "idle")
     wait_for(lambda: service.service.embedder.pid is None)
-    assert service.retrieve("s", "code")["chunks"][0]["text"] == FACT  # this question wakes it
-    wait_for(is_back(service))
+    assert service.retrieve("s", "code")["chunks"][0]["text"] == FACT  # which restarts it
+    wait_for(is_hybrid(service))
 
 
 @IN_FULL_EACH_STORE
-def test_questions_wait_for_an_idle_embedder_and_a_write_wakes_it(here):
-    service = here(embed_idle_s=1, query_timeout_s=60)
+def test_queries_and_writes_restart_an_idle_embedder(start_service):
+    service = start_service(embed_idle_s=1, query_timeout_s=60)
     state = lambda: service.ready()["embedder"]["state"]  # noqa: E731
     service.write("s", (FACT, 0, 5))
     wait_for(lambda: state() == "idle")
@@ -226,9 +228,9 @@ def test_questions_wait_for_an_idle_embedder_and_a_write_wakes_it(here):
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_NOFILE"), reason="needs prlimit, which is Linux's")
-def test_an_embedder_that_cannot_start_is_tried_again_and_ends_with_the_service(serve):
-    """No file is left to open for a pipe; once there is, the next question brings it back."""
-    server = serve()
+def test_an_embedder_that_cannot_start_is_retried_and_ends_with_the_service(start_server):
+    """It may open no file for a pipe; the next question after that restarts it."""
+    server = start_server()
     server.write("s", (FACT, 0, 5))
     server.wait_until_embedded()
     server.retrieve("s", "code")
@@ -241,8 +243,8 @@ def test_an_embedder_that_cannot_start_is_tried_again_and_ends_with_the_service(
     assert (answer["mode"], answer["chunks"][0]["text"]) == ("bm25", FACT)
     assert "could not start" in answer["degraded"]
     process.rlimit(psutil.RLIMIT_NOFILE, usual)
-    wait_for(is_back(server))
+    wait_for(is_hybrid(server))
     child = embedder_of(process)
     server.kill()
     wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert "Traceback" not in server.log()  # it ended quietly
+    assert "Traceback" not in server.log()

@@ -1,0 +1,198 @@
+"""Calibrate eviction: run a text with planted facts, and questions for them, and collect the model's queries.
+
+A text continues its sentence; a question searches far back. Statistics of either alone keep little of what the other
+needs, so the default mixes them: see docs/measurements/eviction.md.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_tq.cli.haystack import Fact, build_scene
+from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.errors import ConfigError
+from mlx_tq.integration.probe import position_limit
+from mlx_tq.models import fingerprint, ranks_of
+from mlx_tq.policies import ExpectedAttention, TriAttention
+from mlx_tq.policies.calibration import SKIP, Calibrator, QueryStats, save_calibration
+from mlx_tq.policies.policy import TEXT
+from mlx_tq.policies.rope import Rope
+from mlx_tq.prompt_cache.build import build_caches
+from mlx_tq.prompt_cache.compressed import compressed, plan_caches
+from mlx_tq.prompt_cache.layer_group import layer_group_of
+from mlx_tq.session.restore import prefill
+
+TEXT_SHARE = 0.25  # weight of the text's statistics
+TOKENS = 4096
+STEP = 512  # tokens per prefill step
+_SCENE = 1024  # tokens of a text with a fact of every kind
+_ANSWER = 64  # more tokens than any answer has
+_ENDLESS = 1 << 40  # a warm-up window that does not end
+
+Progress = Callable[[int, int], None]
+
+
+class Queries(NamedTuple):
+    """Statistics of a model's queries by layer."""
+
+    ropes: list[Rope]
+    stats: list[QueryStats]
+    tokens: int  # of the questions and answers, or of the text if there are none
+
+
+class _Mean:
+    """The mean of statistics over several texts, weighted by their tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.stats: list[QueryStats] = []
+
+    def add(self, caches: list[Any]) -> None:
+        counts, stats = zip(*(calibrator.open_window for calibrator in _calibrators(caches)), strict=True)
+        self.tokens += counts[0]
+        weight = counts[0] / self.tokens
+        self.stats = [a.blend(b, weight) for a, b in zip(self.stats or stats, stats, strict=True)]
+        mx.eval([layer.arrays() for layer in self.stats])
+
+
+def calibrate_on_text(model: Any, ids: list[int], *, covariance: bool = False) -> Queries:
+    """Return the statistics of the queries of these tokens; the first four do not count."""
+    limit = position_limit(model)
+    if len(ids) <= SKIP or (limit is not None and len(ids) > limit):
+        raise ConfigError(
+            f"the text has {len(ids):,} tokens; calibration takes {SKIP + 1} to {limit or 'any number of'} tokens. "
+            "Change --tokens or --text."
+        )
+    caches = _make_caches(model, covariance)()
+    with compressed(model):
+        prefill(model, caches, ids, STEP)
+    mean = _Mean()
+    mean.add(caches)
+    return Queries(_ropes(caches), mean.stats, mean.tokens)
+
+
+def calibrate_on_questions(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int = TOKENS,
+    *,
+    text_share: float = TEXT_SHARE,
+    covariance: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Queries:
+    """Return the statistics of questions and answers, mixed with those of the text, which weigh `text_share`."""
+    questions, read = collect_queries(model, tokenizer, text, tokens, covariance=covariance, progress=progress)
+    return questions._replace(stats=[a.blend(b, text_share) for a, b in zip(questions.stats, read.stats, strict=True)])
+
+
+def collect_queries(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    tokens: int = TOKENS,
+    *,
+    covariance: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Queries, Queries]:
+    """Return the statistics of questions and answers about `tokens` of a text with planted facts, and of that text."""
+    length = max(1, min(_SCENE, tokens, (position_limit(model) or 2 * _SCENE) - _ANSWER))
+    count = max(1, tokens // length)
+    make_caches = _make_caches(model, covariance)
+    of_questions, of_text, ropes = _Mean(), _Mean(), list[Rope]()
+    for number, scene in enumerate(build_question_scenes(tokenizer, text, count, length), 1):
+        caches = make_caches()
+        with compressed(model):
+            prefill(model, caches, scene.text, STEP)
+            of_text.add(caches)
+            ropes = _ropes(caches)
+            for calibrator in _calibrators(caches):
+                calibrator.restart_at(len(scene.text))
+            for turn in scene.turns:
+                copies = copy.deepcopy(caches)
+                prefill(model, copies, turn, STEP)
+                of_questions.add(copies)
+        progress(number * length, count * length)
+    return Queries(ropes, of_questions.stats, of_questions.tokens), Queries(ropes, of_text.stats, of_text.tokens)
+
+
+def save_queries(model: Any, path: str | Path, queries: Queries) -> None:
+    """Write a calibration file of `model` with the heads of all ranks."""
+    ranks = ranks_of(model)
+    save_calibration(path, fingerprint(model), queries.ropes, [stats.gather(ranks) for stats in queries.stats])
+
+
+def _make_caches(model: Any, covariance: bool) -> Callable[[], list[Any]]:
+    """Return a function that makes lossless caches, which collect the queries of whatever they prefill."""
+    policy = ExpectedAttention if covariance else TriAttention
+    evict = EvictConfig(policy(warmup=_ENDLESS, calibration=TEXT), "100%", "off")
+    return partial(build_caches, plan_caches(model, KVConfig(key="fp16", value="fp16", evict=evict)))
+
+
+def _calibrators(caches: list[Any]) -> list[Calibrator]:
+    sequence = layer_group_of(caches)
+    return [] if sequence is None else [calibrator for _, calibrator in sorted(sequence.calibrators.items())]
+
+
+def _ropes(caches: list[Any]) -> list[Rope]:
+    return [calibrator.rope for calibrator in _calibrators(caches) if calibrator.rope]
+
+
+# Everyday facts. They share no wording with the needles of mlx_tq.evaluate, so calibration does not train on the test.
+_NAMES = ("Ivan", "Julia", "Kevin", "Laura", "Martin", "Nora", "Oscar", "Paula")
+_CITIES = ("London", "Paris", "Berlin", "Madrid", "Tokyo", "Cairo", "Oslo", "Vienna", "Prague", "Lisbon")
+_THINGS = ("lantern", "compass", "violin", "telescope", "umbrella", "camera", "teapot", "mirror", "ladder", "radio")
+_PLACES = ("library", "kitchen", "attic", "garden", "harbor", "museum", "station", "cellar", "bakery", "market")
+_COLORS = ("red", "orange", "yellow", "brown", "pink", "grey", "black", "gold")  # codespell:ignore grey
+
+
+@dataclass(frozen=True)
+class QuestionScene:
+    text: list[int]  # tokens of a text with facts in it
+    turns: list[list[int]]  # tokens of a question and its answer, each to be prefilled after the text
+
+
+def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, seed: int = 0) -> Iterator[QuestionScene]:
+    """Yield scenes with a fact of every kind; each takes `length` tokens with a question."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        facts = [make(rng) for make in rng.sample(KINDS, len(KINDS))]
+        depths = sorted(rng.random() for _ in facts)
+        scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, sinks=0, window=0)
+        answers = [tokenizer.encode(fact.answer, add_special_tokens=False) for fact in facts]
+        yield QuestionScene(scene.ids, [[*q, *a] for q, a in zip(scene.questions, answers, strict=True)])
+
+
+def _home(rng: random.Random) -> Fact:
+    name, city = rng.choice(_NAMES), rng.choice(_CITIES)
+    return Fact(f"{name} lives in {city}.", f"Where does {name} live?", city)
+
+
+def _color(rng: random.Random) -> Fact:
+    name, color = rng.choice(_NAMES), rng.choice(_COLORS)
+    sentence = f"{name} likes {color} best of all colours."  # codespell:ignore colours
+    return Fact(sentence, f"Which colour does {name} like best?", color)  # codespell:ignore colour
+
+
+def _price(rng: random.Random) -> Fact:
+    thing, price = rng.choice(_THINGS), str(rng.randint(11, 999))
+    return Fact(f"The {thing} costs {price} dollars.", f"How much does the {thing} cost?", f"{price} dollars")
+
+
+def _thing(rng: random.Random) -> Fact:
+    thing, place = rng.choice(_THINGS), rng.choice(_PLACES)
+    return Fact(f"The {thing} is kept in the {place}.", f"Where can the {thing} be found?", f"in the {place}")
+
+
+def _meeting(rng: random.Random) -> Fact:
+    place, time = rng.choice(_PLACES), f"{rng.randint(8, 18)}:{rng.choice(('00', '15', '30', '45'))}"
+    return Fact(f"The meeting in the {place} begins at {time}.", f"When does the meeting in the {place} begin?", time)
+
+
+KINDS: tuple[Callable[[random.Random], Fact], ...] = (_home, _color, _price, _thing, _meeting)

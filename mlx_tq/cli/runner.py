@@ -1,0 +1,112 @@
+"""Run a command: parse its flags, turn errors into a line and an exit code, and take part in `mlx.launch`."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mlx_tq.cli.options import check_environment, choose_backend
+from mlx_tq.cli.terminal_text import readable
+from mlx_tq.distributed.launch import exit_now, exit_on_sigterm, is_launched, launched_rank, write_last_line
+from mlx_tq.errors import ConfigError, MlxTqError, RankError
+
+DONE, FAILED, USAGE_ERROR, INTERRUPTED = 0, 1, 2, 130
+_DISTRIBUTED = ("generate", "chat", "server")  # commands that several processes run together
+_MLX_BACKENDS = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # begin mlx's errors about other processes
+
+
+def run_command(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], words: Sequence[str] | None = None
+) -> int:
+    """Parse the command line `words`, by default that of this process, and call `run`; return the exit code."""
+    command = parser.prog.partition(".")[2]
+
+    def parse_and_run() -> int:
+        if is_launched():
+            _prepare_rank(command, sys.argv[1:] if words is None else words)
+        args = parser.parse_args(words)
+        check_environment()
+        choose_backend(args)
+        format_warning, warnings.formatwarning = warnings.formatwarning, lambda text, *_, **__: f"warning: {text}\n"
+        try:
+            return run(args)
+        finally:
+            warnings.formatwarning = format_warning
+
+    return guarded(command, parse_and_run)
+
+
+def guarded(command: str, run: Callable[[], int]) -> int:
+    """Call `run` and return the exit code; an error of ours becomes one line on stderr."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115  the caller may have closed it
+    try:
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()
+    except MlxTqError as error:
+        if not (isinstance(error, RankError) and error.on_all_ranks and launched_rank()):
+            _report(command, str(error))
+        return USAGE_ERROR if isinstance(error, ConfigError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RuntimeError as error:
+        if not _is_rank_failure(error):
+            raise
+        _report(command, _describe(error))
+        return FAILED
+    except BrokenPipeError:  # the reader of our output has closed it
+        _discard_output()
+        return FAILED
+    except OSError as error:  # such as a full disk behind our output
+        _discard_output()
+        _report(command, str(error))
+        return FAILED
+
+
+def end_rank(command: str, error: Exception) -> None:
+    """End this process at once, from any thread, with a line that says why; other ranks would wait for it forever."""
+    exit_now(_line(command, _describe(error)))
+
+
+def _is_rank_failure(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and str(error).startswith(_MLX_BACKENDS)
+
+
+def _describe(error: Exception) -> str:
+    if _is_rank_failure(error):
+        return f"another rank has ended or cannot be reached ({error})."
+    return str(error) if isinstance(error, MlxTqError) else repr(error)
+
+
+def _prepare_rank(command: str, words: Sequence[str]) -> None:
+    """Silence stdout on all ranks but the first, and refuse what ranks cannot do together."""
+    if launched_rank():
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  as long as the process
+    if command not in _DISTRIBUTED:
+        raise ConfigError(
+            f"{command} runs in one process; {', '.join(_DISTRIBUTED)} run in several. Start it without mlx.launch."
+        )
+    if "--pipeline" in words:
+        raise ConfigError("--pipeline is not supported: mlx_tq divides a model by its heads, not its layers. Drop it.")
+    exit_on_sigterm(_line(command, "terminated (SIGTERM); mlx.launch does this when another rank has ended."))
+
+
+def _line(command: str, message: str) -> str:
+    rank = f"rank {launched_rank()}: " if is_launched() else ""
+    return f"mlx_tq {command}: {rank}{readable(message)}"
+
+
+def _report(command: str, message: str) -> None:
+    line = _line(command, message)
+    if is_launched():
+        write_last_line(line)
+    else:
+        sys.stderr.write(f"{line}\n")
+
+
+def _discard_output() -> None:
+    # Else the interpreter complains at exit that it could not write the rest.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,92 @@
+"""Test the installed codecs, attention and GPU kernels against what they must compute."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tq.cache.layer import CompressedKVCache
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.codec import CodecOptions, TurboQuant, format_names, get_format
+from mlx_tq.config import KVConfig
+from mlx_tq.errors import KernelUnavailableError
+from mlx_tq.kernels import backend, selftest
+from mlx_tq.kernels.selftest import KernelCheck
+
+_DIM = 128
+
+
+@dataclass(frozen=True)
+class Check:
+    """One self-test: what was measured, what was expected, and whether they agree."""
+
+    name: str
+    measured: str
+    expected: str
+    passed: bool
+
+
+def run_checks(*, kernels: bool) -> list[Check]:
+    """Return the results of all self-tests, those of the GPU kernels only with `kernels`."""
+    checks = [check_quantizer(bits) for bits in (1, 2, 3, 4)]
+    checks += [check_format(name) for name in format_names()]
+    checks.append(check_attention())
+    return [*checks, *check_kernels()] if kernels else checks
+
+
+def check_quantizer(bits: int) -> Check:
+    """Compare the distortion of the quantizer with its theory."""
+    result = TurboQuant(_DIM, bits).validate()
+    expected = f"{result.theory:.5f} within 1 %"
+    return Check(f"TurboQuant {bits} bit", f"MSE {result.mse:.5f}", expected, abs(result.deviation) < 0.01)
+
+
+def check_format(name: str) -> Check:
+    """Encode and decode random vectors, and count the bytes."""
+    fmt = get_format(name)
+    codec = fmt.codec(_DIM, CodecOptions())
+    vectors = mx.array(np.random.default_rng(0).standard_normal((4096, _DIM)).astype(np.float32)).astype(mx.float16)
+    encoded = codec.encode(vectors)
+    exact = vectors.astype(mx.float32)
+    error = float(np.array(mx.square(codec.decode(encoded) - exact).sum() / mx.square(exact).sum()))
+    limit, expected_size = 1.05 * fmt.error, fmt.bytes_per_vector(_DIM)
+    size = encoded.codes[0].nbytes + (encoded.scale[0].nbytes if encoded.scale is not None else 0)
+    measured, expected = f"error {error:.2g}, {size} bytes", f"at most {limit:.2g}, {expected_size} bytes"
+    return Check(name, measured, expected, error <= limit and size == expected_size)
+
+
+def check_attention() -> Check:
+    """Compare attention on a compressed cache with attention on its decoded rows."""
+    mx.random.seed(0)
+    config = KVConfig(key="q8", value="tq4", sinks=32, window=32)
+    cache = CompressedKVCache(CacheSpec.for_layer(config, 0, config.key, config.value))
+    keys, values = (mx.random.normal((1, 2, 512, _DIM)) for _ in range(2))
+    view = cache.append(keys[:, :, :511], values[:, :, :511])
+    view = cache.append(keys[:, :, 511:], values[:, :, 511:])
+    queries = mx.random.normal((1, 8, 1, _DIM))
+    scale = _DIM**-0.5
+    expected = mx.fast.scaled_dot_product_attention(queries, *view.materialize(), scale=scale)
+    difference = float(np.array(mx.abs(view.attend(queries, scale, None, None) - expected).max()))
+    return Check("attention", f"difference {difference:.1e}", "at most 1e-5", difference <= 1e-5)
+
+
+def check_kernels() -> list[Check]:
+    """Return the worst case of each GPU kernel against its reference implementation."""
+    if backend.current() == "reference":
+        raise KernelUnavailableError(
+            f"--kernels needs a GPU; the backend is {backend.describe()}. Run it on a Mac or with mlx for CUDA."
+        )
+    worst: dict[str, KernelCheck] = {}
+    for check in selftest.check_kernels(backend.current()):
+        previous = worst.get(check.kernel)
+        if previous is None or check.difference - check.allowed > previous.difference - previous.allowed:
+            worst[check.kernel] = check
+    return [
+        Check(
+            f"kernel {check.kernel}",
+            f"{check.difference:.1e} ({check.case})",
+            f"at most {check.allowed:.1e}",
+            check.passed,
+        )
+        for check in worst.values()
+    ]

@@ -1,0 +1,130 @@
+"""Run commands in three ways, with their exit codes; help loads no model code."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import mlx_tq
+from mlx_tq.__main__ import COMMANDS
+from mlx_tq.cli import screen
+
+from .tools import ROOT, environment
+
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+HEAVY = ("mlx", "mlx_lm", "numpy", "rich", "transformers", "torch", "starlette", "uvicorn")
+# Runs a module as `python -m` does, where importing anything of HEAVY is an error.
+BLOCKED = f"""
+import runpy, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HEAVY}:
+            raise ImportError(name + " was loaded")
+sys.meta_path.insert(0, Blocker())
+module, *sys.argv[1:] = sys.argv[1:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def without_model_code(module, *words):
+    """`python -m MODULE WORDS` in a process that cannot load mlx, mlx-lm or anything else that takes long."""
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED, module, *words], capture_output=True, text=True, env=environment(), check=False
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_loads_no_model_code(command):
+    by_module, by_word = without_model_code(f"mlx_tq.{command}", "--help"), without_model_code("mlx_tq", command, "-h")
+    assert (by_module.returncode, by_module.stderr) == (0, "")
+    assert (by_word.returncode, by_word.stdout) == (0, by_module.stdout)
+    assert by_module.stdout.startswith(f"usage: mlx_tq.{command} ")
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 2), (["--help"], 0), (["--version"], 0), (["nonsense"], 2)])
+def test_without_a_command_no_model_code_is_loaded(words, code):
+    done = without_model_code("mlx_tq", *words)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+
+
+def test_the_blocker_blocks():
+    assert "ImportError: mlx was loaded" in without_model_code("mlx_tq", "doctor").stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_three_ways_to_call_a_command(command, cli, monkeypatch, capsys):
+    module = import_module(f"mlx_tq.{command}")
+    assert SCRIPTS[f"mlx_tq.{command}"] == f"mlx_tq.{command}:main"
+    refused = cli(command, "--frobnicate")
+    assert (refused.code, refused.out) == (2, "")
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/mlx_tq.{command}", "--frobnicate"])
+    with pytest.raises(SystemExit) as exit_:
+        module.main()
+    assert (exit_.value.code, capsys.readouterr().err) == (2, refused.err)
+    monkeypatch.setenv("MLX_TQ_KV_SINK", "64")
+    required = {
+        "cache_prompt": ["--prompt-cache-file", "x"],
+        "calibrate": ["-o", "x"],
+        "evaluate": ["needle"],
+        "store": ["list"],
+    }
+    words = required.get(command, [])
+    monkeypatch.setattr(sys, "argv", [f"/usr/bin/mlx_tq.{command}", *words])
+    assert module.main() == cli(command, *words).code == 2
+
+
+def test_a_module_does_the_same_as_a_word(cli):
+    words = ["-p", "Hello", "-m", "2", "--verbose", "F"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mlx_tq.generate", *words],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == cli("generate", *words).out != "\n"
+
+
+def test_version_help_and_unknown_commands(cli):
+    for flag in ("--version", "-V"):
+        assert cli(flag) == (0, f"{mlx_tq.__version__}\n", "")
+    for flag in ("--help", "-h"):
+        result = cli(flag)
+        assert (result.code, result.err) == (0, "")
+        for command, what in COMMANDS.items():
+            assert re.search(rf"^  {command} +{re.escape(what)}$", result.out, re.MULTILINE)
+    code, out, err = cli()
+    assert (code, out, err.splitlines()[0]) == (2, "", "usage: mlx_tq COMMAND [options]")
+    assert cli("generte", "-p", "hi") == (2, "", f"mlx_tq: command 'generte' is unknown\n{err}")
+
+
+def test_bad_flag_is_two_lines(cli):
+    result = cli("generate", "--kv-memory-limit", "big", "-p", "hi")
+    assert (result.code, result.out) == (2, "")
+    usage, error = result.err.splitlines()
+    assert usage == "usage: mlx_tq.generate [-p PROMPT] [options]"
+    assert error.endswith("'big' is not a size; write it like 800MB or 4GB, above zero")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is Linux's")
+def test_output_on_a_full_disk_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_tq", "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "mlx_tq --version: [Errno 28] No space left on device\n")
+    script = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'mlx_tq', '--version'])"
+    done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), "no output at all"
+
+
+def test_no_color(monkeypatch, capsys):
+    for variable, colored in (("FORCE_COLOR", True), ("NO_COLOR", False)):
+        monkeypatch.setenv(variable, "1")
+        screen.make_console(stderr=True).print("[red]warning[/red]")
+        assert ("\x1b[31m" in capsys.readouterr().err) == colored

@@ -1,0 +1,87 @@
+"""DELETE leaves no byte of the text in any file, with PostgreSQL in no file of the server."""
+
+import random
+import shutil
+from contextlib import closing
+
+from rescue_svc.embed.hashing import HashingEmbedder
+from rescue_svc.store import fts
+from rescue_svc.store.files import connect
+
+from .harness import EACH_STORE, IN_FULL_EACH_STORE
+
+SECRET = "Xylophonquartz"  # a word that nothing else on the disk holds
+BYTES = SECRET.lower().encode()
+
+
+def traces(files):
+    """Return the files that contain the secret, in any case, or the vector of a text."""
+    vector = HashingEmbedder().embed([f"the {SECRET} number 5 is 5"])[0].tobytes()[:64]
+    found = []
+    for path in files:
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # removed since it was listed
+            continue
+        if BYTES in content.lower() or vector in content:
+            found.append(path.name)
+    return found
+
+
+def secrets(count):
+    return [(f"the {SECRET} number {n} is {n}", 3 * n, 3 * n + 2) for n in range(count)]
+
+
+@EACH_STORE
+def test_no_trace_remains(start_service, storage):
+    service = start_service()
+    service.write("kept", ("an innocent text", 0, 5))
+    for first in range(0, 1000, 200):
+        service.write("secret", *secrets(1000)[first : first + 200])
+    service.wait_until_embedded()
+    assert service.search("secret", SECRET)
+    service.hibernate("secret")
+    in_files = service.service.index == "faiss"
+    if in_files:
+        (service.data_dir / "index" / "2.index.bad-1").write_bytes(BYTES)  # as if a damaged one had been renamed
+    # The search works: it is in the database or its log, and there in the index and the file aside.
+    assert len(traces(storage.files(service.data_dir))) >= (3 if in_files else 1)
+    assert service.forget("secret").json()["forgotten"] == 1000
+    assert traces(storage.files(service.data_dir)) == []
+    assert service.search("kept", "innocent")
+    service.stop()
+    assert traces(storage.files(service.data_dir)) == []
+
+
+@IN_FULL_EACH_STORE
+def test_no_trace_remains_while_others_write_and_search(start_service, storage, times):
+    service = start_service()
+    for number in range(times(100)):
+        service.write("secret", *secrets(random.randint(1, 256)))
+        service.write(f"other-{number}", ("an innocent text", 0, 5))
+        if random.random() < 0.5:
+            service.wait_until_embedded()
+        service.retrieve("secret", SECRET)
+        assert service.forget("secret").status_code == 200
+        assert traces(storage.files(service.data_dir)) == []
+
+
+def test_a_crash_during_forget_is_completed_at_the_next_start(start_service, storage, tmp_path):
+    """The deletion is committed; the next start empties the log and removes the index."""
+    first = start_service()
+    first.write("secret", *secrets(100))
+    first.wait_until_embedded()
+    first.retrieve("secret", SECRET)
+    first.hibernate("secret")
+    folder = first.killed(tmp_path / "killed")
+    with closing(connect(folder / "rescue.db")) as connection, closing(connect(folder / "rescue.db")):
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        connection.execute("BEGIN")
+        fts.drop(connection, 1)
+        connection.execute("DELETE FROM sessions")
+        connection.execute("COMMIT")
+        copy = shutil.copytree(folder, tmp_path / "copy")  # the second connection keeps the log from being emptied
+    assert len(traces(storage.files(copy))) >= 2
+    service = start_service(copy)
+    assert traces(storage.files(copy)) == []
+    assert service.sessions() == {}
