@@ -107,7 +107,7 @@ def test_a_shared_prefix_is_prefilled_and_held_once(name, stored, tmp_path, monk
 
 
 def test_shared_rows_count_once_against_the_memory(llama, alone, monkeypatch):
-    """All six run at once, which they could not if each counted in full."""
+    """Without sharing, the memory would not hold all six jobs."""
     plan = plan_caches(llama[0], CONFIG)
     full = sum(plan.nbytes(job.max_total_tokens) for job in make_jobs())
     limit = full - 3 * plan.shared_nbytes(384, 600)
@@ -266,7 +266,7 @@ def test_memory_is_preferred_unless_much_remains_to_prefill(loaded, store):
     other = [*ids[:20], *random_ids(280, seed=5)]
 
     async def then():
-        jobs = [job_of(each) for each in (ids, [*ids[:290], 77], other)]
+        jobs = [job_of(prompt) for prompt in (ids, [*ids[:290], 77], other)]
         return [(await run_job(engine, job))[0].cached_tokens for job in jobs]
 
     assert serve(engine, [job_of(ids)], then)[1] == [299, 290, 0]
