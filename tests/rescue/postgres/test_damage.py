@@ -2,12 +2,11 @@
 
 import os
 import pwd
-import random
 import subprocess
 
 import pytest
 
-from ..reliability.test_disk import ROOT_ONLY
+from ..reliability.test_disk import ROOT_ONLY, fill, page
 
 DATABASE = "SELECT current_database()"
 
@@ -30,12 +29,6 @@ def small_disk(killable):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def page(number, words=700):
-    """Return an incompressible text and its token range."""
-    rng = random.Random(number)
-    return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(words)), number, number + 1
-
-
 @ROOT_ONLY
 @pytest.mark.full
 def test_a_full_disk_loses_nothing(small_disk, start_service):
@@ -50,19 +43,6 @@ def test_a_full_disk_loses_nothing(small_disk, start_service):
     assert service.write("s", page(written)).status_code == 201
     assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(written + 1)]
     service.stop()
-
-
-def fill(service, number):
-    """Write pages from this number on until the disk is full; return the number of the session's pages."""
-    first = number
-    while (answer := service.write("s", page(number))).status_code == 201:
-        number += 1
-        assert number < 5000
-    assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
-    assert "free space, or forget sessions" in answer.json()["detail"]
-    assert number > first + 10
-    assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(number)]
-    return number
 
 
 @pytest.mark.full
