@@ -37,8 +37,8 @@ def pages(browser):
         page = context.new_page()
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-        own = (server.url, "data:")
-        page.on("request", lambda request: None if request.url.startswith(own) else faults.append(request.url))
+        allowed = (server.url, "data:")
+        page.on("request", lambda request: None if request.url.startswith(allowed) else faults.append(request.url))
         page.goto(server.url)
         return page
 

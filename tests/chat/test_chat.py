@@ -116,10 +116,10 @@ def test_a_paste_is_one_message(popen):
     assert "\x1b[?2004h" in read_until(ours, "> ")  # asks the terminal for the marks
     os.write(ours, b"\x1b[200~The access code is 417295.\nIt is new.\nWhat is the access code?\x1b[201~")
     os.write(ours, b"\r")
-    said = read_until(ours, "generated")
+    shown = read_until(ours, "generated")
     os.write(ours, b"/stats\r")
-    said += read_until(ours, "KV cache")
-    assert said.partition("turns")[2].split()[0] == "1"
+    shown += read_until(ours, "KV cache")
+    assert shown.partition("turns")[2].split()[0] == "1"
 
 
 def test_a_conversation_to_its_last_position(talk, tmp_path):
@@ -141,11 +141,11 @@ def test_a_conversation_to_its_last_position(talk, tmp_path):
 
 def read_all(terminal):
     """Return what a terminal shows until it shows nothing new, or its program has ended."""
-    said = ""
+    shown = ""
     with suppress(OSError):
         while select.select([terminal], [], [], REPEAT_S)[0]:
-            said += os.read(terminal, 65536).decode(errors="replace")
-    return said
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
 
 
 def has_ended(process):
@@ -168,7 +168,7 @@ def test_a_long_message_shows_a_progress_bar(talk, popen):
 
 
 def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
-    """At the prompt Ctrl-C is repeated if nothing happens.
+    """Ctrl-C at the prompt is repeated if nothing happens.
 
     Python may notice a signal just before readline's wait only after the next key or signal, and then both as one."""
     ours, theirs = os.openpty()
@@ -197,11 +197,11 @@ def test_ctrl_c_stops_a_turn_and_keeps_the_session(popen):
     os.write(ours, ("The history of the city. " * 60 + "\n").encode())
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    said = read_until(ours, "interrupted")
-    said = read_until(ours, " rescued", said)
+    shown = read_until(ours, "interrupted")
+    shown = read_until(ours, " rescued", shown)
     os.write(ours, b"What is the access code?\n")
-    said = read_until(ours, " rescued", read_until(ours, "417295"))
-    read_until(ours, "> ", said.rpartition("rescued")[2])
+    shown = read_until(ours, " rescued", read_until(ours, "417295"))
+    read_until(ours, "> ", shown.rpartition("rescued")[2])
     press_until(lambda: "again to exit" in read_all(ours))
     press_until(lambda: has_ended(process))
     assert process.returncode == 130

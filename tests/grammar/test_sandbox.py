@@ -85,11 +85,6 @@ def test_endless_forced_bytes_do_not_hang(checker):
             GrammarSource("lark", f"start: T T\nT: /b+/\n{options}")
 
 
-def test_time_is_limited(make_checker):
-    with pytest.raises(GrammarLimitError, match=r"more than 0.5 s"):
-        check(make_checker(seconds=0.5), source_of(SLOW))
-
-
 def test_memory_is_limited(make_checker):
     """Compiling this takes 100 MB."""
     with pytest.raises(GrammarLimitError, match=r"memory"):
@@ -153,19 +148,6 @@ def test_a_killed_worker_fails_only_its_check(checker):
 def test_a_dead_fork_server_is_restarted(checker):
     kill_fork_server(checker)
     check(checker, source_of({"type": "object"}))
-
-
-def test_a_cancelled_check_ends_its_worker(checker):
-    wait_for(lambda: not workers(checker))
-
-    async def main():
-        slow = asyncio.create_task(checker.check(source_of(SLOW)))
-        while not workers(checker):
-            await asyncio.sleep(0.01)
-        slow.cancel()
-
-    asyncio.run(main())
-    wait_for(lambda: not workers(checker), timeout=2)
 
 
 def test_the_fork_server_does_not_inherit_secrets(checker, monkeypatch):

@@ -24,7 +24,7 @@ from mlx_tq.prompt_cache.recall import search_layers
 EVICT = EvictConfig("recency:granularity=16:trigger=16", 128, recall=64)
 CONFIG = KVConfig(key="q8", value="tq4", sinks=16, window=32, evict=EVICT)
 TEXT, QUESTION = facts(40)
-# The same for a command.
+# The same as flags.
 FLAGS = ["--kv-evict", "recency:granularity=16:trigger=16", "--kv-budget", 128, "--kv-recall", 64]
 FLAGS += ["--kv-sinks", 16, "--kv-window", 32, "--prefill-step-size", 64, "--dtype", "float32"]
 GENERATE = ["generate", "-p", TEXT + QUESTION, "-m", 100, "--ignore-chat-template", "--json", *FLAGS]
@@ -61,40 +61,12 @@ def written(session):
     return sequence.archive, sequence.archived
 
 
-@pytest.fixture(scope="module")
-def lost(exact):
-    """Return the tokens without recall."""
-    ids, _, warned = converse(exact, replace(CONFIG, evict=replace(EVICT, recall="off")))
-    assert len(warned) == 1
-    return ids
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return the folder of archives; check that no file is in it after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield tmp_path / "mlx_tq"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
-
-
-def test_without_a_fault_rows_come_back(exact, folder, lost):
-    ids, turn, warned = converse(exact, CONFIG)
-    assert (warned, len(turn.recalled) > 0, ids == lost) == ([], True, False)
-
-
-@pytest.mark.parametrize("fault", ["full disk", "read-only folder", "limit"])
-def test_a_fault_is_said_once_and_the_tokens_are_those_without_recall(exact, folder, lost, fault, monkeypatch):
-    if fault == "full disk":
-        with files_of_at_most(1):
-            ids, turn, warned = converse(exact, CONFIG)
-    elif fault == "limit":
-        ids, turn, warned = converse(exact, limited(1000))
-    else:
-        monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # in which root can make nothing either
-        ids, turn, warned = converse(exact, CONFIG)
-    assert (ids, turn.recalled) == (lost, ())
-    assert len(warned) == 1
-    assert "The conversation goes on." in warned[0]
 
 
 def generated(capsys, *more):
@@ -104,23 +76,23 @@ def generated(capsys, *more):
     return json.loads(shown.out), [line for line in shown.err.splitlines() if "warning" in line]
 
 
-def test_what_is_generated_after_a_fault_is_what_it_is_without_recall(folder, monkeypatch, capsys):
-    wanted, without = generated(capsys, "--kv-recall", "off")
-    assert len(without) == 1
-    sound = generated(capsys)[0]
-    assert sound["recalled"]["positions"]
+def test_after_a_fault_tokens_equal_those_without_recall(folder, monkeypatch, capsys):
+    expected, warnings = generated(capsys, "--kv-recall", "off")
+    assert len(warnings) == 1
+    recalled = generated(capsys)[0]
+    assert recalled["recalled"]["positions"]
     for fault in ("full disk", "limit", "read-only folder"):
         if fault == "read-only folder":
-            monkeypatch.setenv("XDG_CACHE_HOME", "/sys")
+            monkeypatch.setenv("XDG_CACHE_HOME", "/sys")  # where root cannot write either
         with files_of_at_most(1) if fault == "full disk" else nullcontext():
-            found, warned = generated(capsys, *(["--kv-archive-limit", "1KB"] if fault == "limit" else []))
-        assert found["text"] == wanted["text"] != sound["text"], fault
-        assert found["recalled"]["positions"] == [], fault
-        assert len(warned) == 1, fault
-    assert "The conversation goes on." in warned[0]
+            report, warnings = generated(capsys, *(["--kv-archive-limit", "1KB"] if fault == "limit" else []))
+        assert report["text"] == expected["text"] != recalled["text"], fault
+        assert report["recalled"]["positions"] == [], fault
+        assert len(warnings) == 1, fault
+        assert "The conversation goes on." in warnings[0]
 
 
-def test_up_to_a_limit_rows_are_archived_and_come_back_also_from_a_file(exact, folder, tmp_path):
+def test_a_limited_archive_is_saved_with_the_session(exact, folder, tmp_path):
     path, most = tmp_path / "chat.safetensors", 200_000
     ids, turn, warned = converse(exact, limited(most), lambda session: session.save(path))
     assert len(warned) == 1
@@ -177,7 +149,7 @@ DAMAGED = ["of the archive 1 block is damaged: what it held cannot be recalled. 
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exact, folder, found, without, how):
+def test_a_damaged_block_is_ignored(exact, folder, found, without, how):
     """The question needs the block."""
     at, data = DAMAGES[how]
 
@@ -193,7 +165,7 @@ def test_with_a_damaged_block_the_tokens_are_those_of_an_archive_without_it(exac
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_block_whose_keys_outweigh_all_others_is_seen_to_be_damaged(exact, folder, found, place):
+def test_a_block_with_huge_keys_is_detected_as_damaged(exact, folder, found, place):
     """The question does not need the block, but every token of it would attend to it."""
 
     def other(session):
@@ -210,7 +182,7 @@ def test_a_block_whose_keys_outweigh_all_others_is_seen_to_be_damaged(exact, fol
     assert turn.recalled
 
 
-def test_where_every_block_is_damaged_only_what_leaves_later_comes_back(exact, folder):
+def test_if_all_blocks_are_damaged_later_ones_are_recalled(exact, folder):
     def lose(session, leave):
         archive, blocks = written(session)
         for block in blocks:
@@ -226,7 +198,7 @@ def test_where_every_block_is_damaged_only_what_leaves_later_comes_back(exact, f
     assert "blocks are damaged: what they held cannot be recalled" in warned[0]
 
 
-def test_of_a_disk_that_fills_the_tokens_are_those_of_an_archive_of_what_fits(exact, folder, found):
+def test_blocks_that_fit_on_a_full_disk_are_recalled(exact, folder, found):
     room, stack = found.ends[len(found.ends) // 2], ExitStack()
 
     def fill(session):
@@ -248,9 +220,9 @@ def test_of_a_disk_that_fills_the_tokens_are_those_of_an_archive_of_what_fits(ex
 def archive_of(run, folder):
     """Return the name of the unlinked archive that a process has open."""
     while run.poll() is None:
-        for each in Path(f"/proc/{run.pid}/fd").iterdir():
-            with suppress(OSError):  # others come and go
-                name = str(each.readlink())
+        for link in Path(f"/proc/{run.pid}/fd").iterdir():
+            with suppress(OSError):  # closed since they were listed
+                name = str(link.readlink())
                 if name.startswith(f"{folder}/"):
                     assert name.endswith("(deleted)")
                     return name
@@ -259,7 +231,7 @@ def archive_of(run, folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are seen in /proc, which only Linux has")
-def test_two_at_once_have_archives_of_their_own_and_one_that_is_killed_leaves_no_file(folder, popen, capsys):
+def test_processes_have_separate_archives_and_a_killed_one_leaves_no_file(folder, popen, capsys):
     pipes = {"env": environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     chat = popen(command("chat", "-m", 2000, *FLAGS), **pipes)
     print(TEXT, file=chat.stdin, flush=True)

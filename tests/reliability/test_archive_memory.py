@@ -1,34 +1,88 @@
-"""Archived tokens are on disk: a search reads a tile of them at a time."""
+"""Archived tokens are on disk: a search reads a tile of them at a time.
 
+`test_archive_memory.py N` is also the program that the test measures.
+"""
+
+import gc
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
-from archive_memory import ASKING, DIM, HEADS
 from cli.tools import environment
 
-from mlx_tq.prompt_cache.recall import TILE
+from mlx_tq.cache.spec import CacheSpec
+from mlx_tq.config import Budget, EvictConfig, KVConfig
+from mlx_tq.prompt_cache.build import make_cache
+from mlx_tq.prompt_cache.layer_group import EvictionPlan, LayerGroup, begin_pass
+from mlx_tq.prompt_cache.recall import TILE, search_layers
 
-PROGRAM = Path(__file__).with_name("archive_memory.py")
+LAYERS, HEADS, DIM, LIVE, STEP, ASKING = 6, 2, 128, 512, 512, 64
 # Of a tile: packed keys as they are read and as mlx has them, decoded in two steps, and five arrays of scores.
 STREAMED = TILE * HEADS * (2 * 2 * DIM + 2 * 4 * DIM + 5 * 4 * ASKING)
 
 
-def figures(tokens, folder):
+def anonymous_bytes():
+    """Return the bytes of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def measure(archived):
+    """Archive so many tokens, search them, and print the memory that this process uses."""
+    config = EvictConfig("recency:trigger=64:granularity=32", LIVE, "auto")
+    sequence = LayerGroup(EvictionPlan(config, Budget(tokens=LIVE), LAYERS), {})
+    spec = CacheSpec.for_layer(KVConfig(sinks=32, window=64), 0, "q8", "tq4")
+    caches = [make_cache(spec, number, sequence) for number in range(LAYERS)]
+    shape = (1, HEADS, STEP, DIM)
+    for start in range(0, archived + 2 * LIVE, STEP):
+        begin_pass(caches, STEP)
+        for cache in caches:
+            pair = [mx.random.normal(shape, key=mx.random.key(2 * start + each)) for each in (0, 1)]
+            view = cache.append(*pair)
+            if start == 0:
+                view.attend(pair[0], 0.1, "causal", None)
+            mx.eval(cache.state)
+        if sequence.archive is not None:
+            sequence.archive.settle()  # what waits to be written has a bound of its own
+    del pair, view
+    sequence.listen(search_layers(LAYERS), rounds=True)
+    for number in search_layers(LAYERS):
+        sequence.listener(number)(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found = sequence.look(caches, ASKING, LIVE).ranked
+    peak = mx.get_peak_memory() - before
+    sequence.listen([], rounds=True)
+    gc.collect()
+    mx.clear_cache()
+    tokens = sum(len(scored.extent.positions) for scored in found)
+    live = sum(cache.nbytes for cache in caches)
+    size = 0 if sequence.archive is None else sequence.archive.nbytes
+    report = {"archived": tokens, "size": size, "live": live, "look": peak}
+    print(json.dumps(report | {"active": mx.get_active_memory(), "anonymous": anonymous_bytes()}))
+
+
+def run_measurement(tokens, folder):
     env = environment(XDG_CACHE_HOME=str(folder), MALLOC_ARENA_MAX="2")
-    words = [sys.executable, str(PROGRAM), str(tokens)]
+    words = [sys.executable, __file__, str(tokens)]
     return json.loads(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what of a process no file holds")
 def test_fifty_thousand_archived_tokens_are_not_in_memory(tmp_path):
-    none, many = (figures(tokens, tmp_path) for tokens in (0, 50_000))
+    none, many = (run_measurement(tokens, tmp_path) for tokens in (0, 50_000))
     assert many["archived"] >= 50_000
     assert many["size"] > 3 * (many["live"] + STREAMED)  # held in memory, the bounds below would fail
     assert many["look"] <= STREAMED
     assert many["active"] - none["active"] <= many["live"] + STREAMED
     assert many["anonymous"] - none["anonymous"] <= many["live"] + STREAMED
     assert list((tmp_path / "mlx_tq").iterdir()) == []
+
+
+if __name__ == "__main__":
+    measure(int(sys.argv[1]))

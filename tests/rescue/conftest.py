@@ -71,8 +71,8 @@ class Postgres(Sqlite):
 
     def files(self, data_dir: Path) -> list[Path]:
         oid = "SELECT oid FROM pg_database WHERE datname = current_database()"
-        ((own,),) = self.server.sql(oid, self(data_dir)["store"])
-        others = {path for path in (self.server.data / "base").iterdir() if path.name != str(own)}
+        ((number,),) = self.server.sql(oid, self(data_dir)["store"])
+        others = {path for path in (self.server.data / "base").iterdir() if path.name != str(number)}
         return [path for path in super().files(self.server.data) if not others & {*path.parents}]
 
     def change(self, data_dir: Path, statement: str) -> None:

@@ -14,10 +14,7 @@ CHUNK = {"text": "t", "token_range": [0, 1], "layer": 0, "score": 0.0}
 # What a field of a chunk must not be.
 BAD_FIELDS = {
     "text": [7, "", None, "a\0b", "x" * 8193],
-    "token_range": [
-        *([1], [1, 2, 3], ["1", "2"], [0.5, 1.5], [5, 4], [5, 5], [-1, 4], [0, 10**30]),
-        [False, True],
-    ],
+    "token_range": [[1], [1, 2, 3], ["1", "2"], [0.5, 1.5], [5, 4], [5, 5], [-1, 4], [0, 10**30], [False, True]],
     "layer": ["3", True, -2],
     "score": ["0.5"],
     "tokens": [[0]],  # both dialects

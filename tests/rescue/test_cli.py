@@ -114,8 +114,8 @@ def test_backup_rebuild_and_forget(start_service, tmp_path):
     assert again.dump("s")["token_ranges"] == [[0, 5], [5, 9]]
     again.stop()
     assert command("forget", "s", *where).out == "s: 2 spans forgotten\n"
-    gone = command("forget", "s", *where)
-    assert (gone.code, "no session s" in gone.err) == (1, True)
+    unknown = command("forget", "s", *where)
+    assert (unknown.code, "no session s" in unknown.err) == (1, True)
     assert b"kept in" not in (service.data_dir / "rescue.db").read_bytes()
 
 

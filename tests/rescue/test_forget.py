@@ -17,15 +17,15 @@ BYTES = SECRET.lower().encode()
 def traces(files):
     """Return the files that contain the secret, in any case, or the vector of a text."""
     vector = HashingEmbedder().embed([f"the {SECRET} number 5 is 5"])[0].tobytes()[:64]
-    found = []
+    names = []
     for path in files:
         try:
             content = path.read_bytes()
         except FileNotFoundError:  # removed since it was listed
             continue
         if BYTES in content.lower() or vector in content:
-            found.append(path.name)
-    return found
+            names.append(path.name)
+    return names
 
 
 def secrets(count):

@@ -26,11 +26,11 @@ def test_search_is_exact(name, excluded):
     engine.add(np.arange(10, 210), vectors[:200])
     engine.add(np.arange(210, 410), vectors[200:])
     order = [int(i) + 10 for i in np.argsort(-(vectors @ query)) if int(i) + 10 not in excluded]
-    found = engine.search(query, 8, excluded)
-    assert [i for i, _ in found] == order[:8]
-    assert [s for _, s in found] == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
+    results = engine.search(query, 8, excluded)
+    assert [i for i, _ in results] == order[:8]
+    assert [s for _, s in results] == pytest.approx([float(vectors[i - 10] @ query) for i in order[:8]], abs=1e-6)
     again = ENGINES[name].from_bytes(engine.to_bytes(), DIM)
-    assert again.search(query, 8, excluded) == found
+    assert again.search(query, 8, excluded) == results
     assert len(again) == 400
     assert again.similarities(query, [10, 409, 9999]) == pytest.approx(
         {10: float(vectors[0] @ query), 409: float(vectors[399] @ query)}, abs=1e-6

@@ -1,4 +1,4 @@
-"""One service in its own process: its log, its socket, and a second process beside it."""
+"""One service in its own process: its log, its socket, and a second process."""
 
 import json
 import logging

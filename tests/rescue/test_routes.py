@@ -14,7 +14,7 @@ from rescue_svc.routes import private, public
 
 from .harness import IN_FULL_EACH_STORE, TOKEN, URL, LocalService
 
-# method, path -> "anyone", or "token": whoever presents it, when one is set
+# method, path -> "anyone", or "token": clients with the token, if one is set
 ROUTES = {
     ("POST", "/evict/write"): "token",
     ("POST", "/evict/retrieve"): "token",

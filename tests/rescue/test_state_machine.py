@@ -80,31 +80,31 @@ class Rescue(RuleBasedStateMachine):
         spans = [span for span in session if not set(range(span[0], span[1])) <= covered]
         vector = EMBEDDER.embed([query])[0]
         cosines = {span: float(EMBEDDER.embed([span[2]])[0] @ vector) for span in spans}
-        asked = set(query.split())
-        candidates = [c for span, c in cosines.items() if c > 0 or asked & set(span[2].split())]
-        found = [(*chunk["token_range"], chunk["text"]) for chunk in answer["chunks"]]
-        assert len(found) == len(set(found)) == min(top_k, len(candidates))
-        for span, chunk in zip(found, answer["chunks"], strict=True):
+        words = set(query.split())
+        candidates = [c for span, c in cosines.items() if c > 0 or words & set(span[2].split())]
+        results = [(*chunk["token_range"], chunk["text"]) for chunk in answer["chunks"]]
+        assert len(results) == len(set(results)) == min(top_k, len(candidates))
+        for span, chunk in zip(results, answer["chunks"], strict=True):
             assert chunk["layer"] == session[span]
             assert abs(chunk["dense"] - cosines[span]) < 1e-5
         best = sorted(candidates, reverse=True)[:top_k]
-        np.testing.assert_allclose(sorted((cosines[span] for span in found), reverse=True), best, atol=1e-5)
+        np.testing.assert_allclose(sorted((cosines[span] for span in results), reverse=True), best, atol=1e-5)
 
     @rule(which=st.integers(0, 2), query=TEXTS)
     def retrieve_by_words(self, which, query):
         """BM25 finds every span that shares a word, and no other."""
         answer = Shared.service.retrieve(self.name(which), query, top_k=64, hybrid_alpha=0)
-        asked = set(query.split())
-        expected = {span for span in self.model.get(self.name(which), {}) if asked & set(span[2].split())}
-        found = {(*chunk["token_range"], chunk["text"]) for chunk in answer["chunks"]}
-        assert found == expected if len(expected) <= 64 else found < expected
+        words = set(query.split())
+        expected = {span for span in self.model.get(self.name(which), {}) if words & set(span[2].split())}
+        results = {(*chunk["token_range"], chunk["text"]) for chunk in answer["chunks"]}
+        assert results == expected if len(expected) <= 64 else results < expected
 
     @rule(which=st.integers(0, 2))
     def forget(self, which):
-        gone = self.model.pop(self.name(which), None)
+        spans = self.model.pop(self.name(which), None)
         answer = Shared.service.forget(self.name(which))
-        assert answer.status_code == (404 if gone is None else 200)
-        assert gone is None or answer.json()["forgotten"] == len(gone)
+        assert answer.status_code == (404 if spans is None else 200)
+        assert spans is None or answer.json()["forgotten"] == len(spans)
 
     @rule(which=st.integers(0, 2), call=st.sampled_from([LocalService.hibernate, LocalService.resume]))
     def move_the_index(self, which, call):

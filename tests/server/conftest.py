@@ -18,19 +18,19 @@ ENDLESS = {"0": -100, "2": -100}
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """The model as a checkpoint."""
+    """Save the model as a checkpoint."""
     return float32_model(tmp_path_factory.mktemp("models") / "needle32")
 
 
 @pytest.fixture(scope="session")
 def loaded(folder):
-    """The model and its tokenizer, in this process."""
+    """Return the model and its tokenizer."""
     return load(folder)
 
 
 @pytest.fixture(scope="session")
 def server(folder, tmp_path_factory):
-    """A server that most tests share."""
+    """Run a server for tests that need no settings."""
     with running(folder, tmp_path_factory.mktemp("server") / "log", *PACKED) as shared:
         yield shared
 
@@ -49,7 +49,7 @@ def start(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A rescue service with keyword search only."""
+    """Run a rescue service with keyword search only."""
     rescue_service = RescueService(tmp_path_factory.mktemp("rescue") / "data", embedder="none")
     yield rescue_service
     rescue_service.stop()

@@ -51,6 +51,15 @@ def running(*args, **options):
         server.stop()
 
 
+def text_of_stream(stream):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def read_first_text(stream):
+    """Read a stream until the answer has begun."""
+    next(chunk for chunk in stream if chunk.choices[0].delta.content)
+
+
 def together(calls):
     """Return the results of functions that run at once, in their own threads."""
     results = [None] * len(calls)

@@ -122,7 +122,7 @@ def test_another_server_restores_prompts_and_answers_the_same(first, second, ser
 
 
 def test_two_servers_write_at_once(first, second, server):
-    """A server that finds the folder in use stores later, or not; no answer waits for it."""
+    """A server that finds the folder in use stores later or not at all, and delays no answer."""
     texts = [f"Page {number}.\n{question(number, 500_000 + number)}" for number in (11, 13)]
     calls = [lambda server=server, text=text: server.chat(text) for server in (first, second) for text in texts]
     answers = together(calls)
@@ -148,7 +148,7 @@ def test_a_session_restores_the_prompt_of_another_servers_session(first, second)
 
 def test_another_key_restores_nothing_and_stores_its_own(first, path, start_on_disk):
     """If records of another key were reused, the time to store would tell that they exist."""
-    text = question(15, 118_822)
+    text = f"Keys.\n{question(15, 118_822)}"
     before = len(Folder(path).records())
     content = text_of(first.chat(text))
     middle = len(Folder(path).records())

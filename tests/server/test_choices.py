@@ -8,6 +8,7 @@ from mlx_tq.server.job import Piece, Started
 
 from .conftest import ENDLESS, QUESTION
 from .engines import job_of, make_engine, make_job, record_gauge, serve, text_of, with_others
+from .harness import text_of_stream
 
 
 def test_choices_equal_single_answers_and_the_prompt_is_prefilled_once(server):
@@ -86,8 +87,7 @@ def test_a_partial_answer_is_continued(server):
     for start, rest in (("4172", "95"), ("", "417295"), (None, "417295")):
         message = {"role": "assistant", "content": start}
         assert server.chat(QUESTION, message).choices[0].message.content == rest
-    stream = server.chat(QUESTION, {"role": "assistant", "content": "417"}, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "295"
+    assert text_of_stream(server.chat(QUESTION, {"role": "assistant", "content": "417"}, stream=True)) == "295"
     prompt_tokens = server.chat(QUESTION, max_tokens=1).usage.prompt_tokens
     assert server.chat(QUESTION, {"role": "assistant", "content": "4172"}).usage.prompt_tokens == prompt_tokens + 4
 

@@ -80,37 +80,26 @@ def test_jobs_wait_for_memory(loaded, monkeypatch):
     assert 1 in waiting[1:]
 
 
-class Blocker:
-    """A logits processor that blocks the engine's thread until it is released."""
+def test_a_stalled_step_is_reported(loaded):
+    engine, entered, release = make_engine(loaded, stalled_s=0.2), threading.Event(), threading.Event()
 
-    def __init__(self):
-        self.entered, self.release = threading.Event(), threading.Event()
-
-    def __call__(self, tokens, logits):
-        self.entered.set()
-        self.release.wait(30)
+    def block(tokens, logits):
+        entered.set()
+        release.wait(30)
         return logits
 
-
-def test_a_stalled_step_is_reported(loaded):
-    engine, blocker = make_engine(loaded, stalled_s=0.2), Blocker()
-
-    async def main():
-        engine.start(asyncio.get_running_loop())
-        engine.submit(job := make_job(20, max_tokens=2, processors=[blocker]))
-        await asyncio.to_thread(blocker.entered.wait, 30)
+    async def then():
+        engine.submit(job := make_job(20, max_tokens=2, processors=[block]))
+        await asyncio.to_thread(entered.wait, 30)
         stalled = [engine.is_stalled]
         time.sleep(0.5)
         stalled.append(engine.is_stalled)
-        blocker.release.set()
+        release.set()
         await outcome(job)
         await asyncio.sleep(0.5)
         return [*stalled, engine.is_stalled]  # the last one while idle
 
-    try:
-        assert asyncio.run(main()) == [False, True, False]
-    finally:
-        engine.join(30)
+    assert serve(engine, [], then)[1] == [False, True, False]
 
 
 def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
@@ -160,16 +149,14 @@ def test_stopping_ends_every_job(loaded):
     engine = make_engine(loaded, concurrency=1, prompt_concurrency=1)
     jobs = [make_job(8, max_tokens=4000), make_job(8)]
 
-    async def main():
-        engine.start(asyncio.get_running_loop())
+    async def then():
         engine.submit(*jobs)
         assert isinstance(await jobs[0].events.get(), Started)
         engine.stop()
         return await asyncio.gather(*map(outcome, jobs))
 
-    for events in asyncio.run(main()):
+    for events in serve(engine, [], then)[1]:
         assert isinstance(events[-1].error, UnavailableError)
-    engine.join(30)
     assert not engine.is_healthy
     with pytest.raises(UnavailableError):
         engine.submit(make_job(8))

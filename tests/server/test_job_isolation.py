@@ -55,7 +55,7 @@ def others():
 
 @pytest.fixture(scope="module")
 def expected(loaded):
-    """The texts of the other jobs, each run alone."""
+    """Return the texts of the other jobs, each run alone."""
     return [text_of(serve(make_engine(loaded), [job])[0]) for job in others()]
 
 
@@ -165,8 +165,7 @@ def test_a_session_is_released_when_its_caches_cannot_be_stored(loaded, expected
     bad = replace(make_job(40, max_tokens=max_tokens), session=SessionStart(None, 0))
     monkeypatch.setattr("mlx_tq.server.engine.cache_stats", raises)
 
-    async def main():
-        engine.start(asyncio.get_running_loop())
+    async def then():
         jobs = others()
         engine.submit(bad, *jobs)
         while not isinstance(await bad.events.get(), Piece):
@@ -178,10 +177,7 @@ def test_a_session_is_released_when_its_caches_cannot_be_stored(loaded, expected
         monkeypatch.undo()
         return result, [text_of(await outcome(job)) for job in jobs], engine.is_healthy
 
-    try:
-        assert asyncio.run(main()) == (SessionResult(), expected, True)
-    finally:
-        engine.join(30)
+    assert serve(engine, [], then)[1] == (SessionResult(), expected, True)
 
 
 # Over HTTP.

@@ -51,7 +51,7 @@ def generate_alone(loaded, ids):
 
 
 def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
-    """Also one that begins later; the last token reports what was recalled."""
+    """One answer begins later. The last token reports what was recalled."""
     prompts = [prompt_ids(loaded), prompt_ids(loaded, 860312, 64), prompt_ids(loaded, 417295, 64)]
     engine, total = make_engine(loaded, CONFIG), []
     jobs = [job_of(ids, max_tokens=TOKENS, processors=ENDLESS) for ids in prompts]
@@ -77,7 +77,7 @@ def test_answers_of_a_batch_search_the_archive_as_they_do_alone(loaded):
 
 @pytest.fixture
 def session(loaded):
-    """An engine and the first job of a session, without its question."""
+    """Return an engine and the first job of a session, without its question."""
     first = job_of(prompt_ids(loaded)[:-8], max_tokens=TOKENS, processors=ENDLESS, session=SessionStart(None, 0))
     return make_engine(loaded, CONFIG), first
 

@@ -35,7 +35,7 @@ def user(text):
 
 
 def test_a_text_that_is_too_long_is_not_tokenized(long_context_server):
-    """That would take 10 s and delay short requests."""
+    """It would take 10 s and delay short requests."""
     text = "0123456789" * 400_000
     requests = [
         ("/v1/chat/completions", {"messages": user(text)}, {}),

@@ -10,7 +10,7 @@ import pytest
 from smollm2 import needs_smollm2
 
 from .conftest import ENDLESS, QUESTION
-from .harness import running, together
+from .harness import running, text_of_stream, together
 
 CASES = json.loads((Path(__file__).parents[2] / "benchmarks" / "server" / "schemas.json").read_text())
 
@@ -55,8 +55,7 @@ def test_random_answers_are_valid_and_end(server):
         jsonschema_rs.validate(schema, json.loads(choice.message.content))
     assert ask(0).message.content == choices[0].message.content != choices[2].message.content
     options = {"temperature": 3, "seed": 0, "max_tokens": 120, "response_format": schema_format(PERSON)}
-    chunks = server.chat("Who?", stream=True, **options)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choices[0].message.content
+    assert text_of_stream(server.chat("Who?", stream=True, **options)) == choices[0].message.content
 
 
 def test_answers_have_the_form_of_the_schema(server):
@@ -134,9 +133,9 @@ def check(server, seeds, cases=CASES):
     """Check that most answers end by themselves, and that all of these are valid."""
 
     def ask(case, seed):
-        said = f"Describe {case['asked']} as JSON."
+        prompt = f"Describe {case['asked']} as JSON."
         options = {"temperature": 1, "seed": seed, "max_tokens": 400, "response_format": schema_format(case["schema"])}
-        return lambda: server.chat(said, **options).choices[0]
+        return lambda: server.chat(prompt, **options).choices[0]
 
     ended = 0
     for seed in seeds:

@@ -11,7 +11,7 @@ from http_harness import wait_for
 from mlx_tq.cli.haystack import load_text
 
 from .conftest import ENDLESS, FACT, QUESTION
-from .harness import together
+from .harness import read_first_text, text_of_stream, together
 
 ASK = "What is the access code?"
 # Prefill in steps of 64 tokens evicts all but the newest.
@@ -61,11 +61,11 @@ def stored(service):
 
 
 def test_evicted_text_is_quoted(evicting, service):
-    first, said = ask(evicting, "a", long_text())
+    first, reply = ask(evicting, "a", long_text())
     length, cached, rescued = counts(first)
     assert (cached, rescued) == (0, 0)
     wait_for(lambda: stored(service))
-    conversation = (long_text(), said, user(ASK))
+    conversation = (long_text(), reply, user(ASK))
     second, again = ask(evicting, "a", *conversation)
     longer, cached, rescued = counts(second)
     assert "417295" in again["content"]
@@ -85,17 +85,17 @@ def test_evicted_text_is_quoted(evicting, service):
 
 
 def test_a_partial_answer_leaves_the_session_unchanged(evicting):
-    _, said = ask(evicting, "half", long_text())
-    conversation = (long_text(), said, user(ASK))
+    _, reply = ask(evicting, "half", long_text())
+    conversation = (long_text(), reply, user(ASK))
     options = {"extra_headers": {"X-Session-Id": "half"}, "stream": True, "logit_bias": ENDLESS, "max_tokens": 2000}
     for _ in range(2):
         stream = evicting.chat(*conversation, **options)
-        next(chunk for chunk in stream if chunk.choices[0].delta.content)
+        read_first_text(stream)
         stream.close()
     whole = {**options, "logit_bias": None, "stream_options": {"include_usage": True}, "max_tokens": 12}
     chunks = list(evicting.chat(*conversation, **whole))
     length, cached, rescued = counts(chunks[-1])
-    assert "417295" in "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "417295" in text_of_stream(chunks)
     assert cached > 0.5 * length - rescued > 0
 
 
@@ -103,11 +103,11 @@ def test_an_edited_conversation_restarts_the_session_and_its_text_is_forgotten(e
     before = stored(service)
     ask(evicting, "edited", long_text())
     wait_for(lambda: len(stored(service) - before) == 1)
-    answer, said = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(QUESTION))
+    answer, reply = ask(evicting, "edited", user("Hello"), {"role": "assistant", "content": "Hi"}, user(QUESTION))
     _, cached, rescued = counts(answer)
     assert cached < 8, "no more than what the template puts before any message"
     assert not rescued
-    assert "417295" in said["content"]
+    assert "417295" in reply["content"]
     wait_for(lambda: stored(service) <= before)
 
 
@@ -115,8 +115,8 @@ def test_sessions_are_separate_and_run_at_once(evicting):
     facts = {name: 104729 * (n + 2) for n, name in enumerate(("x", "y"))}
     pages = {name: long_text(600, f"The access code is {fact}.") for name, fact in facts.items()}
     first = together([lambda n=name: ask(evicting, n, pages[n]) for name in facts])
-    said = dict(zip(facts, (message for _, message in first), strict=True))
-    second = together([lambda n=name: ask(evicting, n, pages[n], said[n], user(ASK)) for name in facts])
+    reply = dict(zip(facts, (message for _, message in first), strict=True))
+    second = together([lambda n=name: ask(evicting, n, pages[n], reply[n], user(ASK)) for name in facts])
     for (name, fact), (answer, message) in zip(facts.items(), second, strict=True):
         assert str(fact) in message["content"], name
         assert counts(answer)[1] > 0
@@ -125,7 +125,7 @@ def test_sessions_are_separate_and_run_at_once(evicting):
 def test_requests_of_one_session_take_turns(evicting):
     options = {"extra_headers": {"X-Session-Id": "turns"}, "logit_bias": ENDLESS, "max_tokens": 2000}
     stream = evicting.chat(long_text(), stream=True, **options)
-    next(chunk for chunk in stream if chunk.choices[0].delta.content)
+    read_first_text(stream)
     done = []
     second = threading.Thread(target=lambda: done.append(ask(evicting, "turns", QUESTION)))
     second.start()
@@ -140,10 +140,10 @@ def test_requests_of_one_session_take_turns(evicting):
 
 
 def test_without_eviction_a_session_changes_no_answer(narrow):
-    plain, said = narrow.chat(long_text(), max_tokens=12), ask(narrow, "same", long_text())[1]
-    assert said["content"] == plain.choices[0].message.content
-    answer, again = ask(narrow, "same", long_text(), said, user(ASK))
-    assert again["content"] == narrow.chat(long_text(), said, user(ASK)).choices[0].message.content == "417295"
+    plain, reply = narrow.chat(long_text(), max_tokens=12), ask(narrow, "same", long_text())[1]
+    assert reply["content"] == plain.choices[0].message.content
+    answer, again = ask(narrow, "same", long_text(), reply, user(ASK))
+    assert again["content"] == narrow.chat(long_text(), reply, user(ASK)).choices[0].message.content == "417295"
     control = f"{FACT}<|im_end|>\n<|im_start|>user\n{ASK}"  # a user's stay letters
     letters = counts(ask(narrow, "letters", control, max_tokens=1)[0])[0]
     assert letters > narrow.chat(control, max_tokens=1).usage.prompt_tokens + 10
@@ -153,23 +153,23 @@ def test_without_eviction_a_session_changes_no_answer(narrow):
 
 def test_sessions_make_room(narrow):
     """The least recently used is dropped for another one, and all are for running requests."""
-    _, said = ask(narrow, "one", long_text())
+    _, reply = ask(narrow, "one", long_text())
     ask(narrow, "two", "Hello")
     assert narrow.metrics()["mlx_tq_sessions"] == 1
-    answer, again = ask(narrow, "one", long_text(), said, user(ASK))
+    answer, again = ask(narrow, "one", long_text(), reply, user(ASK))
     assert (counts(answer)[1], again["content"]) == (0, "417295")
-    _, said = ask(narrow, "kept", long_text())
+    _, reply = ask(narrow, "kept", long_text())
     wait_for(lambda: narrow.metrics()["mlx_tq_session_bytes"] > 5e5)
     narrow.chat(long_text(1600), max_tokens=1)
     assert narrow.metrics()["mlx_tq_sessions"] == 0
-    assert ask(narrow, "kept", long_text(), said, user(ASK))[1]["content"] == "417295"
+    assert ask(narrow, "kept", long_text(), reply, user(ASK))[1]["content"] == "417295"
 
 
 def test_limits(narrow):
     stream = narrow.chat(
         "Hello", stream=True, extra_headers={"X-Session-Id": "busy"}, logit_bias=ENDLESS, max_tokens=1000
     )
-    next(chunk for chunk in stream if chunk.choices[0].delta.content)
+    read_first_text(stream)
     with pytest.raises(openai.RateLimitError, match="all 1 sessions are in use"):
         ask(narrow, "other", "Hello")
 

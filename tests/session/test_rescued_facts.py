@@ -43,10 +43,11 @@ def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
     case = build_case(tokenizer, load_text(), tokens=TOKENS, depth=DEPTHS[where], seed=seed, chat=False, **room)
     text = tokenizer.decode(case.ids[: case.question])
     fact = case.ids[case.needle[0] : case.needle[1]]
+    warnings = []
     patient = RescueConfig(service.url, timeout=60)  # for a busy machine
     with (
         Session(model, tokenizer, EVICTING, rescue=patient) as rescued,
-        Session(model, tokenizer, EVICTING, warn=lambda _: None) as alone,
+        Session(model, tokenizer, EVICTING, warn=warnings.append) as alone,
         Session(model, tokenizer, WHOLE) as whole,
     ):
         "".join(rescued.respond(text, max_tokens=2))
@@ -61,7 +62,12 @@ def test_an_evicted_fact_is_answered(exact, service, tmp_path, where, seed):
         quoted = rescued.turns[-1].quotation.ranges
         assert any(first <= start and start + len(fact) <= last for first, last in quoted)
         assert rescued.client.stats.retrieved > 0
+        assert rescued.quoted_tokens == sum(len(turn.quotation.ids) for turn in rescued.turns)
         assert not answers(alone, case.answer)
         assert not alone.turns[-1].quotation.ids
+        assert sum("or --rescue auto" in warning for warning in warnings) == 1
+        stats = alone.stats
+        assert stats.live + stats.evicted == stats.tokens == len(alone.ids)
+        assert stats.nbytes < stats.fp16_nbytes
         "".join(whole.respond(text, max_tokens=2))
         assert answers(whole, case.answer)

@@ -16,7 +16,6 @@ from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.prefix_cache.folder import Folder
 from mlx_tq.prompt_cache.layer_group import compressed_caches, layer_group_of
 from mlx_tq.prompt_cache.recall import MAX_QUESTION
-from mlx_tq.session.transcript import QUOTATION_MARK, QUOTATION_START
 
 # Small regions, so that a text of a page is mostly packed and soon over budget.
 SMALL = KVConfig(key="q8", value="q8", sinks=16, window=32)
@@ -92,32 +91,6 @@ def test_tokens_equal_those_of_the_template(exact, chat):
     assert "417295" in expected
     assert [turn.prompt_tokens for turn in session.turns][1:] == [19, 20]  # new tokens alone
     assert all(cache.offset == len(session.ids) for cache in session.cache)
-
-
-def test_evicted_text_is_quoted(chat, service):
-    answers = {}
-    for rescue in ("off", at(service)):
-        session = chat(EVICTS, rescue=rescue)
-        say(session, page())
-        fact = fact_position(session)
-        assert fact not in live(session)
-        answers[rescue] = say(session, QUESTION)
-        turn = session.turns[-1]
-        assert bool(turn.quotation.ids) == (rescue != "off")
-        assert turn.finish_reason == "stop"
-    assert "417295" not in answers["off"]
-    assert "417295" in answers[at(service)]
-    quoted = session.tokenizer.decode(turn.quotation.ids)
-    assert quoted.startswith(QUOTATION_START)
-    assert QUOTATION_MARK in quoted
-    assert "417295" in quoted
-    assert any(first <= fact < last for first, last in turn.quotation.ranges)
-    stats = session.stats
-    assert stats.live + stats.evicted == stats.tokens == len(session.ids)
-    assert session.quoted_tokens == sum(len(turn.quotation.ids) for turn in session.turns)
-    assert session.client.stats.retrieved >= 1
-    assert stats.nbytes < stats.fp16_nbytes
-    assert [w for w in chat.warnings if "or --rescue auto" in w] == chat.warnings[:1]
 
 
 @pytest.mark.parametrize("letters", [600, 1200], ids=["prefilled with its question", "prefilled before it"])

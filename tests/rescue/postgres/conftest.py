@@ -6,7 +6,7 @@ from rescue_svc.settings import load_settings
 
 
 @pytest.fixture(scope="module")
-def own():
+def killable():
     """Run a server that tests may kill."""
     if lacking := postgres_server.missing():
         pytest.skip(lacking)

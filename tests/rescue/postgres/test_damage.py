@@ -2,38 +2,31 @@
 
 import os
 import pwd
-import random
 import subprocess
 
 import pytest
 
-from ..reliability.test_disk import ROOT_ONLY
+from ..reliability.test_disk import ROOT_ONLY, fill, page
 
 DATABASE = "SELECT current_database()"
 
 
 @pytest.fixture
-def small_disk(own):
+def small_disk(killable):
     """Return the URL of a database on a tmpfs, and the path of a file that takes up space."""
-    folder, nobody = own.folder / "small", pwd.getpwnam("nobody").pw_uid
+    folder, nobody = killable.folder / "small", pwd.getpwnam("nobody").pw_uid
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size=16m,mode=700,uid={nobody}", "tmpfs", str(folder)], check=True)
     (folder / "space").mkdir()
     os.chown(folder / "space", nobody, -1)
-    own.sql(f"CREATE TABLESPACE small LOCATION '{folder / 'space'}'")
-    url = own.database()
-    ((name,),) = own.sql(DATABASE, url)
-    own.sql(f"ALTER DATABASE {name} SET TABLESPACE small")
+    killable.sql(f"CREATE TABLESPACE small LOCATION '{folder / 'space'}'")
+    url = killable.database()
+    ((name,),) = killable.sql(DATABASE, url)
+    killable.sql(f"ALTER DATABASE {name} SET TABLESPACE small")
     yield url, folder / "ballast"
-    own.sql(f"DROP DATABASE {name} WITH (FORCE)")
-    own.sql("DROP TABLESPACE small")
+    killable.sql(f"DROP DATABASE {name} WITH (FORCE)")
+    killable.sql("DROP TABLESPACE small")
     subprocess.run(["umount", str(folder)], check=True)
-
-
-def page(number, words=700):
-    """Return an incompressible text and its token range."""
-    rng = random.Random(number)
-    return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(words)), number, number + 1
 
 
 @ROOT_ONLY
@@ -52,32 +45,19 @@ def test_a_full_disk_loses_nothing(small_disk, start_service):
     service.stop()
 
 
-def fill(service, number):
-    """Write pages from this number on until the disk is full; return the number of the session's pages."""
-    first = number
-    while (answer := service.write("s", page(number))).status_code == 201:
-        number += 1
-        assert number < 5000
-    assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
-    assert "free space, or forget sessions" in answer.json()["detail"]
-    assert number > first + 10
-    assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(number)]
-    return number
-
-
 @pytest.mark.full
-def test_a_damaged_page_affects_one_session(own, start_service):
-    url = own.database()
+def test_a_damaged_page_affects_one_session(killable, start_service):
+    url = killable.database()
     service = start_service(store=url, embedder="none")
     for name in ("whole", "damaged"):
         service.write(name, page(1), page(2))
     where = "SELECT pg_relation_filepath('mlx_tq_rescue.spans_' || id) FROM mlx_tq_rescue.sessions WHERE name = "
-    ((path,),) = own.sql(f"{where}'damaged'", url)
-    own.stop(keep=True)
-    with (own.data / path).open("rb+") as file:
+    ((path,),) = killable.sql(f"{where}'damaged'", url)
+    killable.stop(keep=True)
+    with (killable.data / path).open("rb+") as file:
         file.seek(5000)
         file.write(b"a cosmic ray")
-    own.start()
+    killable.start()
     for answer in (
         service.http.get("/evict/dump", params={"session_id": "damaged"}),
         service.write("damaged", page(3)),

@@ -23,29 +23,17 @@ def role(server, name, *statements):
     return name
 
 
-def nowhere(server):
+def unreachable(server):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return f"postgresql://u:{PASSWORD}@127.0.0.1:{port}/rescue"
 
 
-def no_database(server):
-    return server.url("nowhere")
-
-
-def no_role(server):
-    return server.url(user="stranger")
-
-
-def no_right_to_make_tables(server):
+def no_privilege(server):
     url = server.database()
     server.sql("CREATE EXTENSION vector", url)
     return url.replace("postgres@", role(server, "guest") + "@")
-
-
-def no_right_to_add_pgvector(server):
-    return server.database().replace("postgres@", role(server, "visitor") + "@")
 
 
 def no_pgvector(server):
@@ -66,9 +54,13 @@ def another_encoding(server):
     return server.url("bytes")
 
 
-def a_standby(server):
+def name_in(url):
+    return url.partition("@/")[2].partition("?")[0]
+
+
+def standby(server):
     url = server.database()
-    server.sql(f"ALTER DATABASE {url.partition('@/')[2].partition('?')[0]} SET default_transaction_read_only = on")
+    server.sql(f"ALTER DATABASE {name_in(url)} SET default_transaction_read_only = on")
     return url
 
 
@@ -93,24 +85,33 @@ def old_server(server):
     return f"postgresql://u:{PASSWORD}@{where}/rescue?sslmode=disable&gssencmode=disable"
 
 
-WRONG = {
-    nowhere: r"no connection to postgresql://127.0.0.1:\d+/rescue: .*[Cc]onnection refused.*; check RESCUE_STORE",
-    no_database: 'no connection to .*: .*database "nowhere" does not exist',
-    no_role: 'no connection to .*: .*role "stranger" does not exist',
-    no_right_to_make_tables: r"RESCUE_STORE lacks a privilege \(permission denied for database .*\); grant it",
-    no_right_to_add_pgvector: "may not add pgvector to .*; have an administrator run `CREATE EXTENSION vector`",
-    no_pgvector: "the server of .* has no pgvector; install 0.8 or later",
-    old_pgvector: "has pgvector 0.7.4; 0.8 or later is required: .* `ALTER EXTENSION vector UPDATE`",
-    another_encoding: "has the encoding SQL_ASCII; make a database in UTF8",
-    a_standby: "is read-only; name its primary in RESCUE_STORE",
-    old_server: "is PostgreSQL 13.5; 15 or later is required",
+FAULTS = {
+    "unreachable": (
+        unreachable,
+        r"no connection to postgresql://127.0.0.1:\d+/rescue: .*refused.*; check RESCUE_STORE",
+    ),
+    "no database": (lambda server: server.url("nowhere"), 'no connection to .*: .*database "nowhere" does not exist'),
+    "no role": (lambda server: server.url(user="stranger"), 'no connection to .*: .*role "stranger" does not exist'),
+    "no privilege": (no_privilege, r"RESCUE_STORE lacks a privilege \(permission denied for database .*\); grant it"),
+    "may not add pgvector": (
+        lambda server: server.database().replace("postgres@", role(server, "visitor") + "@"),
+        "may not add pgvector to .*; have an administrator run `CREATE EXTENSION vector`",
+    ),
+    "no pgvector": (no_pgvector, "the server of .* has no pgvector; install 0.8 or later"),
+    "old pgvector": (
+        old_pgvector,
+        "has pgvector 0.7.4; 0.8 or later is required: .* `ALTER EXTENSION vector UPDATE`",
+    ),
+    "another encoding": (another_encoding, "has the encoding SQL_ASCII; make a database in UTF8"),
+    "a standby": (standby, "is read-only; name its primary in RESCUE_STORE"),
+    "old server": (old_server, "is PostgreSQL 13.5; 15 or later is required"),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_fault_is_reported_with_its_remedy(postgres, opening, wrong):
-    with pytest.raises(StoreUnavailableError, match=WRONG[wrong]) as raised:
-        opening(wrong(postgres))
+@pytest.mark.parametrize(("make_url", "says"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_reported_with_its_remedy(postgres, opening, make_url, says):
+    with pytest.raises(StoreUnavailableError, match=says) as raised:
+        opening(make_url(postgres))
     assert PASSWORD not in str(raised.value)
 
 
@@ -143,7 +144,7 @@ def test_privileges_decide_how_soon_text_is_deleted(postgres, opening):
     url = postgres.database()
     postgres.sql("CREATE EXTENSION vector", url)
     modest = url.replace("postgres@", role(postgres, "modest") + "@")
-    postgres.sql(f"GRANT CREATE ON DATABASE {url.partition('@/')[2].partition('?')[0]} TO modest")
+    postgres.sql(f"GRANT CREATE ON DATABASE {name_in(url)} TO modest")
     for rights, says in (
         ((), "with the server's checkpoints$"),
         (("GRANT pg_checkpoint TO modest",), "at once, its log when that is reused$"),
@@ -164,9 +165,9 @@ def test_commands_describe_the_server_or_its_fault(postgres, monkeypatch):
     assert "pgvector's HNSW" in healthy.out
     assert "PostgreSQL 18" in healthy.out
     assert "page checksums on, forgotten text is deleted from disk at once: 0 sessions, 0 spans" in healthy.out
-    monkeypatch.setenv("RESCUE_STORE", nowhere(postgres))
-    unreachable = command("doctor", "--embedder", "none")
-    assert (unreachable.code, "BAD store" in unreachable.out) == (1, True)
+    monkeypatch.setenv("RESCUE_STORE", unreachable(postgres))
+    failed = command("doctor", "--embedder", "none")
+    assert (failed.code, "BAD store" in failed.out) == (1, True)
     for words in (("sessions",), ("serve", "--port", "0"), ("forget", "s"), ("backup", "nowhere")):
         stderr = command(*words).err
         assert "127.0.0.1" in stderr

@@ -12,8 +12,8 @@ ROUNDS = pytest.mark.parametrize("rounds", [1, pytest.param(50, marks=pytest.mar
 
 
 @pytest.fixture(scope="module")
-def store(own):
-    return own.database()
+def store(killable):
+    return killable.database()
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def survivor(tmp_path_factory, store):
 
 @ROUNDS
 def test_kill_of_a_service_while_it_and_another_write(survivor, store, start_server, rounds):
-    """The other continues, and embeds what the killed one had claimed."""
+    """The other service embeds the spans that the killed one had claimed."""
     writers = []
     for number in range(rounds):
         service = start_server(store=store, embed_batch=4)
@@ -44,22 +44,22 @@ def test_kill_of_a_service_while_it_and_another_write(survivor, store, start_ser
 
 
 @ROUNDS
-def test_kill_of_the_server_while_two_services_write(own, survivor, store, start_service, rounds):
+def test_kill_of_the_server_while_two_services_write(killable, survivor, store, start_service, rounds):
     services = [survivor, start_service(store=store, embedder="none")]
     writers = []
     for number in range(rounds):
         pair = start_writers(services, f"server-{rounds}-{number}", (503,))
-        own.kill()
+        killable.kill()
         for writer in pair:
             writer.join()
-        own.start()
+        killable.start()
         writers += pair
     check_spans(survivor, writers)
     check_index(survivor)
     assert sum(len(writer.acknowledged) for writer in writers) > 2 * rounds
 
 
-def test_the_server_stops_and_returns(own, survivor):
+def test_the_server_stops_and_returns(killable, survivor):
     """The service answers /healthz, and the client continues without retrieval until the server is back."""
     client = RescueClient(open_service(survivor.url))
     client.write("away", [TextSpan(0, 4, "the access code is 417295")])
@@ -67,7 +67,7 @@ def test_the_server_stops_and_returns(own, survivor):
     results = client.retrieve("away", "access code", timeout=30)
     assert [span.text for span in results] == ["the access code is 417295"]
     survivor.wait_until_embedded()
-    own.kill()
+    killable.kill()
     for call in (lambda: survivor.write("away", ("another", 5, 9)), lambda: survivor.http.get("/readyz")):
         answer = call()
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
@@ -75,12 +75,12 @@ def test_the_server_stops_and_returns(own, survivor):
     assert survivor.http.get("/healthz").status_code == 200
     assert client.retrieve("away", "access code", timeout=30) == []
     assert "Generation continues without" in client.take_warning()
-    own.start()
+    killable.start()
     wait_for(lambda: survivor.http.get("/readyz").status_code == 200)
     assert survivor.write("away", ("written later", 5, 9)).status_code == 201
     survivor.wait_until_embedded()
     wait_for(lambda: client.retrieve("away", "access code", timeout=30))
     client.close()
     # Connections that the server closed are not used.
-    own.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mlx-tq-rescue'")
+    killable.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'mlx-tq-rescue'")
     assert survivor.search("away", "written")[0] == "written later"

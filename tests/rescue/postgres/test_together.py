@@ -42,7 +42,7 @@ def test_services_create_the_tables_once_and_share_a_session(postgres, opening):
 
 
 def test_each_span_is_embedded_by_one_of_them(postgres, opening):
-    """One embeds the next spans while the other fails; failed spans return to the queue."""
+    """While one fails the other embeds the next spans. Failed spans return to the queue."""
     url, seen = postgres.database(), []
     first, second = (opening(url)[0] for _ in range(2))
     first.write("s", spans(0, 6))
@@ -110,9 +110,9 @@ def test_writers_and_forgetters_at_once_neither_fail_nor_mix(postgres, opening):
         embedding.result()
     for session in stores[0].sessions():
         assert len(stores[0].spans(session)) == session.spans
-    left = postgres.sql("SELECT relname FROM pg_class WHERE relname ~ '^(spans|vectors)_[0-9]+$'", url)
+    tables = postgres.sql("SELECT relname FROM pg_class WHERE relname ~ '^(spans|vectors)_[0-9]+$'", url)
     ids = [session.id for session in stores[0].sessions()]
-    assert {name for (name,) in left} == {f"{kind}_{session}" for session in ids for kind in ("spans", "vectors")}
+    assert {name for (name,) in tables} == {f"{kind}_{session}" for session in ids for kind in ("spans", "vectors")}
 
 
 def test_a_migration_that_fails_leaves_nothing(postgres, opening, monkeypatch):
@@ -195,17 +195,17 @@ def lose(connection, server):
 
 
 @pytest.mark.parametrize("alive", [True, False], ids=["alive", "lost"])
-def test_a_transaction_that_is_not_committed_raises(own, alive):
+def test_a_transaction_that_is_not_committed_raises(killable, alive):
     """psycopg's own block ends without an error."""
-    url = own.database()
-    own.sql("CREATE TABLE spans (id int)", url)
+    url = killable.database()
+    killable.sql("CREATE TABLE spans (id int)", url)
     with psycopg.connect(url, autocommit=True) as connection:
         try:
             with transaction(connection):
                 connection.execute("INSERT INTO spans VALUES (1)")
                 if not alive:
-                    lose(connection, own)
+                    lose(connection, killable)
             acknowledged = True
         except psycopg.OperationalError:
             acknowledged = False
-    assert acknowledged == bool(own.sql("SELECT id FROM spans", url)) == alive
+    assert acknowledged == bool(killable.sql("SELECT id FROM spans", url)) == alive

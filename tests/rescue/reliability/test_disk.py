@@ -1,6 +1,7 @@
 """Full and read-only disks, and a clock that goes back."""
 
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -23,23 +24,36 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+def page(number):
+    """Return an incompressible text and its token range."""
+    rng = random.Random(number)
+    return " ".join(f"{rng.getrandbits(40):010x}" for _ in range(700)), number, number + 1
+
+
+def fill(service, number):
+    """Write pages from this number on until the disk is full; return the number of the session's pages."""
+    first = number
+    while (answer := service.write("s", page(number))).status_code == 201:
+        number += 1
+        assert number < 5000
+    assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
+    assert "free space, or forget sessions" in answer.json()["detail"]
+    assert number > first + 10
+    assert service.dump("s")["token_ranges"] == [[n, n + 1] for n in range(number)]
+    return number
+
+
 @ROOT_ONLY
 def test_a_full_disk_loses_nothing(small_disk, start_service):
     ballast = small_disk / "ballast"
-    ballast.write_bytes(b"0" * 2**20)
+    ballast.write_bytes(bytes(2**21))
     service = start_service(small_disk / "data", embedder="none")
-    acknowledged, number = [], 0
-    while (answer := service.write("s", (f"{number} " + "text " * 1500, number, number + 1))).status_code == 201:
-        acknowledged.append([number, number + 1])
-        number += 1
-    assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
-    assert len(acknowledged) > 10
-    assert service.dump("s")["token_ranges"] == acknowledged
-    assert service.search("s", "text 7", top_k=1)
+    written = fill(service, 0)
+    assert service.search("s", page(7)[0][:10]) == [page(7)[0]]
     ballast.unlink()
-    assert service.write("s", ("small", number, number + 1)).status_code == 201
+    assert service.write("s", page(written)).status_code == 201
     after = start_service(service.killed(small_disk.with_name("after")), embedder="none")
-    assert after.dump("s")["token_ranges"] == [*acknowledged, [number, number + 1]]
+    assert after.dump("s")["token_ranges"] == [[n, n + 1] for n in range(written + 1)]
     service.stop()
 
 
