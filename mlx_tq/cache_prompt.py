@@ -41,15 +41,14 @@ def run(args: argparse.Namespace) -> int:
     import mlx.core as mx
     from mlx_lm.generate import generate_step
 
-    from mlx_tq.cache.files import check_replaceable
     from mlx_tq.cli.loading import load_model, make_caches
     from mlx_tq.cli.preflight import check_memory, check_positions, free_memory
     from mlx_tq.cli.prompts import read_prompt
     from mlx_tq.cli.screen import prefill_progress, show_cache, show_plan
     from mlx_tq.integration.probe import position_limit
+    from mlx_tq.prompt_cache.cache_file import check_replaceable, save_prompt_cache
     from mlx_tq.prompt_cache.compressed import compressed
-    from mlx_tq.prompt_cache.files import save_prompt_cache
-    from mlx_tq.prompt_cache.passes import compressed_caches
+    from mlx_tq.prompt_cache.layer_group import compressed_caches
     from mlx_tq.prompt_cache.statistics import cache_stats
     from mlx_tq.session.text import PromptLengthLimit
 
@@ -88,12 +87,15 @@ def _decode(args: argparse.Namespace) -> int:
     """Write the content of a compressed file as one of mlx-lm's own; return the exit code."""
     from mlx_lm.models.cache import make_prompt_cache  # loads mlx, which --help does without
 
-    from mlx_tq.cache.files import read_header  # likewise
     from mlx_tq.cli.loading import load_model  # likewise
     from mlx_tq.cli.screen import show_cache  # likewise
     from mlx_tq.config import PROFILES  # likewise
     from mlx_tq.prompt_cache.build import decode_caches  # likewise
-    from mlx_tq.prompt_cache.files import load_prompt_cache, save_prompt_cache  # likewise
+    from mlx_tq.prompt_cache.cache_file import (  # likewise
+        load_prompt_cache,
+        read_header,  # likewise
+        save_prompt_cache,
+    )
     from mlx_tq.prompt_cache.statistics import cache_stats  # likewise
 
     args.model = args.model or read_header(args.decode).model_name or None

@@ -49,7 +49,7 @@ def test_positions_rows_and_missing_ones(sizes, length, later, seed):
     stored = [*range(min(sizes.sinks, length + later)), *kept.tolist(), *range(floor, length + later)]
     assert regions.positions.tolist() == sorted(dict.fromkeys(stored))
     behind_sinks = [position for position in stored if position >= sizes.sinks]
-    for position in {sizes.sinks, floor, floor + later // 2}:
+    for position in {sizes.sinks, floor, max(floor, length + later // 2)}:
         assert regions.stored_before(position) == bisect_left(behind_sinks, position)
     missing = set(range(sizes.sinks, floor)) - set(kept.tolist())
     assert regions.evicted == len(missing)

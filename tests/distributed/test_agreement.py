@@ -190,7 +190,7 @@ def losing():
 
         first, other = (block.positions for block in sequence.archived[:2])
         lose(0)
-        sequence.agree()
+        sequence.forget_lost_blocks()
         spans = tuple((int(positions[0]), int(positions[-1])) for positions in (first, other))
         sequence.recall(layers, blocks_of_hits(caches, SearchHits(spans, 64)))
         found.append(sequence.recalled.tolist())

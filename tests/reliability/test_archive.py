@@ -250,13 +250,13 @@ ENDS = """
 import sys, threading, weakref
 from pathlib import Path
 from mlx_tq.session.worker import Worker
-from mlx_tq.prompt_cache.archive import ArchiveFile
+from mlx_tq.prompt_cache.archive import Archive
 
 class Owner: pass
 
 owner, worker, leaving = Owner(), Worker(), threading.Event()
 weakref.finalize(owner, worker.end)  # as a session ends its thread
-archive = ArchiveFile([], Path(sys.argv[1]))
+archive = Archive([], Path(sys.argv[1]))
 weakref.finalize(owner, leaving.set)  # the first to be called, as the newest
 look = lambda: (leaving.wait(), archive._queue.put(threading.Event()), archive.settle(), print("settled"))
 threading.Thread(target=lambda: worker.run(look), daemon=True).start()

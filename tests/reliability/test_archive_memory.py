@@ -48,18 +48,18 @@ def measure(archived):
         if sequence.archive is not None:
             sequence.archive.settle()  # what waits to be written has a bound of its own
     del pair, view
-    sequence.listen(search_layers(LAYERS), rounds=True)
+    sequence.capture_queries(search_layers(LAYERS), rounds=True)
     for number in search_layers(LAYERS):
-        sequence.listener(number)(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
+        sequence.listeners(number, 0, 0)[0].notify(mx.random.normal((1, HEADS, ASKING, DIM)), 0.125)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    found = sequence.look(caches, ASKING, LIVE).ranked
+    found = sequence.search_archive(caches, ASKING, LIVE).ranked
     peak = mx.get_peak_memory() - before
-    sequence.listen([], rounds=True)
+    sequence.capture_queries([], rounds=True)
     gc.collect()
     mx.clear_cache()
-    tokens = sum(len(scored.extent.positions) for scored in found)
+    tokens = sum(len(scored.block.positions) for scored in found)
     live = sum(cache.nbytes for cache in caches)
     size = 0 if sequence.archive is None else sequence.archive.nbytes
     report = {"archived": tokens, "size": size, "live": live, "look": peak}

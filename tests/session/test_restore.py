@@ -133,7 +133,7 @@ def test_a_loaded_cache_holds_the_round_before_the_question_too(exact, tmp_path)
     config = replace(CONFIG, evict=evict)
     caches, path = make_prompt_cache(model, config), tmp_path / "a.safetensors"
     read(model, caches, tokenizer.encode(facts(40)[0]))
-    layer_group_of(caches).before(evicting_layers(caches), 0)  # only the question makes a round due
+    layer_group_of(caches).begin_pass(evicting_layers(caches), 0)  # only the question makes a round due
     save_prompt_cache(path, caches, model=model, config=config)
     rounds = []
     for each in (caches, load_prompt_cache(path, model=model).caches):

@@ -57,14 +57,14 @@ def test_weights_and_outputs_against_numpy(exact):
         answered(model, tokenizer, ids, shadow.caches, 4)
         cache = shadow.caches[0]
         view = cache.keys_and_values()[0].view
-        queries = mx.random.normal((1, 4 * cache._own.keys.shape[1], 1, view.keys.shape[3]))
-        found = type(view)(view.kept, view.keys, view.values, heard, cache.positions)
+        queries = mx.random.normal((1, 4 * view.keys.shape[1], 1, view.keys.shape[3]))
+        found = type(view)(view.compressed, view.keys, view.values, heard, cache.positions)
         found.attend(queries, 0.1, None, None)
     (cosine, divergence), groups = np.array(heard[0]), 4
     for head in range(queries.shape[1]):
         query = np.array(queries[0, head, 0], np.float64)
         outputs, weights = [], []
-        for keys, values in ((view.keys, view.values), view.kept.materialize()):
+        for keys, values in ((view.keys, view.values), view.compressed.materialize()):
             scores = 0.1 * np.array(keys[0, head // groups], np.float64) @ query
             weights.append(np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum())
             outputs.append(weights[-1] @ np.array(values[0, head // groups], np.float64))
@@ -83,8 +83,9 @@ def test_predictions_are_those_of_a_compressed_cache(exact):
         reply = next(stream_generate(model, tokenizer, ids, max_tokens=8, prompt_cache=shadow.caches))
         shadow.token(reply.token, reply.text, reply.logprobs)
         caches = make_prompt_cache(model, CONFIG)
-        for own, cache in zip(shadow.caches, caches, strict=True):
-            keys, values = (part[:, :, : len(ids) - 1] for part in own._own.keys_and_values())
+        for shadowed, cache in zip(shadow.caches, caches, strict=True):
+            view = shadowed.keys_and_values()[0].view
+            keys, values = (part[:, :, : len(ids) - 1] for part in (view.keys, view.values))
             cache.append(keys, values)
         logits = model(mx.array([ids[-1:]]), cache=caches)[0, -1]
     compressed_log, own_log = (np.array(x, np.float64) for x in (logits - mx.logsumexp(logits), reply.logprobs))
