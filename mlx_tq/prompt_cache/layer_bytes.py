@@ -46,10 +46,12 @@ class Evicted:
     Attributes:
         seen: tokens that the layer has seen; None for any number.
         granularity: tokens that are evicted together.
+        recalled: tokens that may be reloaded.
     """
 
     seen: int | None
     granularity: int
+    recalled: int = 0
 
 
 def layer_layout(slot: SlotFacts, spec: CacheSpec) -> RowLayout:
@@ -71,7 +73,10 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
     layout, packed = layer_layout(slot, spec), spec.packed_until(tokens)
     rows = slot.heads * _row_bytes(slot, spec, packed)
     # After an eviction, the tokens that are left fill no whole blocks.
-    most = packed if evicted is None else max(spec.sinks, tokens - spec.window)
+    most = packed
+    if evicted is not None:
+        most = max(spec.sinks, tokens - spec.window)
+        most = most if evicted.seen is None else min(most, spec.packed_until(evicted.seen))
     capacity = slot.heads * _row_bytes(slot, spec, most, row_capacity)
     if evicted is not None and spec.cold and most > spec.sinks:  # tokens of both key formats may be left
         cold = spec.cold_layout(layout, dtype_of(slot.dtype)).nbytes
@@ -111,8 +116,9 @@ def _mean_bytes(slot: SlotFacts, spec: CacheSpec, packed: int, evicted: Evicted 
     rows, per_block = packed - spec.sinks, slot.heads * slot.key_dim * MEAN_BYTES
     if evicted is None:
         return per_block * -(-rows // MEAN_TOKENS)
-    # Blocks that are evicted together need not be those that have a mean together.
-    blocks = rows if evicted.granularity == 1 else 2 * -(-rows // evicted.granularity)
+    # Blocks that are evicted together need not be those that have a mean together, nor those that are recalled.
+    size = evicted.granularity
+    blocks = rows if size == 1 else 2 * -(-rows // size) + evicted.recalled
     if evicted.seen is not None:
         blocks = min(blocks, -(-(spec.packed_until(evicted.seen) - spec.sinks) // MEAN_TOKENS))
     return per_block * blocks + _INDEX_BYTES * rows

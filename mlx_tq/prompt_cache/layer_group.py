@@ -31,8 +31,9 @@ from mlx_lm.models.cache import CacheList
 from mlx_tq.cache.batch import BatchCompressedKVCache
 from mlx_tq.cache.blocks import Block, from_bytes
 from mlx_tq.cache.layer import CompressedKVCache, unannounced_pass
+from mlx_tq.cache.region_map import RegionSizes
 from mlx_tq.cache.view import QueryListener
-from mlx_tq.config import BLOCK, Budget, EvictConfig
+from mlx_tq.config import BLOCK, Budget, EvictConfig, KVConfig
 from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import CacheFormatError, ConfigError
 from mlx_tq.files import cache_folder
@@ -77,9 +78,18 @@ class EvictionPlan:
             return recall
         return max(self.allowed(seen) // _RECALL_SHARE, _MIN_RECALL) if recall == "auto" else 0
 
-    def max_live(self, seen: int, latest: int) -> int:
-        """Return the upper bound on live tokens after `seen` tokens, of which the `latest` ones are never evicted."""
-        return min(seen, max(self.allowed(seen), latest + 1) + self.config.policy.trigger)
+    def max_live(self, seen: int, config: KVConfig) -> int:
+        """Return the upper bound on the tokens stored before a forward pass, after `seen` tokens.
+
+        A round evicts whole blocks of the policy, all of whose tokens are packed:
+
+            | sinks, and the block that they end in | evictable blocks | a block in part | latest, and not yet packed |
+        """
+        size, latest = self.config.policy.granularity, config.latest
+        sizes = RegionSizes(sinks=config.sinks, window=max(config.window, 1), normalize=config.normalize)
+        end = sizes.packed_until(seen) - (latest - config.window)
+        evictable = max(0, end // size * size - -(-config.sinks // size) * size)
+        return min(seen, max(max(self.allowed(seen), latest + 1) + self.config.policy.trigger, seen - evictable))
 
 
 @dataclass(frozen=True)

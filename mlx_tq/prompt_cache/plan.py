@@ -4,12 +4,12 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from mlx_tq.cache.packed_rows import whole_steps
+from mlx_tq.cache.region_map import SCALE_READY
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.codec.formats import get_format
 from mlx_tq.codec.formats.base import dtype_of
@@ -18,7 +18,7 @@ from mlx_tq.distributed.group import ALONE, Ranks
 from mlx_tq.errors import ConfigError, UnsupportedModelError
 from mlx_tq.integration.probe import ModelFacts, SlotFacts
 from mlx_tq.kernels.arguments import can_run
-from mlx_tq.policies.calibration import Calibration, QueryStats
+from mlx_tq.policies.calibration import SKIP, Calibration, QueryStats
 from mlx_tq.policies.policy import CalibratedPolicy
 from mlx_tq.policies.rope import Rope, find_pairs, learn_rope
 from mlx_tq.prompt_cache.allocation import Allocation
@@ -113,53 +113,57 @@ class Plan:
         looks_up = isinstance(policy, CalibratedPolicy) and policy.uses_auto_calibration
         return looks_up and any(layer.queries is None for layer in self.layers)
 
+    @property
+    def warmup(self) -> int:
+        """Tokens of the prompt before which no round is held, as their queries calibrate the policy."""
+        policy: Any = None if self.eviction is None else self.eviction.config.policy
+        calibrates = isinstance(policy, CalibratedPolicy) and any(layer.queries is None for layer in self.layers)
+        return SKIP + policy.warmup if calibrates else 0
+
     def live(self, tokens: int) -> int:
         """Return how many of `tokens` tokens are stored before a forward pass, at most."""
-        return tokens if self.eviction is None else self.eviction.max_live(tokens, self.config.latest)
+        if self.eviction is None or tokens < self.warmup:
+            return tokens
+        return self.eviction.max_live(tokens, self.config)
 
     # Bytes. Everything that reports or reserves memory goes through `bytes_at`.
 
-    def bytes_at(self, tokens: int, extra: int = 0) -> RegionBytes:
+    def bytes_at(self, tokens: int, extra: int = 0, recalled: int = 0) -> RegionBytes:
         """Return the bytes of the compressed layers after `tokens` tokens, region by region.
 
-        They are exact while nothing is evicted, else an upper bound for the budget and `extra` live tokens.
+        They are exact while nothing is evicted, else an upper bound for the budget, `recalled` and `extra` live tokens.
         """
-        live, evicted = min(tokens, self.live(tokens) + extra), None
-        if self.eviction is not None and live < tokens:
-            evicted = Evicted(tokens, self.eviction.config.policy.granularity)
+        live, evicted = min(tokens, max(self.live(tokens), self.live(tokens - extra)) + extra + recalled), None
+        if self.eviction is not None and self.live(tokens) < tokens:
+            evicted = Evicted(tokens, self.eviction.config.policy.granularity, recalled)
         return sum((layer.bytes_at(live, evicted) for layer in self.layers), RegionBytes())
 
     def nbytes(self, tokens: int) -> int:
         """Return the bytes of the compressed layers after `tokens` tokens, before the next forward pass."""
         return self.bytes_at(tokens).allocated
 
-    def peak_nbytes(self, tokens: int) -> int:
-        """Return the upper bound on the bytes at any length up to `tokens`, between passes of an answer.
+    def peak_nbytes(self, tokens: int, step: int = 1) -> int:
+        """Return the upper bound on the bytes at any length up to `tokens`, after passes of at most `step` tokens.
 
-        It includes the recalled tokens. A longer cache may take less: until the first block is packed, all tokens are
-        in full precision.
+        It includes the recalled tokens. Rows that copies share are in buffers that may be longer; see `shareable`.
         """
-        return max([self._nbytes_with_recalled(tokens), *(size for n, size in self._early_nbytes if n <= tokens)])
-
-    def _nbytes_with_recalled(self, tokens: int) -> int:
         recalled = 0 if self.eviction is None else self.eviction.max_recalled(tokens)
-        return self.bytes_at(tokens, recalled + 1).allocated  # a pass of one token comes after a round
+        lengths = {length for length in self._local_peaks(tokens, step) if 0 <= length <= tokens}
+        return max(self.bytes_at(length, step, recalled).allocated for length in lengths)
 
-    @cached_property
-    def _early_nbytes(self) -> list[tuple[int, int]]:
-        """Lengths where the bytes may be above those of later ones, and these bytes.
+    def _local_peaks(self, tokens: int, step: int) -> set[int]:
+        """Return the lengths behind which bytes may shrink, and `tokens`.
 
-        The last length without a packed token, and those at which one of the first blocks is packed: of the first ones,
-        more originals are kept. From then on bytes never shrink.
+        That is where a block is packed: of the first ones, more originals are kept; later, only a round can take more
+        than is added, of up to two blocks. And where the queries that gave the scale of keys are dropped, and where the
+        first round is held.
         """
-        lengths = set()
-        specs = {(layer.spec.sinks, layer.spec.window, layer.spec.normalize): layer.spec for layer in self.layers}
-        for spec in specs.values():
-            first = spec.sinks + spec.window
-            while spec.packed_until(first) == spec.sinks:
-                first += 1
-            lengths |= {first - 1, *range(first, first + 4 * BLOCK, BLOCK)}
-        return [(length, self._nbytes_with_recalled(length)) for length in sorted(lengths)]
+        peaks = {tokens, SCALE_READY + BLOCK - 1, self.warmup + step - 1}
+        for sinks, window in {(layer.spec.sinks, layer.spec.window) for layer in self.layers}:
+            settled = max(sinks + window, SCALE_READY) + 4 * BLOCK
+            last = tokens - (tokens - window) % BLOCK - 1
+            peaks |= {last - BLOCK, last, *range((window - 1) % BLOCK, settled, BLOCK)}
+        return peaks
 
     def shared_nbytes(self, tokens: int, total: int) -> int:
         """Return the bytes of the first `tokens` tokens that copies share while they grow to `total` tokens."""
