@@ -83,10 +83,12 @@ def layer_bytes(slot: SlotFacts, spec: CacheSpec, tokens: int, evicted: Evicted 
         all_cold = row_capacity(most - spec.sinks + BLOCK) * cold
         capacity = max(capacity, slot.heads * all_cold) + slot.heads * STEP * (layout.nbytes + cold)
     learned = slot.heads * layout.learned_bytes if rows else 0
-    scale = slot.heads * slot.key_dim * _SCALE_BYTES if spec.normalize and tokens >= SCALE_READY else 0
-    queries = 0
-    if spec.normalize and tokens < SCALE_READY + BLOCK:  # kept until no exact trim leads back to an unknown scale
-        queries = slot.heads * slot.key_dim * _SCALE_BYTES * max(0, min(tokens, SCALE_TOKENS) - SKIP)
+    seen = tokens if evicted is None else evicted.seen
+    scale = queries = 0
+    if spec.normalize and (seen is None or seen >= SCALE_READY):
+        scale = slot.heads * slot.key_dim * _SCALE_BYTES
+    if spec.normalize and seen is not None and seen < SCALE_READY + BLOCK:  # no exact trim leads back from there
+        queries = slot.heads * slot.key_dim * _SCALE_BYTES * max(0, min(seen, SCALE_TOKENS) - SKIP)
     full = native_bytes(slot, spec.full_capacity(most, tokens) + _slack_tokens(spec, packed, evicted))
     means, all_means = (_mean_bytes(slot, spec, end, evicted) for end in (packed, most))
     return RegionBytes(
