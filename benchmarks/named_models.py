@@ -17,7 +17,7 @@ ALL_NAMES = {**NAMES, GEMMA: "Gemma 3 270M"}
 
 
 def named_model(name: str) -> tuple[Any, Any]:
-    """One of `NAMES`, or a GGUF file, in dense float32, and its tokenizer."""
+    """Load one of `NAMES`, or a GGUF file, in dense float32."""
     return load(None if name == "embedded" else name, dtype="float32", dequantize=name != "embedded")
 
 
@@ -28,15 +28,7 @@ def survey_models(
     rows_of: Callable[[str], Iterable[dict[str, Any]]],
     names: Iterable[str] = NAMES,
 ) -> None:
-    """Measure the models of the command line, print their rows, and write them.
-
-    Args:
-        about: the bench, for people.
-        module: as `python -m` runs it.
-        source: file of benchmarks/results.
-        rows_of: a model, by its name.
-        names: of the models that are measured where no flag says which.
-    """
+    """Measure the models of the command line, print their rows, and write them to a file of benchmarks/results."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--models", default=",".join(names), help="of these, joined by commas")
     args = parser.parse_args()

@@ -24,7 +24,6 @@ COLORS = {
 
 
 def plot_decode_attention(report: dict[str, Any], path: Path) -> None:
-    """One panel a type: milliseconds of one call on a log scale, grouped by context."""
     timings = report["timings"]
     dtypes = list(dict.fromkeys(t["dtype"] for t in timings))
     contexts = sorted({t["tokens"] for t in timings})
@@ -58,7 +57,6 @@ def plot_decode_attention(report: dict[str, Any], path: Path) -> None:
 
 
 def plot_model(report: dict[str, Any], path: Path) -> None:
-    """A panel for reading, the answer, and memory at each type: by context, one line an arm."""
     figures = [figure for figure in report["figures"] if figure["batch"] == 1]
     dtypes = list(dict.fromkeys(figure["dtype"] for figure in figures))
     arms = list(dict.fromkeys(figure["arm"] for figure in figures))
@@ -80,7 +78,6 @@ def plot_model(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Plot each report named on the command line."""
     for name in sys.argv[1:]:
         path = Path(name)
         report = json.loads(path.read_text(encoding="utf-8"))

@@ -26,7 +26,6 @@ def bits(row: Record) -> float:
 
 
 def kind(name: str) -> str:
-    """Return whose codes a pair has, and how its keys are stored."""
     if name.endswith("bits"):
         return "by layer"
     if "tcq" in name:
@@ -37,7 +36,6 @@ def kind(name: str) -> str:
 
 
 def main() -> None:
-    """Draw and write the plot."""
     about = {label: report(name) for name, label in existing("frontier_{}.json").items()}
     figure, axes = plt.subplots(1, len(about), figsize=(4.4 * len(about), 4.2), squeeze=False)
     for axis, (model, found) in zip(axes[0], about.items(), strict=True):

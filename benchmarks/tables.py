@@ -28,7 +28,6 @@ ON_MODEL = "[--model M --dequantize] --dtype float32"
 
 
 def report(name: str) -> Record:
-    """Return a file of benchmarks/results."""
     found: Record = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return found
 
@@ -46,11 +45,6 @@ def machine(name: str) -> str:
 
 
 def lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table.
-
-    Raises:
-        ValueError: there are no rows, or one does not fit the columns.
-    """
     wrong = [row for row in rows if len(row) != len(columns)]
     if wrong or not rows:
         raise ValueError(f"no rows, or rows that do not fit the columns {columns}: {wrong[:1]}")
@@ -70,23 +64,19 @@ def table(
 
 
 def by_columns(records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]]) -> list[list[str]]:
-    """Return one row for each record."""
     return [[show(record) for show in columns.values()] for record in records]
 
 
 def with_error(value: float, error: float, digits: int = 5) -> str:
-    """Return a value and its standard error."""
     return f"{value:.{digits}f} ± {error:.{digits}f}"
 
 
 def existing(pattern: str, models: Mapping[str, str] = MODELS) -> dict[str, str]:
-    """Return the files of the models that were measured, with the models' names."""
     files = {pattern.format(model): label for model, label in models.items()}
     return {name: label for name, label in files.items() if (RESULTS / name).exists()}
 
 
 def pair(config: KVConfig) -> str:
-    """Return the formats of keys and values."""
     return f"{config.key}/{config.value}"
 
 
@@ -112,13 +102,11 @@ def bits_per_value(config: KVConfig) -> float:
 
 
 def cache_gigabytes(bits: float) -> float:
-    """Return the size of Qwen3-4B's cache at 32k tokens."""
     values = 2 * QWEN3_4B["layers"] * QWEN3_4B["heads"] * QWEN3_4B["head_dim"] * QWEN3_4B["tokens"]
     return values * bits / 8e9
 
 
 def profiles() -> str:
-    """Return memory and agreement of each profile, beside the caches of mlx-lm and llama.cpp."""
     measured = {label: report(name)["results"] for name, label in existing("frontier_{}.json", REAL_MODELS).items()}
     rows = []
     for name, config in PROFILES.items():
@@ -140,7 +128,6 @@ def _top1(results: Record, name: str) -> str:
 
 
 def formats() -> str:
-    """Return the core formats with their bytes per vector, most bits first."""
     rows = []
     for name in format_names(compared=False):
         found = get_format(name)
@@ -153,7 +140,6 @@ def formats() -> str:
 
 
 def divergence() -> str:
-    """Return KL divergence and agreement of the profiles' formats on three models."""
     files = existing("quality_profiles_{}.json")
     found = [
         {pair(PROFILES[name]) if name in PROFILES else name: record for name, record in report(file)["results"].items()}
@@ -190,7 +176,6 @@ FRONTIER_NAMES = {
 
 
 def frontier() -> str:
-    """Return what pairs of formats cost at their bits when almost every token is packed."""
     files = existing("frontier_{}.json", REAL_MODELS)
     found = [report(name)["results"] for name in files]
     rows = []
@@ -213,7 +198,6 @@ def frontier() -> str:
 
 
 def normalization() -> str:
-    """Return what normalized keys win."""
     files = existing("quality_normalized_{}.json")
     rows = []
     for name, label in files.items():
@@ -231,7 +215,6 @@ def normalization() -> str:
 
 
 def trellis() -> str:
-    """Return what trellis codes win over nearest levels of the same bits."""
     files = existing("trellis_divergence_{}.json")
     rows = []
     for name, label in files.items():
@@ -250,7 +233,6 @@ def trellis() -> str:
 
 
 def by_layer() -> str:
-    """Return formats chosen layer by layer beside one pair for all layers."""
     files = existing("by_layer_{}.json")
     rows = [
         [label, arm, with_error(found["kld"], found["kld_error"], 6), f"{found['top1']:.1f}"]
@@ -272,7 +254,6 @@ ANSWERS = {
 
 
 def answers() -> str:
-    """Return right answers of the fp16 cache and of compressed ones, with a paired test."""
     files = [f"answers_{name}.json" for name in ANSWERS]
     rows = [
         [
@@ -296,7 +277,6 @@ def answers() -> str:
 
 
 def whole_models() -> str:
-    """Return size and speed of each cache on two real models."""
     files = existing("bench_report_{}.json", REAL_MODELS)
     rows = []
     for name, label in files.items():
@@ -317,7 +297,6 @@ def whole_models() -> str:
 
 
 def one_layer() -> str:
-    """Return decode attention of one layer against mlx-lm's quantized cache and mlx's own attention."""
     name, arms = "decode_attention.json", ("safe", "balanced", "small")
     timings = report(name)["timings"]
     median = {(t["dtype"], t["tokens"], t["arm"]): t["median"] for t in timings}
@@ -337,7 +316,6 @@ def one_layer() -> str:
 
 
 def kernels() -> str:
-    """Return bytes and lane operations of each kernel for one packed token and KV head."""
     name = "kernels_counted.json"
     rows = [
         [f"`{k['kernel']}`", f"{k['loaded']:,.0f}", f"{k['stored']:,.0f}", f"{k['lane_operations']:,.0f}"]
@@ -347,7 +325,6 @@ def kernels() -> str:
 
 
 def gpu_attention() -> str:
-    """Return decode attention on an NVIDIA GPU, in microseconds per dependent call."""
     name = "attention_cuda.json"
     about = report(name)
     arms = ("fp16", "q8/tq4", "tq4/tq4", "tq2/tq2")
@@ -368,7 +345,6 @@ def gpu_attention() -> str:
 
 
 def streams() -> str:
-    """Return the server's throughput with several requests at once."""
     name = "server_streams.json"
     order = {word: place for place, word in enumerate(("cold", "hot", "off", "balanced", "small"))}
     figures = sorted(report(name)["figures"], key=lambda f: (order[f["prefix"]], order[f["profile"]], f["streams"]))
@@ -396,7 +372,6 @@ PREFIX_CACHE = {
 
 
 def prefix_cache() -> str:
-    """Return the time to the first token with and without a prefix cache hit."""
     name = "server_store.json"
     about = report(name)
     without = next(f["median"] for f in about["figures"] if f["arm"] == "read")
@@ -410,7 +385,6 @@ def prefix_cache() -> str:
 
 
 def hostile() -> str:
-    """Return a plain request and health beside hostile requests."""
     columns: dict[str, Callable[[Record], str]] = {
         "server": lambda f: f["server"],
         "attack": lambda f: f["attack"],
@@ -423,7 +397,6 @@ def hostile() -> str:
 
 
 def soak() -> str:
-    """Return what both servers answer to 64 clients, and how their memory grows."""
     columns: dict[str, Callable[[Record], str]] = {
         "server": lambda f: f["service"],
         "seconds": lambda f: f"{f['seconds']:.0f}",
@@ -445,7 +418,6 @@ FOUR_ARMS = (
 
 
 def four_arms() -> str:
-    """Return perplexity of whole and evicted caches, uncompressed and compressed."""
     files = {f"four_arms_{model}_{n}.json": (MODELS[model], n) for model, sizes in ARM_FILES.items() for n in sizes}
     rows = []
     for name, (label, tokens) in files.items():
@@ -476,7 +448,6 @@ SWEEP = (
 
 
 def policies() -> str:
-    """Return how much of four facts survives one eviction round, and how many are answered."""
     files = existing("evict_sweep_{}.json")
 
     def show(record: Record) -> str:
@@ -490,7 +461,6 @@ def policies() -> str:
 
 
 def policies_text() -> str:
-    """Return the change of perplexity when tokens are evicted during prefill."""
     files = existing("evict_sweep_text_{}.json")
 
     def show(record: Record) -> str:
@@ -516,7 +486,6 @@ def _by_policy(
 
 
 def evict_cost() -> str:
-    """Return what an eviction round takes beside the prefill of 256 tokens."""
     columns: dict[str, Callable[[Record], str]] = {
         "model": lambda r: r["model"],
         "context": lambda r: f"{r['context']:,}",
@@ -530,7 +499,6 @@ def evict_cost() -> str:
 
 
 def recall() -> str:
-    """Return how often recall finds the evidence, and what is answered."""
     name = "recall_grid.json"
     about = report(name)
     models = list(dict.fromkeys(row["model"] for row in about["rows"]))
@@ -556,7 +524,6 @@ def _answers(answered: Record, arm: str) -> str:
 
 
 def recall_cost() -> str:
-    """Return what one search of the archive takes beside 64 decode steps."""
     columns: dict[str, Callable[[Record], str]] = {
         "model": lambda r: r["model"],
         "search": lambda r: (
@@ -585,7 +552,6 @@ SEARCHES = {
 
 
 def retrieval() -> str:
-    """Return how well spans are found on two public collections."""
     name = "rescue_retrieval.json"
     found = report(name)["results"]
     measures = ("R@5", "R@10", "MRR", "nDCG@10")
@@ -599,7 +565,6 @@ def retrieval() -> str:
 
 
 def rescue_latency() -> str:
-    """Return how fast the service answers, on SQLite and PostgreSQL."""
     names = ["rescue_latency.json", "rescue_postgres.json"]
     sqlite, postgres = (report(name)["results"] for name in names)
 
@@ -621,7 +586,6 @@ def rescue_latency() -> str:
 
 
 def ramp() -> str:
-    """Return facts answered after eviction, with and without rescue."""
     files = {"rescue_ramp.json": "embedded", "rescue_ramp_smollm2.json": "SmolLM2-135M"}
     rows = []
     for name, label in files.items():
@@ -665,16 +629,10 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def render(text: str) -> str:
-    """Return a page with its tables as they are now.
-
-    Raises:
-        KeyError: the page names a table that does not exist.
-    """
     return PLACE.sub(lambda place: f"<!-- table: {place[1]} -->\n{TABLES[place[1]]()}\n<!-- end -->", text)
 
 
 def main() -> None:
-    """Write the tables into the pages."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         if (current := render(text)) != text:

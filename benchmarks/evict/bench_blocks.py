@@ -28,7 +28,6 @@ GRANULARITIES = (1, 8, 16, 32, 64)
 
 
 def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> dict[str, Any]:
-    """Of tokens that leave by so many."""
     policy = TriAttention(warmup=256, trigger=32, calibration="text", granularity=granularity)
     evict = EvictConfig(policy, budget="75%", recall="off")
     caches = make_prompt_cache(model, KVConfig(sinks=32, window=64, evict=evict))
@@ -58,7 +57,6 @@ def measure(model: Any, plain: PlainText, ids: list[int], granularity: int) -> d
 
 
 def left(name: str) -> Iterator[dict[str, Any]]:
-    """By every granularity."""
     model, tokenizer = named_model(name)
     plain = PlainText(tokenizer)
     ids = plain.encode(load_text()[: 8 * LENGTH])[:LENGTH]

@@ -34,19 +34,17 @@ CONTEXTS = (4096, 8192, 16384, 32768)
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """CPU seconds of a call."""
     started = time.process_time()
     work()
     return time.process_time() - started
 
 
 def evicting(policy: str) -> EvictConfig:
-    """What a round does: any statistics will do."""
     return EvictConfig(f"{policy}:calibration=text", "90%", "off")
 
 
 def filled(model: Any, length: int, policy: str) -> list[Any]:
-    """Caches that hold `length` random tokens, ready to evict; those of sliding layers hold their window."""
+    """Return caches of `length` random tokens, ready to evict; those of sliding layers hold their window."""
     plan = plan_caches(model, KVConfig(evict=evicting(policy)))
     rng = np.random.default_rng(0)
 
@@ -75,7 +73,6 @@ def filled(model: Any, length: int, policy: str) -> list[Any]:
 def fill(
     append: Callable[[mx.array, mx.array], Any], cache: Any, slot: Any, length: int, most: int, rng: np.random.Generator
 ) -> None:
-    """Append random keys and values of a layer's shape, up to `most` tokens at a time."""
     while cache.offset < length:
         shape = (1, slot.heads, min(most, length - cache.offset), slot.key_dim)
         pair = [mx.array(rng.standard_normal(shape, np.float32)).astype(dtype_of(slot.dtype)) for _ in range(2)]
@@ -84,7 +81,6 @@ def fill(
 
 
 def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
-    """One context."""
     caches = filled(model, length, policy)
     rounds = []
     for _ in range(ROUNDS):
@@ -114,7 +110,6 @@ def measure(model: Any, length: int, policy: str = POLICY) -> dict[str, Any]:
 
 
 def costs(name: str) -> Iterator[dict[str, Any]]:
-    """Of a model by context."""
     model, _ = named_model(name)
     for length in CONTEXTS:
         yield {"model": ALL_NAMES[name], **measure(model, length)}

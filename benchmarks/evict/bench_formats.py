@@ -36,7 +36,6 @@ CONFIG = KVConfig(key="fp16", value="fp16", sinks=PREFIX, window=WINDOW, evict=E
 
 
 def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
-    """The caches after reading `ids`."""
     caches = build_caches(plan_caches(model, CONFIG))
     with compressed(model):
         for start in range(0, len(ids), STEP):
@@ -45,7 +44,6 @@ def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
 
 
 def stores(head_dim: int, key: str) -> bool:
-    """Whether a format takes keys of this size."""
     with suppress(ConfigError):
         get_format(key).check(head_dim)
         return True
@@ -53,7 +51,7 @@ def stores(head_dim: int, key: str) -> bool:
 
 
 def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLayer) -> PackedLayer:
-    """The same keys in another format, less the mean of their block where the format takes that."""
+    """Return the same keys in another format, less the mean of their block where the format takes that."""
     pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
     twin.append(*source.keys_and_values()[0].view.undivided().decode())
@@ -63,13 +61,11 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation."""
     ranks = [np.argsort(np.argsort(x)) for x in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def overlaps(name: str) -> Iterator[dict[str, Any]]:
-    """Of every format of keys."""
     model, tokenizer = named_model(name)
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))[:LENGTH]
     caches = read(model, ids)

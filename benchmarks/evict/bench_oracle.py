@@ -56,7 +56,7 @@ CONFIG = KVConfig(
 
 
 def answered(model: Any, caches: list[Any], ids: list[int], answer: int) -> tuple[bool, float]:
-    """Whether the last `answer` of `ids` are each the most likely token, and their mean log-likelihood."""
+    """Return whether the last `answer` of `ids` are each the most likely token, and their mean log-likelihood."""
     logits = model(mx.array(ids[:-1])[None], cache=caches)[0, -answer:].astype(mx.float32)
     wanted = mx.array(ids[-answer:])
     logs = mx.take_along_axis(logits - mx.logsumexp(logits, axis=-1, keepdims=True), wanted[:, None], axis=-1)
@@ -64,7 +64,7 @@ def answered(model: Any, caches: list[Any], ids: list[int], answer: int) -> tupl
 
 
 class Scene:
-    """A text with facts in it, read once."""
+    """A text with facts, which the model has prefilled once."""
 
     def __init__(self, model: Any, tokenizer: Any, kind: str, length: int, seed: int) -> None:
         planted = plant(kind, tokenizer, load_text(), 0.5, seed, tokens=length, sinks=PREFIX, window=WINDOW)
@@ -79,7 +79,7 @@ class Scene:
         self.asked, self.known = self._ask_all()
 
     def _ask_all(self) -> tuple[list[Queries], list[bool]]:
-        """The queries of each question with its answer, and whether the whole cache answers it."""
+        """Return the queries of each question with its answer, and whether the full cache answers it."""
         queries, known = [], []
         for ids, answer in self.asks:
             twins = copy.deepcopy(self.caches)
@@ -90,12 +90,7 @@ class Scene:
         return queries, known
 
     def scores(self, same: Queries, other: Queries) -> Iterator[tuple[str, np.ndarray]]:
-        """Every way to score.
-
-        Args:
-            same: queries of questions of this kind about other texts.
-            other: queries of questions of another kind.
-        """
+        """Yield each way to score; `same` are queries of such questions of other texts, `other` of other questions."""
         caches, policy = self.caches, Published(aggregation="paper")
         heads = self.model.args.num_key_value_heads
         samples = {
@@ -127,7 +122,7 @@ class Scene:
         yield "oracle: its maximum", np.max([x.max(axis=(0, 1, 2)) for x in future], axis=0)
 
     def measure(self, scores: np.ndarray, retention: float) -> dict[str, Any]:
-        """Lose what a score says, and ask."""
+        """Evict what a score says, and ask."""
         caches, policy = self.caches, TriAttention()
         positions, offset = caches[0].body_positions, caches[0].offset
         count = offset - int(retention / 100 * offset)
@@ -151,12 +146,10 @@ class Scene:
 
 
 def joined(queries: list[Queries]) -> Queries:
-    """Those of all of them, layer by layer."""
     return [mx.concatenate(parts, axis=1) for parts in zip(*queries, strict=True)]
 
 
 def main() -> None:
-    """Measure every score in every scene."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--length", type=int, default=800)
@@ -183,7 +176,6 @@ def main() -> None:
 
 
 def summary(key: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One line."""
     name, retention = key.split(" | ")
     alive = [x for scene in found for x in scene["alive"]]
     passed = [x for scene in found for x in scene["found"]]

@@ -16,7 +16,6 @@ POLICIES = ("triattention", "published:aggregation=paper", "expected_attention")
 
 
 def costs(name: str) -> Iterator[dict[str, Any]]:
-    """Of a model by policy."""
     model, _ = named_model(name)
     for policy in POLICIES:
         yield {"model": ALL_NAMES[name], "policy": policy, **measure(model, CONTEXT, policy)}

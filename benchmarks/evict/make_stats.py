@@ -25,7 +25,7 @@ SHARES = {"questions": 0.0, **{f"text{percent}": percent / 100 for percent in (1
 
 
 def beside(model: Any, asked: Queries, heard: Queries) -> Queries:
-    """The heads of both, those of a KV head together."""
+    """Return the heads of both, those of one KV head together."""
     layers = plan_caches(model, KVConfig()).layers
 
     def joined(heads: int, a: mx.array, b: mx.array) -> mx.array:
@@ -42,7 +42,6 @@ def beside(model: Any, asked: Queries, heard: Queries) -> Queries:
 
 
 def main() -> None:
-    """Gather once, write all."""
     parser = argparse.ArgumentParser()
     add_model_arguments(parser, adapter=False)
     parser.add_argument("--tokens", type=int, default=4096)

@@ -8,6 +8,5 @@ from mlx_tq.cli.environment import environment
 
 
 def write(path: Path | None, command: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Write rows with the command that made them and the machine; nothing where no path is given."""
     if path is not None:
         path.write_text(json.dumps({"command": command, **more, **environment(), "rows": rows}, indent=1) + "\n")

@@ -65,13 +65,12 @@ PARTS = {
 
 
 def as_measured(policy: str) -> str:
-    """A policy as its cells are named."""
+    """Return a policy as its cells are named."""
     named = "aggregation" in policy or not policy.startswith("published")
     return policy if named else f"{policy}:aggregation=paper"
 
 
 def run(*words: str) -> None:
-    """Run `python -m` with these words; exits if that fails."""
     print(f"$ python -m {' '.join(words)}", flush=True)
     code = subprocess.run([sys.executable, "-m", *words]).returncode
     if code:
@@ -79,7 +78,6 @@ def run(*words: str) -> None:
 
 
 def main() -> None:
-    """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
     parser.add_argument("--seeds", type=int, default=3, help="scenes for each kind, length and depth")

@@ -99,7 +99,6 @@ def _random(batch: int, heads: int, tokens: int) -> mx.array:
 
 
 def time_ways(packed: list[int], heads: int = 8) -> dict[str, Any]:
-    """Return the median seconds of each way with the reference implementation."""
     with backend.using("reference"):
         ways, sizes = make_steps(packed, heads)
         times: dict[str, list[float]] = {name: [] for name in ways}

@@ -26,7 +26,6 @@ class _Measured(Exception):  # noqa: N818 - ends a trace, not an error
 
 
 def microseconds(text_bytes: int, values: int) -> float:
-    """Return the microseconds of a call in the fastest round."""
     names = [f"input_{i}" for i in range(INPUTS)]
     kernel = mx.fast.metal_kernel(
         name="measured",

@@ -27,7 +27,6 @@ ROUNDS, STEPS, READ = 6, 32, 512  # a round of steps packs one block
 
 
 def fill_caches(model: Any, ids: list[int]) -> dict[str, list[Any]]:
-    """Return each kind of cache after prefill."""
     caches = {}
     for name in PROFILES_TIMED:
         config = PROFILES[name]
@@ -56,7 +55,6 @@ def run_steps(model: Any, cache: list[Any], count: int) -> Iterator[Step]:
 
 
 def parts(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a step by context and kind of cache."""
     model, tokenizer = named_model(name)
     ids = list(tokenizer.encode(load_text(), add_special_tokens=False, verbose=False))
     for tokens in TOKENS:

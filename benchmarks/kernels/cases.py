@@ -48,7 +48,6 @@ def make_cases(tokens: int, heads: int, question_tokens: int = QUESTION) -> list
     rotation = get_rotation("wht", DIM, 0)
 
     def key_cases(name: str, means: KeyNormalization | None) -> list[Case]:
-        """Make cases of the kernels that read or write packed keys."""
         rows = encode(keys, values, layout, means).rows
         regions = Regions(rows, tokens, layout, keys[:, :, :64], values[:, :, :64], 32, 64, means)
         mx.eval(rows)

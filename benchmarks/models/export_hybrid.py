@@ -17,7 +17,6 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def export(state: Path, tokenizer: Path, folder: Path, positions: int) -> None:
-    """Write weights, configuration and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = torch.load(state)["model"]
     layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))

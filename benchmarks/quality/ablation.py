@@ -31,14 +31,12 @@ KEYS_ONLY = {"mean removed", "dims scaled"}
 
 
 def pairs() -> list[str]:
-    """Return keys with fp16 values, then values with fp16 keys."""
     names = [f"{name}.{bits}" for bits in BITS for name in CHANGES]
     values = [name for name in names if name.rpartition(".")[0] not in KEYS_ONLY]
     return [*(f"{name}/fp16" for name in names), *(f"fp16/{name}" for name in values)]
 
 
 def main() -> None:
-    """Measure the pairs without results, and print the table."""
     for variant in FORMATS:
         register_format(variant)
     results = Results(str(TARGET), "ablation", SETTINGS, resume=True)

@@ -68,10 +68,7 @@ ASKED = {
 
 
 def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
-    """Root mean square errors of scores with plain and with normalized keys.
-
-    They are over the norms of queries and keys, times sqrt(D): what a key is off by, over its norm, as queries see it.
-    """
+    """Return the RMS errors of scores with plain and with normalized keys, over the norms of queries and keys."""
     keys = KEYS[kind](_gaussian(SHAPE, 4)).astype(np.float16).astype(np.float32)
     queries = (_gaussian((2, 2, 64, DIM), 5) * ASKED[asked]).astype(np.float32)
     size = np.linalg.norm(queries) * np.linalg.norm(keys) / np.sqrt(queries[..., 0].size * keys[..., 0].size * DIM)
@@ -90,7 +87,7 @@ def errors(kind: str, name: str, asked: str) -> tuple[float, float]:
 
 
 def rules(kind: str, name: str) -> dict[str, float]:
-    """Errors of vectors over their norms: least squares, unbiased, and unbiased if it had no limit."""
+    """Return errors of vectors over their norms: least squares, unbiased, and unbiased without its limit."""
     x = KEYS[kind](_gaussian(SHAPE, 4)).astype(np.float16).astype(np.float64)
     decoded = {
         rule: np.array(codec.decode(codec.encode(mx.array(x, mx.float32))), np.float64) for rule, codec in _of(name)
@@ -106,7 +103,6 @@ def _of(name: str):
 
 
 def main() -> None:
-    """Measure every kind of vectors in every format, and write it."""
     rows = []
     for kind in KEYS:
         for asked in ASKED:

@@ -13,7 +13,6 @@ _THINGS = ("apples", "books", "coins", "stamps", "shells", "marbles", "cards", "
 
 
 def problems(count: int = COUNT) -> Iterator[dict[str, str]]:
-    """The first so many, always the same."""
     rng = random.Random(20)
     for number in range(count):
         name, other = rng.sample(_NAMES, 2)

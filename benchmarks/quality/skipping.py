@@ -41,7 +41,7 @@ BELOW = (1e-4, 1e-6)  # of the sum, a tile's largest weight
 
 
 def watched(found: dict[str, list[float]]) -> Attend:
-    """Attends exactly, and adds to `found` the shares of tiles that could be skipped."""
+    """Return attention that adds to `found` the shares of tiles that could be skipped."""
 
     def attend(
         queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any, sinks: mx.array | None
@@ -61,7 +61,7 @@ def watched(found: dict[str, list[float]]) -> Attend:
 
 
 def skipped(weights: np.ndarray) -> dict[str, float]:
-    """Shares of tiles, by rule, of softmax weights [H, G, L, S] of which whole tiles are looked at."""
+    """Return the shares of tiles that each rule skips, of softmax weights [H, G, L, S]."""
     heads, group, length, tokens = weights.shape
     tiles = weights[..., : tokens // TILE * TILE].reshape(heads, group, length, -1, TILE)
     mass, peak = tiles.sum(axis=-1), tiles.max(axis=-1)
@@ -75,12 +75,11 @@ def skipped(weights: np.ndarray) -> dict[str, float]:
 
 
 def cut(mass: np.ndarray, count: int) -> list[np.ndarray]:
-    """The whole blocks of `count` tiles each."""
     return [mass[..., i : i + count] for i in range(0, mass.shape[-1] - count + 1, count)]
 
 
 def known(mass: np.ndarray) -> float:
-    """The share of tiles [H, G, L, n] that a kernel skips which meets them in order and always keeps to the bound."""
+    """Return the share of tiles [H, G, L, n] that a kernel skips which meets them in order and keeps to the bound."""
     total, left = np.zeros(mass.shape[:-1]), np.zeros(mass.shape[:-1])
     count = 0.0
     for i in range(mass.shape[-1]):
@@ -92,7 +91,6 @@ def known(mass: np.ndarray) -> float:
 
 
 def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str, Any]]:
-    """Shares by length, over all layers that see the whole text."""
     model, tokenizer = load(folder, dtype="float32", dequantize=True)
     ids = mx.array(tokenizer.encode(load_text(), add_special_tokens=False)[: max(lengths)])
     rows = []
@@ -115,7 +113,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
 
 
 def counted() -> dict[str, Any]:
-    """Lane operations and bytes a token and KV head of `attend`, with and without the loop over values."""
+    """Count lane operations and bytes of `attend` per token and KV head, with and without the loop over values."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kernels.metal.simulated import simulated
 
@@ -137,7 +135,6 @@ def counted() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["embedded="], metavar="NAME=MODEL")
     parser.add_argument("--lengths", default="2048")

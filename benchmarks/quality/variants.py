@@ -15,21 +15,17 @@ Maker = Callable[[int, int], Rotation]
 
 
 class Composed:
-    """Rotations one after the other, and perhaps a last vector of signs."""
-
     def __init__(self, parts: list[Rotation], signs: mx.array | None = None) -> None:
         self.dim = parts[0].dim
         self._parts = parts
         self._signs = mx.ones(self.dim) if signs is None else signs
 
     def forward(self, x: mx.array) -> mx.array:
-        """R x times sqrt(D)."""
         for part in self._parts:
             x = part.forward(x) * self.dim**-0.5
         return self._signs * x * self.dim**0.5
 
     def inverse(self, y: mx.array) -> mx.array:
-        """R^T y."""
         y = self._signs * y
         for part in reversed(self._parts):
             y = part.inverse(y)
@@ -37,36 +33,27 @@ class Composed:
 
     @property
     def matrix(self) -> mx.array:
-        """R."""
         return (self.forward(mx.eye(self.dim)) * self.dim**-0.5).T
 
 
 def wht(dim: int, seed: int) -> Rotation:
-    """One round with one sign vector: what the package does."""
     return get_rotation("wht", dim, seed)
 
 
 def two_signs(dim: int, seed: int) -> Rotation:
-    """A second sign vector behind the transform."""
     return Composed([wht(dim, seed)], WalshHadamard(dim, seed + 500).signs)
 
 
 def three_rounds(dim: int, seed: int) -> Rotation:
-    """Signs and transform three times."""
     return Composed([wht(dim, seed + 500 * i) for i in range(3)])
 
 
 def haar(dim: int, seed: int) -> Rotation:
-    """A dense rotation."""
     return get_rotation("haar", dim, seed)
 
 
 class VariantCodec(Codec):
-    """TurboQuant of blocks of a vector, after a shift and a scale of each dim that are learned from the first tokens.
-
-    Attributes:
-        shifts, scales: whether they are learned.
-    """
+    """TurboQuant of blocks of a vector; a shift and a scale of each dim may be learned from the first tokens."""
 
     def __init__(self, head_dim: int, inner: TurboCodec, shifts: bool, scales: bool, about: mx.array | None) -> None:
         super().__init__(head_dim, head_dim // inner.head_dim * (inner.words + 1))
@@ -75,7 +62,6 @@ class VariantCodec(Codec):
         self._inner = inner
 
     def fit(self, x: mx.array) -> "VariantCodec":
-        """Mean of each dim where it shifts, deviation from the shift where it scales."""
         if not (self.shifts or self.scales):
             return self
         x = x.astype(mx.float32)
@@ -85,7 +71,6 @@ class VariantCodec(Codec):
         return VariantCodec(self.head_dim, self._inner, self.shifts, self.scales, about)
 
     def encode(self, x: mx.array) -> Encoded:
-        """Encode vectors [..., D]."""
         x = x.astype(mx.float32)
         if self.learned is not None:
             x = (x - self.learned[:, :, :1]) / self.learned[:, :, 1:]
@@ -93,7 +78,6 @@ class VariantCodec(Codec):
         return Encoded(mx.concatenate([codes, scale[..., None].view(mx.uint16)], axis=-1).flatten(-2), None)
 
     def decode_planes(self, codes: mx.array) -> list[mx.array]:
-        """The decoded vectors: one fp32 [..., D]."""
         words = codes.reshape(*codes.shape[:-1], -1, self._inner.words + 1)
         scale = mx.contiguous(words[..., -1]).view(mx.float16)
         x = self._inner.decode(Encoded(mx.contiguous(words[..., :-1]), scale)).flatten(-2)
@@ -110,8 +94,6 @@ def variant(
     shifts: bool = False,
     scales: bool = False,
 ) -> Format:
-    """Return TurboQuant of `bits` bits with another rotation, scale rule, block or preparation."""
-
     def make_codec(head_dim: int, options: CodecOptions, dtype: mx.Dtype) -> Codec:
         size = block or head_dim
         inner = TurboCodec(size, bits, replace(options, scale=rule))

@@ -15,8 +15,6 @@ Attend = Callable[[mx.array, mx.array, mx.array, float, Any, mx.array | None], m
 
 @dataclass
 class _View:
-    """What a pass reads of one layer."""
-
     keys: mx.array
     values: mx.array
     answer: Attend
@@ -33,14 +31,12 @@ class _View:
 
 
 class WholeCache(KVCache):  # type: ignore[misc]
-    """One layer's; inside `compressed_attention` `answer` attends."""
+    """A layer's keys and values as they are; inside `patch_attention` the study attends."""
 
     def __init__(self, answer: Attend) -> None:
-        """Empty."""
         super().__init__()
         self._answer = answer
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Handle, Handle]:
-        """Append a pass's keys and values, and hand out what attends to all."""
         keys, values = super().update_and_fetch(keys, values)
         return handles(_View(keys, values, self._answer), keys.dtype)  # type: ignore[arg-type]

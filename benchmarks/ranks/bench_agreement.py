@@ -30,19 +30,17 @@ STEP, QUERIES = 128, 64
 
 
 class Counted:
-    """Calls and bytes since it was made."""
+    """Counts calls and bytes from its creation on."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._before = ranks, (ranks.calls, ranks.nbytes)
 
     def row(self, **about: Any) -> dict[str, Any]:
-        """What a thing took, with what it was."""
         calls, nbytes = self._before
         return {**about, "calls": self._ranks.calls - calls, "bytes": self._ranks.nbytes - nbytes}
 
 
 def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
-    """Random keys and values at the end of each layer, and its queries."""
     for layer in layers:
         pair = [mx.random.normal((1, 1, tokens, 128), key=mx.random.key(seed + each)) for each in (0, 1)]
         view = layer.append(*pair)
@@ -52,7 +50,7 @@ def append(layers: list[CompressedKVCache], tokens: int, seed: int) -> None:
 
 
 def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache], LayerGroup]:
-    """Layers with so many live tokens, and a round that is due."""
+    """Return layers with so many live tokens, and a round that is due."""
     evict = EvictConfig("knorm:granularity=32:trigger=127", live, recall)
     caches = build_caches(plan_caches(model, KVConfig(normalize=False, evict=evict)))
     sequence = sequence_in(caches)
@@ -67,7 +65,6 @@ def filled(model: Any, live: int, recall: str) -> tuple[list[CompressedKVCache],
 
 
 def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
-    """All that was counted."""
     counted = Counted(ranks)
     mx.eval(ranks.broadcast_tokens(mx.zeros(1, mx.uint32)))
     found = [counted.row(what="token")]
@@ -83,7 +80,6 @@ def rows(model: Any, ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def look(layers: list[CompressedKVCache], sequence: LayerGroup, ranks: Ranks, live: int) -> dict[str, Any]:
-    """A look into an archive of a few blocks, and what comes back."""
     sequence.listen(range(len(layers)), rounds=True)
     for layer in layers:
         hear = sequence.listener(layer.number)
@@ -95,7 +91,6 @@ def look(layers: list[CompressedKVCache], sequence: LayerGroup, ranks: Ranks, li
 
 
 def main() -> None:
-    """Count, and write the first rank's report."""
     ranks = join()
     model, _ = load(ranks=ranks)
     found = rows(model, ranks)

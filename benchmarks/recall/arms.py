@@ -30,7 +30,7 @@ TOP_K, MARGIN = RescueConfig().top_k, 32
 
 
 def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list[int]:
-    """Numbers of texts by BM25, as the rescue service searches words; those without any come last, by chance."""
+    """Return the order of texts by BM25, as the rescue service searches; those without a hit come last, by chance."""
     base = sqlite3.connect(":memory:")
     base.execute("CREATE VIRTUAL TABLE t USING fts5(text, tokenize='porter unicode61 remove_diacritics 2')")
     base.executemany("INSERT INTO t(rowid, text) VALUES (?, ?)", enumerate(texts))
@@ -43,7 +43,6 @@ def words_order(texts: Sequence[str], question: str, rng: random.Random) -> list
 
 
 def likeness(embedder: Any, question: str, texts: Sequence[str]) -> np.ndarray:
-    """The cosine of each text's vector and the question's [n]."""
     vectors = embedder.embed([question, *texts])
     return np.array(vectors[1:] @ vectors[0])
 
@@ -51,7 +50,7 @@ def likeness(embedder: Any, question: str, texts: Sequence[str]) -> np.ndarray:
 def named(
     embedder: Any, question: str, ids: Sequence[int], blocks: Sequence[Extent], decode: Callable[[Sequence[int]], str]
 ) -> list[Extent]:
-    """The blocks of the spans that a rescue service with this embedder would name, as a session would take them."""
+    """Return the blocks of the spans that a rescue service with this embedder would name, as a session takes them."""
     gone = positions_of(blocks)
     spans = make_spans(gone, ids, decode)
     if not spans:
@@ -64,7 +63,7 @@ def named(
 
 
 def by_rank(order: Sequence[Extent], sinks: int, most: int) -> list[Extent]:
-    """The first blocks with the neighbors on both sides: their text does not say where what it tells goes on."""
+    """Return the first blocks with the neighbors on both sides: their text does not say where a fact continues."""
     return choose([Scored(extent, 0.0, 0, False) for extent in order], [(-1, 1)] * len(order), sinks, most)
 
 
@@ -73,7 +72,7 @@ def _words(text: str) -> list[str]:
 
 
 def places(order: Sequence[Extent], spans: Sequence[Span]) -> list[int | None]:
-    """Of each span how many blocks without any evidence rank before its best block; None where none is archived."""
+    """Return for each span how many blocks without evidence rank before its best block; None if none is archived."""
     holds = [[inside(extent.positions, span) > 0 for span in spans] for extent in order]
     strange = np.cumsum([0, *(not any(each) for each in holds)])
     best = [next((i for i, each in enumerate(holds) if each[part]), None) for part in range(len(spans))]
@@ -81,36 +80,27 @@ def places(order: Sequence[Extent], spans: Sequence[Span]) -> list[int | None]:
 
 
 def inside(positions: np.ndarray, span: Span) -> int:
-    """How many of these positions lie in a span."""
     return int(((positions >= span[0]) & (positions < span[1])).sum())
 
 
 def is_cut(span: Span) -> bool:
-    """Whether a block's edge goes through a span; the sinks is a whole block."""
+    """Return True if a block's edge goes through a span; the sinks are a whole block."""
     return span[0] // BLOCK != (span[1] - 1) // BLOCK
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question in tokens, and what of an answer is judged.
-
-    Attributes:
-        ids: of the question.
-        opening: tokens that stand before the answer whose log-probability is taken.
-        answer: tokens of that answer.
-        answers: what a free answer has to hold.
-        most: tokens of a free answer; 0 where none is made.
-    """
+    """A question in tokens, and what of an answer is judged."""
 
     ids: list[int]
-    opening: list[int]
-    answer: list[int]
-    answers: tuple[str, ...]
-    most: int
+    opening: list[int]  # before the answer whose log-probability is taken
+    answer: list[int]  # that answer
+    answers: tuple[str, ...]  # what a free answer has to hold
+    most: int  # tokens of a free answer; 0 for none
 
 
 def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple[bool | None, float]:
-    """Whether a free answer holds all that is right, None where none is made; the right one's log-probability."""
+    """Return whether a free answer is right (None if none is made), and the log-probability of the right one."""
     first = read(model, caches, asked.ids)
     told = copy.deepcopy(caches)
     right = free_answer(model, tokenizer, caches, asked, first) if asked.most else None
@@ -122,7 +112,6 @@ def answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked) -> tuple
 
 
 def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, logits: mx.array) -> bool:
-    """Whether what the likeliest tokens after the question say holds all that is right."""
     said: list[int] = []
     while (token := int(logits.argmax())) != tokenizer.eos_token_id:
         said.append(token)
@@ -136,7 +125,6 @@ def free_answer(model: Any, tokenizer: Any, caches: list[Any], asked: Asked, log
 
 
 def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str:
-    """Text of blocks as text rescue quotes it, neighbors as one."""
     positions = np.unique(np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in extents)]))
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
     return format_quotation([tokenizer.decode([ids[p] for p in run]) for run in runs])
@@ -144,26 +132,16 @@ def quoted(tokenizer: Any, ids: Sequence[int], extents: Sequence[Extent]) -> str
 
 @dataclass
 class Recalls:
-    """One reading that lost tokens, and a question of it: what each arm brings back.
+    """What each arm recalls for one question, after a prefill that evicted tokens."""
 
-    Attributes:
-        caches: of the reading, with the round held that the question makes due.
-        tokens: that may come back.
-        orders: the archived blocks, best first, by arm.
-        found: those that come back, by arm.
-        seconds: of the queries' look.
-        deciding: layers that decided it.
-    """
-
-    caches: list[Any]
-    tokens: int
-    orders: dict[str, list[Extent]]
-    found: dict[str, list[Extent]]
-    seconds: float
-    deciding: int
+    caches: list[Any]  # after the eviction round of the question
+    tokens: int  # that may be recalled
+    orders: dict[str, list[Extent]]  # the archived blocks, best first, by arm
+    found: dict[str, list[Extent]]  # those that are recalled, by arm
+    seconds: float  # of the search by queries
+    deciding: int  # layers that decided it
 
     def with_rows(self, arm: str) -> list[Any]:
-        """A copy of the caches in which an arm's blocks are back."""
         caches = copy.deepcopy(self.caches)
         sequence = sequence_in(caches)
         if sequence is not None and self.found.get(arm):
@@ -171,7 +149,6 @@ class Recalls:
         return caches
 
     def back(self, arm: str, spans: Sequence[Span]) -> list[float]:
-        """Share of each span that an arm brings back."""
         positions = np.concatenate([np.zeros(0, np.int64), *(extent.positions for extent in self.found[arm])])
         return [inside(positions, span) / (span[1] - span[0]) for span in spans]
 
@@ -185,17 +162,7 @@ def recalls(
     rng: random.Random,
     name: Callable[[list[Extent]], list[Extent]] | None = None,
 ) -> Recalls:
-    """Ask an archive in every way.
-
-    Args:
-        model: of the caches.
-        caches: that read the text; they are left as they are.
-        question: in tokens.
-        spans: of the evidence.
-        search: orders blocks by their text, in one way or more.
-        rng: of random blocks.
-        name: blocks that come beside what the queries find.
-    """
+    """Ask an archive in every way: `search` orders blocks by text, `name` adds blocks to what the queries find."""
     caches = copy.deepcopy(caches)
     evict_before_question(caches, len(question))
     layer, sequence = sequence_layers(caches)[0], sequence_in(caches)

@@ -42,7 +42,7 @@ LONGEST_TEXTS = 4096  # texts of blocks are kept for other embedders up to so ma
 
 
 def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "", *, free: bool = True) -> Asked:
-    """A needle's question with a quotation before it; with no free answer, only the right one is judged."""
+    """Return a needle's question after a quotation; without `free`, only the log-probability is judged."""
     opening = encode(tokenizer, around.opening) if around.opening else []
     space = " " if opening or not around.after else ""
     answers = encode(tokenizer, space + " and ".join(needle.answers))
@@ -51,15 +51,6 @@ def asked_of(tokenizer: Any, around: Frame, needle: Needle, before: str = "", *,
 
 
 class Cell:
-    """A model, and what it is asked.
-
-    Attributes:
-        args: of the command line.
-        arms: that are measured.
-        free: of them, those that answer freely.
-        policies: of eviction; None for what loses what is asked for.
-    """
-
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.arms = ARMS if args.arms == "all" else tuple(args.arms.split(","))
@@ -72,7 +63,6 @@ class Cell:
         self.embedder = embedder_class("minilm")(None) if {"meaning", "both"} & set(self.arms) else None
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
-        """Of one text: a row for each budget and needle."""
         args, rng = self.args, random.Random(seed)
         made = planted(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
         spans = [span for each in made.evidence() for span in each]
@@ -102,7 +92,6 @@ class Cell:
         return rows
 
     def row(self, made: Scene, number: int, caches: list[Any], rng: random.Random) -> dict[str, Any]:
-        """Of the question with this number, after one reading."""
         tokenizer, needle, spans = self.tokenizer, made.hidden.needles[number], made.evidence()[number]
         texts: list[str] = []
 
@@ -139,19 +128,16 @@ class Cell:
         return row
 
     def arm(self, arm: str, made: Scene, needle: Needle, found: Recalls) -> dict[str, Any]:
-        """What one arm answers."""
         before = quoted(self.tokenizer, made.ids, found.found["words"]) if arm == "quoted" else ""
         asked = asked_of(self.tokenizer, self.frame, needle, before, free=arm in self.free)
         return self.judged(found.with_rows(arm), asked)
 
     def judged(self, caches: list[Any], asked: Asked) -> dict[str, Any]:
-        """Of a copy of caches."""
         right, likely = answer(self.model, self.tokenizer, copy.deepcopy(caches), asked)
         return {"right": right, "log": round(likely, 3)}
 
 
 def main() -> None:
-    """Measure what is not yet in the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="by default the embedded one")
     parser.add_argument("--name", help="of the model in the tables; by default as given")

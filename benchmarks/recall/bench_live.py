@@ -24,7 +24,6 @@ LIVE = (512, 4096, 7500)  # tokens that the steps attend to
 
 
 def sums(caches: list[Any], heads: int, numbers: range) -> float:
-    """Seconds in which the layers with these numbers add up the live weights of 64 queries."""
     asking = []
     for layer in (sequence_layers(caches)[number] for number in numbers):
         listener, dim = Listener(), layer.keys_and_values()[0].shape[-1]
@@ -39,7 +38,6 @@ def sums(caches: list[Any], heads: int, numbers: range) -> float:
 
 
 def rows(name: str) -> Iterator[dict[str, Any]]:
-    """Of a model by live tokens."""
     model, _ = named_model(name)
     plan, heads = plan_caches(model, KVConfig()), model.args.num_attention_heads
     numbers = looking(len(plan.layers))[: decided(NAMES[name])]

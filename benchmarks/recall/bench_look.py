@@ -37,7 +37,7 @@ QUESTION = 32
 
 
 def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]:
-    """Caches of which so many tokens have left; random keys, so that no model has to read them."""
+    """Return caches from which so many tokens were evicted; random keys, so that no model has to read them."""
     config = KVConfig(
         key=plan.config.key, value=plan.config.value, evict=EvictConfig("recency:trigger=256", live, "auto")
     )
@@ -60,13 +60,13 @@ def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]
 
 
 def decided(model: str) -> int:
-    """How many layers decide a question of the recall grid, the mean, rounded."""
+    """Return how many layers decide a question of the recall grid, on average."""
     rows = json.loads((RESULTS / "recall_grid.json").read_text(encoding="utf-8"))["rows"]
     return round(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
 
 
 def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], asked: int) -> tuple[float, int]:
-    """Seconds of a look of the latest `asked` queries of each of these layers, and the bytes of keys that it reads."""
+    """Return the seconds of a search by the latest `asked` queries of these layers, and the bytes of keys read."""
     sequence, layers = sequence_in(caches), sequence_layers(caches)
     assert sequence is not None
     assert sequence.archive is not None
@@ -93,7 +93,6 @@ def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], aske
 
 
 def just_read(model: Any, config: KVConfig) -> list[Any]:
-    """Caches of as many live tokens, which the model has read."""
     caches = make_prompt_cache(model, config)
     with compressed(model):
         mx.eval(model(mx.arange(LIVE)[None], cache=caches))
@@ -101,7 +100,6 @@ def just_read(model: Any, config: KVConfig) -> list[Any]:
 
 
 def steps(model: Any, caches: list[Any]) -> float:
-    """Seconds of 64 steps of one token."""
     with compressed(model):
         token = mx.array([[5]])
         mx.eval(model(token, cache=caches))
@@ -112,7 +110,6 @@ def steps(model: Any, caches: list[Any]) -> float:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="embedded,smollm2", help="of the three, joined by commas")
     parser.add_argument("--archived", default="10000,100000", help="tokens in the archive")

@@ -23,12 +23,11 @@ from mlx_tq.session.restore import split_question
 
 
 def best(ranks: list[int | None]) -> int | None:
-    """The best rank of any part of the evidence; None where all of it is live."""
+    """Return the best rank of any part of the evidence; None if all of it is live."""
     return min((rank for rank in ranks if rank is not None), default=None)
 
 
 def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, number: int) -> dict[str, Any]:
-    """One document."""
     around = frame(tokenizer, "")
     ids, spans = list(around.head), [(0, 0)]
     for place, piece in enumerate(case.pieces):
@@ -78,7 +77,6 @@ def row(model: Any, tokenizer: Any, args: argparse.Namespace, case: Document, nu
 
 
 def main() -> None:
-    """Measure what is not yet in the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="by default the embedded one")
     parser.add_argument("--name", help="of the model in the tables; by default as given")

@@ -34,8 +34,6 @@ STEP, ANSWER, BLOCK = 128, 24, 32
 
 @dataclass(frozen=True)
 class Scene:
-    """A text with codes, in tokens, and where each code lies."""
-
     ids: list[int]
     codes: list[str]
     spans: list[tuple[int, int]]
@@ -50,14 +48,13 @@ class Given(Policy):
     trigger: int = 64
 
     def score(self, body: Any) -> np.ndarray:
-        """Random by block; the first ones below all others."""
         blocks = body.positions // BLOCK
         scores = np.random.default_rng(body.round).random(int(blocks.max()) + 1)[blocks]
         return np.where(np.isin(blocks, [int(part) for part in self.first.split("+")]), -1.0, scores)
 
 
 def scene(tokenizer: Any, tokens: int, seed: int) -> Scene:
-    """WikiText-2 of about so many tokens with four codes in it."""
+    """Return about so many tokens of WikiText-2 with four codes in it."""
     rng = np.random.default_rng(seed)
     text, codes = load_text(), [str(code) for code in rng.integers(10000, 99999, len(DEPTHS))]
     sentences = re.split(r"(?<=\. )", text[int(rng.integers(0, 60000)) :][: 12 * tokens])
@@ -77,7 +74,7 @@ def scene(tokenizer: Any, tokens: int, seed: int) -> Scene:
 
 
 def read(model: Any, caches: list[Any], ids: list[int]) -> mx.array:
-    """Read tokens over caches; the last one's logits [vocabulary], those of other steps are not computed."""
+    """Prefill tokens and return the logits [vocabulary] after the last one."""
     for start in range(0, len(ids), STEP):
         logits = model(mx.array(ids[start : start + STEP])[None], cache=caches)
         mx.eval([cache.state for cache in caches])
@@ -85,7 +82,7 @@ def read(model: Any, caches: list[Any], ids: list[int]) -> mx.array:
 
 
 def answer(model: Any, tokenizer: Any, caches: list[Any], question: list[int], code: str) -> tuple[bool, float]:
-    """Whether a free answer holds the code, and the log-probability of the code where it would begin."""
+    """Return whether a free answer holds the code, and the log-probability of the code where it would begin."""
     logits, said = read(model, caches, question), []
     told = copy.deepcopy(caches)
     for _ in range(ANSWER):
@@ -103,7 +100,6 @@ def answer(model: Any, tokenizer: Any, caches: list[Any], question: list[int], c
 
 
 def rank(ordered: list[Any], span: tuple[int, int]) -> int | None:
-    """The place of the best block that holds a part of the evidence."""
     places = [
         i for i, extent in enumerate(ordered) if np.any((extent.positions >= span[0]) & (extent.positions < span[1]))
     ]
@@ -113,7 +109,6 @@ def rank(ordered: list[Any], span: tuple[int, int]) -> int | None:
 def measure(
     model: Any, tokenizer: Any, args: argparse.Namespace, tokens: int, seed: int, budget: int
 ) -> list[dict[str, Any]]:
-    """One row a code."""
     made = scene(tokenizer, tokens, seed)
     blocks = "+".join(sorted({str(p // BLOCK) for start, stop in made.spans for p in range(start, stop)}))
     config = KVConfig(args.key, args.value, sinks=32, window=64, evict=EvictConfig(Given(first=blocks), budget, "auto"))
@@ -153,16 +148,7 @@ def survey(
     measure: Callable[..., list[Any]],
     summed_up: Callable[[list[Any]], dict[str, Any]],
 ) -> None:
-    """Measure each scene that the flags name, and write it.
-
-    Args:
-        program: how this is called.
-        about: what it does.
-        budgets: where --budgets names none.
-        file: likewise, of the results.
-        measure: as `measure`, what is found in one scene.
-        summed_up: what the report says of all that was found.
-    """
+    """Measure each scene that the flags name, and write the report."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--model", required=True)
     parser.add_argument("--key", default="tq4")

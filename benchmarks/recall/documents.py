@@ -15,13 +15,7 @@ _FIRST, _LAST = 0.1, 0.85
 
 @dataclass(frozen=True)
 class Document:
-    """A text in pieces, and what is asked of it.
-
-    Attributes:
-        pieces: whose tokens together are the text's.
-        evidence: numbers of the pieces that answer the question.
-        question: behind the text.
-    """
+    """A text in pieces, the numbers of those that are evidence, and the question behind the text."""
 
     pieces: list[str]
     evidence: list[int]
@@ -32,7 +26,7 @@ Count = Callable[[str], int]
 
 
 def lines(path: Path, tokens: int, count: Count) -> Iterator[Document]:
-    """LongEval: a record of lines, one of which is asked for; of each record as many lines as fit."""
+    """Yield LongEval's records of lines, one of which is asked for; of each record as many lines as fit."""
     for number, text in enumerate((path / "longeval" / "200_lines.jsonl").read_text(encoding="utf-8").splitlines()):
         case = json.loads(text)
         head, _, rest = case["prompt"].partition("\n\n")
@@ -47,7 +41,7 @@ def lines(path: Path, tokens: int, count: Count) -> Iterator[Document]:
 
 
 def meetings(path: Path, tokens: int, count: Count) -> Iterator[Document]:
-    """QMSum: the part of a meeting around the turns that answer a question, where that fits."""
+    """Yield QMSum's questions, each with the part of the meeting around the turns that answer it."""
     for number, text in enumerate((path / "qmsum" / "ALL_val.jsonl").read_text(encoding="utf-8").splitlines()):
         meeting = json.loads(text)
         turns = [f"{turn['speaker']}: {turn['content']}\n" for turn in meeting["meeting_transcripts"]]
@@ -64,7 +58,7 @@ def meetings(path: Path, tokens: int, count: Count) -> Iterator[Document]:
 def _cut(
     pieces: list[str], evidence: list[int], space: int, count: Count, rng: random.Random
 ) -> tuple[list[str], list[int]] | None:
-    """Neighboring pieces of up to `space` tokens with all evidence well inside; None where there are none such."""
+    """Return neighboring pieces of up to `space` tokens with all evidence well inside, or None."""
     first, last = evidence[0], evidence[-1]
     inside = sum(count(piece) for piece in pieces[first : last + 1])
     low, high = _FIRST * space, _LAST * space - inside
@@ -85,5 +79,4 @@ COLLECTIONS: dict[str, Callable[[Path, int, Count], Iterator[Document]]] = {"lon
 
 
 def chosen(name: str, path: Path, tokens: int, tokenizer: Any) -> list[Document]:
-    """All documents of a collection that fit, in its order."""
     return list(COLLECTIONS[name](path, tokens, lambda text: len(tokenizer.encode(text, add_special_tokens=False))))

@@ -33,21 +33,19 @@ CASES = {"longeval": 47, "qmsum": 62}
 
 
 class Vectors(dict[str, np.ndarray]):
-    """What an embedder makes of texts, each embedded once: a text's questions are asked of the same blocks."""
+    """Embeds each text once: a text's questions are asked of the same blocks."""
 
     def __init__(self, embedder: Any) -> None:
         super().__init__()
         self._embedder = embedder
 
     def of(self, texts: list[str]) -> np.ndarray:
-        """Of these texts [n, D]."""
         new = [text for text in dict.fromkeys(texts) if text not in self]
         self.update(zip(new, self._embedder.embed(new), strict=True) if new else ())
         return np.stack([self[text] for text in texts])
 
 
 def add_meaning(row: dict[str, Any], known: Vectors) -> None:
-    """Rank a row's blocks by the likeness of their text to the question."""
     search = row["search"]
     if not search["texts"]:
         return
@@ -67,7 +65,7 @@ def add_meaning(row: dict[str, Any], known: Vectors) -> None:
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each question once, with all that was measured of it, the latest of each arm."""
+    """Return each question once, with the latest measurement of each arm."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("model", "asked", "kind", "text", "budget", "needle"))
@@ -77,7 +75,6 @@ def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[str]:
-    """The cells that are not full."""
     found = Counter((row["model"], row["asked"], row["kind"], row["budget"]) for row in rows)
     lacking = [
         f"{model}, {tokens} tokens, {kind}, {budget}: {found[model, tokens, kind, budget]} of {NEEDLES}"
@@ -90,7 +87,6 @@ def missing(rows: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> list[s
 
 
 def main() -> None:
-    """Join and write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--embedder", choices=["minilm", "hashing"])

@@ -21,34 +21,24 @@ FIRST, LAST = 0.12, 0.75
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around a text and its question.
-
-    Attributes:
-        head: tokens before the text.
-        after: text behind a question, before the answer.
-        opening: of an answer whose log-probability is taken.
-    """
+    """The text before and after a text and its question."""
 
     head: list[int]
-    after: str
-    opening: str
+    after: str  # behind a question, before the answer
+    opening: str  # of the answer whose log-probability is taken
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A text in tokens, what is in it, and where each planted sentence lies."""
-
     ids: list[int]
     hidden: Hidden
     spans: dict[str, tuple[int, int]]
 
     def evidence(self) -> list[list[tuple[int, int]]]:
-        """Of each needle where its sentences lie."""
         return [[self.spans[sentence] for sentence in needle.evidence] for needle in self.hidden.needles]
 
 
 def frame(tokenizer: Any, opening: str) -> Frame:
-    """Of a chat where the tokenizer has a template, else nothing but what a text begins with."""
     if not tokenizer.has_chat_template:
         return Frame(list(tokenizer.encode("")), "", "")
     turn = [{"role": "user", "content": "QUESTION"}]
@@ -57,12 +47,11 @@ def frame(tokenizer: Any, opening: str) -> Frame:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a text, without those that a tokenizer puts at the beginning of one."""
+    """Return the tokens of a text without start tokens."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: random.Random) -> Scene:
-    """WikiText-2 of about so many tokens, with what is hidden in it at even depths."""
     planted = hidden.sentences
     rng.shuffle(planted)
     space = tokens - len(head) - sum(len(encode(tokenizer, sentence + " ")) for sentence in planted)
@@ -88,14 +77,12 @@ def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: ran
 
 
 def planted(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
-    """A text of so many tokens with needles of a kind."""
     return scene(tokenizer, head, KINDS[kind](rng, needles), tokens, rng)
 
 
 def readings(
     model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int, budget: str
 ) -> Iterator[tuple[Scene, list[Any]]]:
-    """Texts of a kind, each with caches that lost what it is asked for while they read it; in reach of the model."""
     head = frame(tokenizer, "").head
     for seed in range(texts):
         made = planted(tokenizer, head, kind, tokens, needles, random.Random(seed))
@@ -109,10 +96,7 @@ def readings(
 def config(
     key: str, value: str, spans: list[tuple[int, int]], budget: str | None, policy: str | None = None
 ) -> KVConfig:
-    """Of a cache that loses what a policy says; of no budget, one that loses none.
-
-    By default it loses the blocks of these spans first, others by chance.
-    """
+    """Return a configuration that evicts by a policy, or else the blocks of these spans first."""
     kept = KVConfig(key, value, sinks=PREFIX, window=WINDOW)
     if budget is None:
         return kept

@@ -21,7 +21,6 @@ class PlainBM25:
         self._mean = sum(self._lengths.values()) / len(self._lengths)
 
     def rank(self, query: str, limit: int) -> list[int]:
-        """Return document numbers, best first."""
         scores: Counter[int] = Counter()
         for word in dict.fromkeys(re.findall(r"\w+", query.lower())):
             postings = self._postings.get(word, {})

@@ -26,13 +26,11 @@ WARM_UP = 50
 
 
 def questions(seed: int) -> list[str]:
-    """Return questions of eight words, some of which stand in nearly every span."""
     rng = random.Random(seed)
     return [text(rng, 8) for _ in range(QUESTIONS)]
 
 
 def ask(connection: HTTPConnection, query: str) -> float:
-    """Return the seconds that a question takes over HTTP, on a connection that is open."""
     body = json.dumps({"session_id": "bench", "query": query})
     began = time.perf_counter()
     connection.request("POST", "/evict/retrieve", body, {"Content-Type": "application/json"})
@@ -43,7 +41,6 @@ def ask(connection: HTTPConnection, query: str) -> float:
 
 
 def ask_all(running: Service) -> list[float]:
-    """Return the seconds of each question, after some of no account."""
     connection = HTTPConnection(running.address)
     for query in questions(0)[:WARM_UP]:
         ask(connection, query)
@@ -51,7 +48,6 @@ def ask_all(running: Service) -> list[float]:
 
 
 def at_size(spans: int) -> dict[str, object]:
-    """Measure one size in a fresh directory."""
     folder = Path(tempfile.mkdtemp())
     try:
         fill(folder / "data", "bench", spans)
@@ -84,7 +80,6 @@ def at_size(spans: int) -> dict[str, object]:
 
 
 def with_minilm() -> dict[str, object]:
-    """Measure a question end to end with the real model, warm, and its way back after a kill."""
     folder = Path(tempfile.mkdtemp())
     try:
         with service(folder / "data", "minilm") as running:
@@ -104,7 +99,6 @@ def with_minilm() -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure all and print it."""
     results: dict[str, object] = {}
     for spans in SIZES:
         results[f"{spans} spans"] = at_size(spans)

@@ -47,7 +47,6 @@ class Given(Session):
     given: Quotation
 
     def quote(self, query: str) -> Quotation:
-        """The quotation, at the turn that it was made for."""
         return self.given if query == QUESTION else super().quote(query)
 
 
@@ -55,8 +54,6 @@ calls_s = [0.0]  # processor seconds of the client's calls so far; its worker th
 
 
 def timed_in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run a call of the client as it does, and count its processor seconds."""
-
     def call() -> Any:
         try:
             return function()
@@ -70,14 +67,12 @@ rescue_client.run_in_thread = timed_in_thread
 
 
 def service_s(running: Service) -> float:
-    """Processor seconds of the service and its embedder so far."""
     process = psutil.Process(running.process.pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(each.user + each.system for each in times)
 
 
 def measure(session: Session, text: str) -> dict[str, Any]:
-    """Two turns, and their seconds."""
     memory, writing = session._transcript, [0.0]
     send = memory.send_evicted
 
@@ -105,7 +100,7 @@ def measure(session: Session, text: str) -> dict[str, Any]:
 
 
 def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, running: Service) -> dict[str, Any]:
-    """Pairs at one length, the order alternating; a first one warms up."""
+    """Measure pairs at one length in alternating order; the first one warms up."""
     margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(tokenizer, load_text(), tokens=tokens, depth=0.5, seed=0, **margins, chat=False)
     text, config = tokenizer.decode(case.ids[: case.question]), configuration("rescue", budget)
@@ -151,7 +146,6 @@ def compare(model: Any, tokenizer: Any, tokens: int, budget: str, rounds: int, r
 
 
 def main() -> None:
-    """Measure at each length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1000,2000")
     parser.add_argument("--budget", default="50%")

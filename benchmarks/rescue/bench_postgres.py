@@ -45,7 +45,6 @@ SIZES = (0, 20_000, 100_000, 300_000)
 
 @contextmanager
 def server(folder: Path | None) -> Iterator[PostgresServer]:
-    """The server, which keeps what it has where it has a folder."""
     running = PostgresServer(folder, log_mb=16, shared_buffers="1GB", max_wal_size="4GB", wal_recycle="on")
     try:
         if not running.sql("SELECT 1 FROM pg_database WHERE datname = 'bench'"):
@@ -56,7 +55,6 @@ def server(folder: Path | None) -> Iterator[PostgresServer]:
 
 
 def rankings(store: Store, documents: dict[int, str], queries: list[str]) -> list[list[int]]:
-    """Return what a store finds for each question by its words."""
     store.write("cranfield", [NewSpan(n, n + 1, -1, 0.0, text) for n, text in documents.items()])
     session = store.session("cranfield")
     assert session is not None
@@ -67,7 +65,6 @@ def rankings(store: Store, documents: dict[int, str], queries: list[str]) -> lis
 
 
 def words(data: Path, folder: Path) -> dict[str, Any]:
-    """Measure both stores on Cranfield."""
     (collection,) = cranfield(data / "cranfield")
     with server(None) as running:
         stores: dict[str, Store] = {
@@ -81,7 +78,7 @@ def words(data: Path, folder: Path) -> dict[str, Any]:
 
 
 def size(spans: int, folder: Path, before: dict[str, Any]) -> dict[str, Any]:
-    """Grow the session to a size, unless a run that was cut short has done so, and measure there."""
+    """Grow the session to a size, unless an interrupted run has done so, and measure there."""
     place, results = folder / "postgres", dict(before)
     place.mkdir(parents=True, exist_ok=True)
     with server(place) as running:
@@ -114,7 +111,6 @@ def size(spans: int, folder: Path, before: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes(connection: Any, session: int) -> dict[str, int]:
-    """Return the bytes on disk of each thing that a session has."""
     parts = {
         "spans and words": f"pg_table_size('spans_{session}')",
         "index of words": f"pg_relation_size('spans_{session}_words_idx')",
@@ -179,7 +175,6 @@ def latencies(url: str, folder: Path, spans: int) -> dict[str, Any]:
 
 
 def many(folder: Path) -> dict[str, Any]:
-    """Measure two services on one database, and one on SQLite, under the same 64 clients."""
     found = {}
     with server(None) as running:
         store = {"RESCUE_STORE": running.url("bench")}
@@ -194,19 +189,16 @@ def many(folder: Path) -> dict[str, Any]:
 
 
 def under_load(addresses: list[str]) -> dict[str, Any]:
-    """Warm up, load, report."""
     load(addresses, SECONDS / 4, CLIENTS)
     return {"clients": CLIENTS, **report(load(addresses, SECONDS, CLIENTS), SECONDS)}
 
 
 def measured() -> dict[str, Any]:
-    """Return the figures that there are."""
     file = FOLDER / f"{NAME}.json"
     return json.loads(file.read_text())["results"] if file.exists() else {}
 
 
 def main() -> None:
-    """Measure one part and put it to the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["words", "size", "load"])
     parser.add_argument("spans", type=int, nargs="?", choices=SIZES[1:], help="of `size`")

@@ -42,14 +42,13 @@ POLICY = "triattention:aggregation=paper"
 
 
 class Everything(Session):
-    """Asks for what is live, too."""
+    """Asks for live text, too."""
 
     def _live(self) -> range:
         return range(0)
 
 
 def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
-    """The cache of an arm."""
     plain = KVConfig(sinks=PREFIX, window=WINDOW)
     if arm in WHOLE:
         return plain
@@ -60,7 +59,6 @@ def configuration(arm: str, budget: str, policy: str = POLICY) -> KVConfig:
 
 
 def find(ids: list[int], part: list[int]) -> tuple[int, int]:
-    """Where `part` stands in `ids`."""
     starts = [i for i in range(len(ids) - len(part) + 1) if ids[i : i + len(part)] == part]
     return starts[0], starts[0] + len(part)
 
@@ -68,7 +66,7 @@ def find(ids: list[int], part: list[int]) -> tuple[int, int]:
 def measure(
     model: Any, tokenizer: Any, arm: str, cell: dict[str, Any], running: Service, folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """The cells of an arm with rescue and of its twin. Turn 1: a text with a fact in it. Turn 2: the question."""
+    """Return the cells of an arm with rescue and of its twin. Turn 1: a text with a fact. Turn 2: the question."""
     margins = {"sinks": PREFIX, "window": WINDOW + 64}
     case = build_case(
         tokenizer, load_text(), tokens=cell["rung"], depth=cell["depth"], seed=cell["seed"], **margins, chat=False
@@ -114,7 +112,6 @@ def measure(
 
 
 def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, Any]:
-    """The second turn."""
     began = time.perf_counter()
     answer = "".join(session.respond(QUESTION, max_tokens=24))
     seconds = time.perf_counter() - began
@@ -133,7 +130,6 @@ def ask(session: Session, expected: str, needle: tuple[int, int]) -> dict[str, A
 
 
 def main() -> None:
-    """Measure what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub name (default: the embedded model)")
     parser.add_argument("--rungs", default="1000,2000,3000")

@@ -10,8 +10,6 @@ WORDS_A_SPAN = 180  # about the 256 tokens that an embedder of sentences takes i
 
 @dataclass
 class Collection:
-    """Texts that are searched together, as one session of the service."""
-
     name: str
     documents: dict[int, str]
     queries: list[str] = field(default_factory=list)
@@ -19,10 +17,7 @@ class Collection:
 
 
 def cranfield(folder: Path) -> list[Collection]:
-    """1,400 abstracts, 225 queries. The judgments number the queries 1, 2, ... in the order of the file.
-
-    Relevant is every grade above 0: 1 answers completely (gain 4) and 4 is of minimum interest (gain 1).
-    """
+    """Return 1,400 abstracts and 225 queries; gains are 4 for grade 1, a complete answer, to 1 for grade 4."""
     documents = {int(number): body for number, body in _records(folder / "cran.all.1400")}
     queries = [body for _, body in _records(folder / "cran.qry")]
     relevant: list[dict[int, int]] = [{} for _ in queries]
@@ -40,7 +35,7 @@ def _records(path: Path) -> list[tuple[str, str]]:
 
 
 def qmsum(folder: Path) -> list[Collection]:
-    """35 meetings, each a session of spans of whole turns, about 256 tokens; those that hold evidence are relevant."""
+    """Return 35 meetings, each a session of spans of whole turns; those that hold evidence are relevant."""
     return [_meeting(json.loads(line)) for line in (folder / "ALL_val.jsonl").read_text().splitlines()]
 
 

@@ -19,7 +19,6 @@ NAMES = {"none": "no eviction", "evict": "eviction", "rescue": "eviction\nand re
 
 
 def plot(cells: dict[str, dict[str, Any]]) -> None:
-    """One panel for each policy, budget and rung with a case for each depth, one bar for each arm."""
     groups = [group for group in settings(cells) if len(cells_of("none", group, cells)) >= len(DEPTHS)]
     figure, axes = plt.subplots(1, len(groups), figsize=(2.5 * len(groups), 2.9), sharey=True, squeeze=False)
     for axis, group in zip(axes[0], groups, strict=True):

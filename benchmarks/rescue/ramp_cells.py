@@ -10,13 +10,12 @@ Cells = dict[str, dict[str, Any]]
 
 
 def key(arm: str, cell: dict[str, Any]) -> str:
-    """Names a cell."""
     setting = [] if arm in WHOLE else [cell["policy"], cell["budget"]]
     return " ".join([arm, *setting, str(cell["rung"]), f"{cell['depth']:g}", str(cell["seed"])])
 
 
 def outcome(cell: dict[str, Any], cells: Cells) -> str:
-    """A hit is native if any of the needle was live; a rescue hit only if none was and the same case fails without."""
+    """Rate a hit native if any of the needle was live; rescue only if none was and the same case fails without."""
     if cells[key("none", cell)]["verdict"] != "PASS":
         return "void"
     if cell["verdict"] != "PASS":
@@ -27,7 +26,7 @@ def outcome(cell: dict[str, Any], cells: Cells) -> str:
 
 
 def cells_of(arm: str, setting: Setting, cells: Cells) -> list[dict[str, Any]]:
-    """The cells of an arm where all four arms were measured."""
+    """Return the cells of an arm where all four arms were measured."""
     policy, budget, rung = setting
     some = [c for c in cells.values() if c["arm"] == arm and c["rung"] == rung]
     if arm not in WHOLE:
@@ -36,7 +35,6 @@ def cells_of(arm: str, setting: Setting, cells: Cells) -> list[dict[str, Any]]:
 
 
 def settings(cells: Cells) -> list[Setting]:
-    """Policies, budgets and rungs that were measured."""
     found = {(c["policy"], c["budget"], c["rung"]) for c in cells.values() if c["arm"] not in WHOLE}
     return sorted(found, key=lambda setting: (setting[2], setting[0], setting[1]))
 

@@ -12,7 +12,6 @@ FOLDER = Path(__file__).parents[1] / "results"
 
 
 def save(name: str, results: Any) -> None:
-    """Write results with the machine and versions they belong to."""
     machine = {
         "system": platform.platform(terse=True),
         "processor": _processor(),

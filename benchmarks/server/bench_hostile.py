@@ -161,7 +161,6 @@ SERVICES = {
 
 
 def time_request(url: str, method: str, path: str, body: Any = None) -> tuple[float, int]:
-    """Return the seconds of one request over a new connection, and its status; 0 without an answer."""
     started, status = time.perf_counter(), 0
     connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
     try:
@@ -208,7 +207,6 @@ def measure_under_attack(
 
 
 def main() -> None:
-    """Measure both services and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--only", default="", help="run only attacks whose name contains this")

@@ -33,7 +33,6 @@ MAX_TOKENS = 400
 
 
 def generate(client, case, seed):
-    """Return the text and its finish reason."""
     choice = client.chat.completions.create(
         model="default_model",
         messages=[{"role": "user", "content": f"Describe {case['asked']} as JSON."}],
@@ -68,7 +67,6 @@ def is_valid(case, text):
 
 
 def costs(model, tokenizer, grammars, answers):
-    """Return the microseconds of each token, and of compiling each grammar."""
     tokens, compilations = [], []
     logits = mx.zeros((1, model.args.vocab_size))
     mx.eval(logits)
@@ -88,14 +86,12 @@ def costs(model, tokenizer, grammars, answers):
 
 
 def summary(times):
-    """Return the median, the 99th percentile and the maximum, rounded."""
     ordered = sorted(times)
     values = {"median": median(ordered), "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1]}
     return {name: round(value) for name, value in values.items()}
 
 
 def main():
-    """Measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--seeds", type=int, default=10)

@@ -41,7 +41,6 @@ SCHEMA = {"type": "object", "properties": {"code": {"enum": [417295, 112358]}}, 
 
 
 def requests() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return path and body of each request."""
     bodies: dict[str, tuple[str, dict[str, Any]]] = {}
     for n in range(16):
         facts = " ".join(f"Item {k} weighs {k * (37 + n) % 91} grams." for k in range(8 * (n % 4)))
@@ -63,7 +62,6 @@ def requests() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def text_of(answer: httpx.Response) -> str:
-    """Return all generated text."""
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
         return "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
@@ -75,7 +73,6 @@ def text_of(answer: httpx.Response) -> str:
 
 @contextmanager
 def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]]]:
-    """Sample a process twice a second: seconds and resident megabytes."""
     samples: list[tuple[float, float]] = []
     began, ended = time.perf_counter(), threading.Event()
 
@@ -93,7 +90,6 @@ def sampled_memory(process: psutil.Process) -> Iterator[list[tuple[float, float]
 
 
 def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, float]:
-    """Return the memory after the warm-up, and its maximum from then on."""
     warm = next(mb for second, mb in samples if second >= after_s)
     highest = max(mb for second, mb in samples if second >= after_s)
     return {
@@ -104,7 +100,6 @@ def growth(samples: list[tuple[float, float]], after_s: float) -> dict[str, floa
 
 
 def soak_server(seconds: float) -> dict[str, Any]:
-    """Send requests to the model server and compare the answers."""
     bodies = requests()
     statuses: Counter[int] = Counter()
     differing: Counter[str] = Counter()
@@ -180,7 +175,6 @@ def soak_rescue(name: str, seconds: float, **settings: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Soak each service and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--server-seconds", type=float, default=300)
     parser.add_argument("--rescue-seconds", type=float, default=100)

@@ -27,14 +27,12 @@ ARMS = ("read", "stored", "restored", "restored cold")
 
 
 def texts(model, count, tokens):
-    """Return texts of `tokens` tokens without a common prefix."""
     _, tokenizer = load(model)
     ids = tokenizer.encode(load_text())
     return [f"Text {n}. " + tokenizer.decode(ids[n * tokens : (n + 1) * tokens - 5]) for n in range(count)]
 
 
 def ask(client, system, user):
-    """Return the time to first token, the prompt tokens and the cached tokens."""
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     started = time.perf_counter()
     stream = client.chat.completions.create(
@@ -58,7 +56,6 @@ def drop(folder):
 
 
 def measure(flags, systems, folder):
-    """Return the times of each arm by text, and its prompt tokens and cached tokens."""
     times = {arm: [] for arm in ARMS}
     counts = {}
 
@@ -82,7 +79,6 @@ def measure(flags, systems, folder):
 
 
 def main():
-    """Measure and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model")
     parser.add_argument("--dtype")

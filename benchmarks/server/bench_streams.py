@@ -50,7 +50,6 @@ class Figure:
 
 @contextmanager
 def serving(*flags):
-    """Start a server and yield its URL."""
     with tempfile.NamedTemporaryFile("r+") as log:
         command = [sys.executable, "-m", "mlx_tq", "server", "--port", "0", "--log-level", "WARNING", *map(str, flags)]
         process = subprocess.Popen(command, stderr=log)
@@ -66,7 +65,6 @@ def serving(*flags):
 
 
 def texts(count, tokens):
-    """Return prompts of `tokens` tokens without a common prefix."""
     _, tokenizer = load()
     prompts = []
     for place in range(count):
@@ -78,7 +76,6 @@ def texts(count, tokens):
 
 
 async def stream(client, prompt, answer_tokens):
-    """Return the times of one stream's tokens, and its usage."""
     body = {"prompt": prompt, "max_tokens": answer_tokens, "logit_bias": ENDLESS}
     times, usage = [], {}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -97,7 +94,6 @@ async def stream(client, prompt, answer_tokens):
 
 
 async def watch(client, seen):
-    """Append the bytes of /metrics to `seen` until cancelled."""
     while True:
         text = (await client.get("/metrics")).text
         matches = [re.search(rf"^mlx_tq_{name} (\S+)", text, re.MULTILINE) for name in ("kv_bytes", "kv_fp16_bytes")]
@@ -106,7 +102,6 @@ async def watch(client, seen):
 
 
 async def measure(url, profile, prefix, prompts, answer_tokens):
-    """Send all prompts at once and return the figure."""
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         if prefix == "hot":
             await stream(client, prompts[0], 1)
@@ -138,7 +133,6 @@ async def measure(url, profile, prefix, prompts, answer_tokens):
 
 
 def main():
-    """Measure and add to the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--profile", default="balanced")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 5, 10, 20])

@@ -27,7 +27,6 @@ START_S = 300
 
 @contextmanager
 def mlx_lm_serving():
-    """Start mlx-lm's own server and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,13 +47,11 @@ def mlx_lm_serving():
 
 
 def outcomes(url):
-    """Return the outcome of each request."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     return [outcome(request, client) for request in REQUESTS]
 
 
 def main():
-    """Send the requests to both servers and write the file."""
     with serving() as url:
         ours = outcomes(url)
     with mlx_lm_serving() as url:

@@ -30,14 +30,12 @@ NAMES = ("running", "waiting", "kv_bytes", "memory_bytes", "prefill_tokens_total
 
 
 def metrics(url):
-    """Those of NAMES."""
     lines = httpx.get(f"{url}/metrics", timeout=600).text.splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
     return {name: int(float(found[f"mlx_tq_{name}"])) for name in NAMES}
 
 
 def ask(url, system, number):
-    """An answer, and the seconds to its first token."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
     said = [{"role": "system", "content": system}, {"role": "user", "content": f"What weighs {number} grams?"}]
     began, first, pieces = time.perf_counter(), 0.0, []
@@ -52,7 +50,6 @@ def ask(url, system, number):
 
 
 def at_once(systems, limit):
-    """What 20 requests were answered, and what was seen meanwhile."""
     with serving(*FLAGS, "--kv-memory-limit", limit) as url:
         ask(url, "Be brief.", 0)  # what a process does once is done
         before, samples, found = metrics(url), [], [None] * len(systems)
@@ -80,7 +77,6 @@ def at_once(systems, limit):
 
 
 def main():
-    """Measure and write the file."""
     model, tokenizer = load(dtype="float32")
     systems = [tokenizer.decode(ids) for ids in texts(OWN, SYSTEM)]
     plan = plan_caches(model, profile("balanced"))

@@ -36,7 +36,6 @@ class Order:
         self._followed: defaultdict[bytes, set[bytes]] = defaultdict(set)
 
     def note(self, blocks, _now):
-        """A request had these; all are held now."""
         for block, after in reversed([*zip(blocks, [*blocks[1:], None], strict=True)]):
             if self._ways:
                 self._protect(block, after)
@@ -52,7 +51,6 @@ class Order:
             self._first.move_to_end(block.key)
 
     def leave(self, _now):
-        """The block that leaves."""
         while len(self._first) > len(self.held) // 2:
             self._first.popitem(last=False)
         key = next((key for key in self.held if key not in self._first), None)
@@ -63,7 +61,7 @@ class Order:
 
 
 class Advised(Order):
-    """What the graph ranks last leaves; where it is silent, the first in."""
+    """Evicts what the graph ranks last; while the graph is silent, first in, first out."""
 
     def __init__(self, *, recent):
         super().__init__(by_use=False)
@@ -72,12 +70,10 @@ class Advised(Order):
         self.asked = self.silent = 0
 
     def note(self, blocks, now):
-        """As of `Order`."""
         super().note(blocks, now)
         self.graph.note(blocks, now)
 
     def leave(self, now):
-        """As of `Order`."""
         if now - self._ranked >= EVERY:
             self._advisor.rank(now)
             self._ranked, self._left = now, iter(self._advisor.candidates(now))
@@ -102,7 +98,6 @@ POLICIES = {
 
 
 def replay(requests, policy, capacity):
-    """Tokens found, read and read again."""
     seen, found, read, again, advised, used = set(), 0, 0, 0, set(), [0, 0]
     for request in requests:
         keys = [block.key for block in request.blocks]
@@ -125,7 +120,7 @@ def replay(requests, policy, capacity):
 
 
 def cost(nodes, seconds=6):
-    """Share of a core that the advisor takes, and milliseconds of a ranking, with so many blocks."""
+    """Return the advisor's share of a core, and the milliseconds of a ranking, with so many blocks."""
     graph = KVCacheGraph(recent=True)
     blocks = [Block(os.urandom(16), "user", f"{n} {n % 97} {n % 31}") for n in range(nodes)]
     for start in range(0, nodes, 64):
@@ -139,7 +134,6 @@ def cost(nodes, seconds=6):
 
 
 def main():
-    """Replay, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path)
     parser.add_argument("--costs", type=int, nargs="*", default=[1_000, 4_000, 16_000])

@@ -24,7 +24,6 @@ RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5
 
 
 def timed(work, times=TIMES):
-    """The median of the seconds that something takes, and what came of it last."""
     seconds, found = [], None
     for _ in range(times):
         started = time.perf_counter()
@@ -34,7 +33,6 @@ def timed(work, times=TIMES):
 
 
 def main():
-    """Measure and write the file."""
     prompt = np.random.default_rng(0).integers(0, 50_000, TOKENS).tolist()
     keys = list(step_keys("begin", [prompt], STEP).values())
     with tempfile.TemporaryDirectory() as name:

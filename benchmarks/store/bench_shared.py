@@ -25,13 +25,11 @@ COUNTS, BEGINNING, OWN = (1, 5, 20), 4000, 40
 
 
 def vectors(slot, rows, count):
-    """Keys and values [rows, H, count, D]."""
     shape = (rows, slot.heads, count)
     return [mx.random.normal((*shape, dim)).astype(mx.float16) for dim in (slot.key_dim, slot.value_dim)]
 
 
 def begun(plan):
-    """Caches that have read the beginning."""
     caches = build_caches(plan)
     for cache, layer in zip(caches, plan.layers, strict=True):
         for start in range(0, BEGINNING, 500):
@@ -42,7 +40,6 @@ def begun(plan):
 
 
 def step(batches, plan, count):
-    """One token more for each row, and what it attends to."""
     outs = []
     for batch, layer in zip(batches, plan.layers, strict=True):
         key, _ = batch.update_and_fetch(*vectors(layer.slot, count, 1))
@@ -52,7 +49,6 @@ def step(batches, plan, count):
 
 
 def measure(plan, count, *, shared):
-    """Bytes that mlx holds, and those that the batch counts."""
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -76,7 +72,6 @@ def measure(plan, count, *, shared):
 
 
 def main():
-    """Measure and write the file."""
     model, _ = load()
     plan = plan_caches(model, profile("balanced"))
     figures = []

@@ -38,7 +38,7 @@ TOGETHER = 256  # tokens that a round spills
 
 
 def layers(tokens):
-    """Caches with so many packed tokens, those of a short text over and over."""
+    """Return caches with so many packed tokens: those of a short text, repeated."""
     config = profile("small")
     spec = CacheSpec.for_layer(config, 0, config.key, config.value)
     begun = CompressedKVCache(spec)
@@ -71,14 +71,12 @@ def layers(tokens):
 
 
 def timed(work):
-    """Seconds, and what came of it."""
     started = time.perf_counter()
     found = work()
     return time.perf_counter() - started, found
 
 
 def through_archive(caches, tokens):
-    """Seconds to spill and to warm, and the bytes that went both ways."""
     sequence = LayerGroup(EvictionPlan(EvictConfig("recency", recall="auto"), Budget(tokens=1024), LAYERS), {})
 
     def spill():
@@ -98,7 +96,6 @@ def through_archive(caches, tokens):
 
 
 def through_store(caches, folder):
-    """Likewise, of the store's blocks."""
     names = []
 
     def spill():
@@ -124,7 +121,6 @@ def through_store(caches, folder):
 
 
 def plainly(nbytes, folder):
-    """Seconds to copy so many bytes in memory, and to write and read a file of them."""
     data = np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)
     path = folder / "plain"
 
@@ -143,7 +139,7 @@ def plainly(nbytes, folder):
 
 
 def drop(folder):
-    """Let the files of a folder leave the system's page cache, where it lets them."""
+    """Drop the files of a folder from the page cache, where the system allows it."""
     for path in folder.rglob("*"):
         if path.is_file() and hasattr(os, "posix_fadvise"):
             with path.open("rb") as file:
@@ -152,7 +148,6 @@ def drop(folder):
 
 
 def main():
-    """Measure and write the file."""
     figures = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

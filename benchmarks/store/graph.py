@@ -23,8 +23,6 @@ FADES = 5.0  # seconds in which having been used is worth half: of 5, 20 and 300
 
 @dataclass
 class Node:
-    """A block, and what is known of it."""
-
     source: str
     place: int
     used: float
@@ -36,11 +34,7 @@ class Node:
 
 
 class KVCacheGraph:
-    """The graph of the blocks that are held.
-
-    Args:
-        recent: what was used lately counts too, which the report does not say.
-    """
+    """The graph of the stored blocks; with `recent`, recent use counts, too, which the report does not say."""
 
     def __init__(self, *, recent: bool) -> None:
         self.nodes: dict[bytes, Node] = {}
@@ -50,7 +44,6 @@ class KVCacheGraph:
         self._meanings = np.zeros((1024, DIMS), np.float32)
 
     def note(self, blocks, now):
-        """A request had these blocks; all are held now."""
         for place, block in enumerate(blocks):
             node = self.nodes.get(block.key)
             if node is None:
@@ -69,14 +62,13 @@ class KVCacheGraph:
                 node.often += other != key and node.together[other] == TOGETHER
 
     def forget(self, key):
-        """A block has left."""
         if self.nodes.pop(key, None) is not None:
             row = self._rows.pop(key)
             self._meanings[row] = 0
             self._free.append(row)
 
     def _add(self, block):
-        """How many of the blocks there are alike in meaning."""
+        """Add a block and return how many others are alike in meaning."""
         vector = np.zeros(DIMS, np.float32)
         for word in block.text.split():
             code = zlib.crc32(word.encode())
@@ -90,11 +82,11 @@ class KVCacheGraph:
         return found
 
     def is_protected(self, node):
-        """System text, and what several go on from in ways of their own."""
+        """Return True for system text, and for what several prompts continue from."""
         return node.source == "system" or len(node.followed) >= SHARED
 
     def suggest_eviction(self, count, now):
-        """The least tied and least important blocks, first those that should leave first; no protected ones."""
+        """Return the least tied and least important blocks, first those to evict first; no protected ones."""
         scored = [(self._score(node, now), -node.place, key) for key, node in list(self.nodes.items())]
         scored.sort()
         return [key for score, _, key in scored[:count] if score < float("inf")]
@@ -107,7 +99,7 @@ class KVCacheGraph:
         return score * 0.5 ** ((now - node.used) / FADES) if self._recent else score
 
     def suggest_prefetch(self, active, held, count):
-        """Blocks not held that came behind or together with active ones: the most often seen first."""
+        """Return blocks that came after or together with active ones and are not stored, most frequent first."""
         found: Counter[bytes] = Counter()
         for key in active:
             node = self.nodes.get(key)
@@ -126,20 +118,17 @@ class Advisor:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self):
-        """Begin."""
         self._thread.start()
 
     def close(self):
-        """End, and wait for it."""
         self._stop.set()
         self._thread.join()
 
     def rank(self, now):
-        """One ranking, which the thread makes, or whoever replays a trace at its own pace."""
         self._ranking = (now, self._graph.suggest_eviction(RANKED, now))
 
     def candidates(self, now):
-        """The ranking; none where it is stale."""
+        """Return the ranking, or nothing if it is stale."""
         made, ranking = self._ranking
         return ranking if now - made <= STALE else []
 

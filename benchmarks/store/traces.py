@@ -19,29 +19,20 @@ SYSTEM = "You are a careful assistant. Answer from the record alone, and say so 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a prompt.
+    """A block of a prompt."""
 
-    Attributes:
-        key: of it and all before it.
-        source: whose text it ends with: system, user, assistant, tool or generation.
-        text: of it.
-    """
-
-    key: bytes
-    source: str
+    key: bytes  # of it and all before it
+    source: str  # whose text it ends with: system, user, assistant, tool or generation
     text: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt at a time, in seconds; the answer to it is the last block or so."""
-
     at: float
     blocks: list[Block]
 
 
 def blocks_of(messages):
-    """The full blocks of (source, text) one after the other."""
     text = "".join(part for _, part in messages)
     edges, found, digest, at = [], [], b"", 0
     for source, part in messages:
@@ -56,7 +47,6 @@ def blocks_of(messages):
 
 
 def merged(conversations, at_once, chance):
-    """Their requests by time, `at_once` conversations going on at any time."""
     free, requests = [0.0] * at_once, []
     for prompts in conversations:
         lane = free.index(min(free))
@@ -67,7 +57,6 @@ def merged(conversations, at_once, chance):
 
 
 def chat(document, questions):
-    """The prompts of a conversation about a document."""
     messages = [("system", SYSTEM), ("user", document)]
     for question, answer in questions:
         messages.append(("user", question))
@@ -76,7 +65,7 @@ def chat(document, questions):
 
 
 def meetings(data, chance):
-    """QMSum: each meeting is asked about in two conversations of up to four questions."""
+    """Return QMSum's meetings, each in two conversations of up to four questions."""
     found = []
     for line in (data / "qmsum" / "ALL_val.jsonl").read_text(encoding="utf-8").splitlines():
         meeting = json.loads(line)
@@ -90,7 +79,7 @@ def meetings(data, chance):
 
 
 def records(data, chance):
-    """LongEval: 100 records, in 200 conversations, most of them about few of the records."""
+    """Return LongEval's 100 records in 200 conversations, most of them about few of the records."""
     documents = []
     for name in ("200_lines", "5_topics"):
         for line in (data / "longeval" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
@@ -102,7 +91,7 @@ def records(data, chance):
 
 
 def agents(_data, chance):
-    """Three roles with texts and tools of 3,000 to 6,000 tokens; 60 tasks of 6 to 12 steps, some handed on."""
+    """Return 60 tasks of 6 to 12 steps by three roles with texts and tools of 3,000 to 6,000 tokens."""
     words = load_text() * 4
     roles = [words[n * 30_000 : n * 30_000 + size] for n, size in enumerate((12_000, 18_000, 24_000))]
 
@@ -123,6 +112,5 @@ def agents(_data, chance):
 
 
 def traces(data: Path | None, seed: int = 0):
-    """The traces by name; those that need data only where there is a folder."""
     found = {"agents": agents} if data is None else {"QMSum": meetings, "LongEval": records, "agents": agents}
     return {name: make(data, random.Random(seed)) for name, make in found.items()}

@@ -34,8 +34,6 @@ MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 
 
 class Layer:
-    """Random keys and values, fp16, and what the kernels make of them."""
-
     def __init__(self, name: str, dim: int, heads: int, tokens: int) -> None:
         codecs = (get_format(name).codec(dim, CodecOptions(seed=seed, scale="unbiased")) for seed in (0, 1))
         self.layout = RowLayout(*codecs)
@@ -43,18 +41,16 @@ class Layer:
         self.keys, self.values, self.queries = (mx.random.normal(shape).astype(mx.float16) for shape in shapes)
 
     def encoded(self) -> mx.array:
-        """Rows."""
         return encode(self.keys, self.values, self.layout).rows
 
     def attended(self, rows: mx.array) -> list[mx.array]:
-        """One query a head, behind the rows a token of its own."""
         last = self.keys[:, :, -1:], self.values[:, :, -1:]
         regions = Regions(rows, rows.shape[2], self.layout, *last, 0, 1)
         return [attend(self.queries, regions, scale=self.layout.key.head_dim**-0.5)]
 
 
 def counted() -> dict[str, Any]:
-    """Lane operations of a token and KV head."""
+    """Return the lane operations per token and KV head."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kernels.metal.simulated import simulated  # the tests' own: no GPU is needed to count
 
@@ -78,7 +74,7 @@ def counted() -> dict[str, Any]:
 
 
 def timed() -> dict[str, Any]:
-    """Seconds of a context's attention, of a prompt's encoding, and of the products that a prompt takes."""
+    """Return the seconds of a context's attention, of a prompt's encoding, and of a prompt's matrix products."""
     mx.random.seed(0)
     found = []
     for name in FORMATS:
@@ -96,7 +92,6 @@ def timed() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is here and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/trellis_{metal,cuda,counted}.json")
     args = parser.parse_args()

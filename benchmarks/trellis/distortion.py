@@ -26,7 +26,6 @@ AROUNDS = (4, 8, 12, 16, 24, 32, 64)
 
 
 def measured(bits: int, table: mx.array, dim: int = DIM, around: int = trellis.CUT_CONTEXT) -> dict[str, object]:
-    """The mean square error of unit-variance Gaussians, and its standard error."""
     rng = np.random.default_rng(99)
     found, started = [], time.perf_counter()
     for _ in range(VECTORS // 500):
@@ -40,7 +39,6 @@ def measured(bits: int, table: mx.array, dim: int = DIM, around: int = trellis.C
 
 
 def main() -> None:
-    """Measure and write."""
     rows = []
     for bits in BITS:
         own = trellis.state_levels(bits)

@@ -18,7 +18,7 @@ VECTORS, VALUES, ROUNDS = 8192, 128, 96
 
 
 def trained(bits: int, window: int = WINDOW, vectors: int = VECTORS, rounds: int = ROUNDS) -> np.ndarray:
-    """The level of a state is the mean of the values that pass through it: fp32 [2^window]."""
+    """Return fp32 [2^window]: the level of a state is the mean of the values that pass through it."""
     rng = np.random.default_rng(0)
     states = 1 << window
     levels = rng.permutation(np.sort(rng.standard_normal(states))).astype(np.float32)
