@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reports import RESULTS
 from mlx_tq.codec.formats import format_names, get_format
 from mlx_tq.codec.normalization import MEAN_TOKENS
 from mlx_tq.config import DEFAULT_PROFILE, PROFILES, KVConfig
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACE = re.compile(r"^<!-- table: (\w+) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
@@ -63,8 +63,11 @@ def table(
     )
 
 
-def by_columns(records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]]) -> list[list[str]]:
-    return [[show(record) for show in columns.values()] for record in records]
+def record_table(
+    name: str, records: Iterable[Record], columns: Mapping[str, Callable[[Record], str]], *, on: str
+) -> str:
+    """Return a table of one report, with a row for each record."""
+    return table([name], list(columns), [[show(record) for show in columns.values()] for record in records], on=on)
 
 
 def with_error(value: float, error: float, digits: int = 5) -> str:
@@ -360,7 +363,7 @@ def streams() -> str:
         "KV, MB": lambda f: f"{f['kv_bytes'] / 1e6:.1f}",
         "fp16, MB": lambda f: f"{f['fp16_bytes'] / 1e6:.1f}",
     }
-    return table([name], list(columns), by_columns(figures, columns), on=EMBEDDED)
+    return record_table(name, figures, columns, on=EMBEDDED)
 
 
 PREFIX_CACHE = {
@@ -381,7 +384,7 @@ def prefix_cache() -> str:
         "time to first token, s": lambda f: f"{f['median']:.2f}",
         "of no prefix cache": lambda f: f"{100 * f['median'] / without:.1f} %",
     }
-    return table([name], list(columns), by_columns(about["figures"], columns), on=f"{about['model']} in float32")
+    return record_table(name, about["figures"], columns, on=f"{about['model']} in float32")
 
 
 def hostile() -> str:
@@ -393,7 +396,7 @@ def hostile() -> str:
         "memory growth, MB": lambda f: f"{f['grown_mb']:,}",
     }
     name = "server_hostile.json"
-    return table([name], list(columns), by_columns(report(name)["figures"], columns), on=EMBEDDED)
+    return record_table(name, report(name)["figures"], columns, on=EMBEDDED)
 
 
 def soak() -> str:
@@ -405,7 +408,7 @@ def soak() -> str:
         "growth": lambda f: f"{f['growth_percent']:.1f} %",
     }
     name = "server_soak.json"
-    return table([name], list(columns), by_columns(report(name)["figures"], columns), on=EMBEDDED)
+    return record_table(name, report(name)["figures"], columns, on=EMBEDDED)
 
 
 # Eviction and recall
@@ -442,7 +445,7 @@ POLICIES = {
 }
 SHARES = (90, 75, 50, 25)
 SWEEP = (
-    f"python -m mlx_tq evaluate sweep {ON_MODEL} --kv-window 64 --sinks 32 --triggers 32 --warmup 256 \\\n"
+    f"python -m benchmarks.studies.sweep {ON_MODEL} --kv-window 64 --sinks 32 --triggers 32 --warmup 256 \\\n"
     "    --policies triattention:granularity=32,...,knorm:granularity=32 \\\n    "
 )
 
@@ -495,7 +498,7 @@ def evict_cost() -> str:
         "share of prefill": lambda r: f"{r['percent']:.2f} %",
     }
     name = "evict_cost.json"
-    return table([name], list(columns), by_columns(report(name)["rows"], columns), on="three models in float32")
+    return record_table(name, report(name)["rows"], columns, on="three models in float32")
 
 
 def recall() -> str:
@@ -536,7 +539,7 @@ def recall_cost() -> str:
         "64 decode steps, ms": lambda r: f"{r['steps_ms']:,.0f}",
     }
     name = "recall_look.json"
-    return table([name], list(columns), by_columns(report(name)["rows"], columns), on="three models in float32")
+    return record_table(name, report(name)["rows"], columns, on="three models in float32")
 
 
 # The rescue service
@@ -600,31 +603,12 @@ def ramp() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "profiles": profiles,
-    "formats": formats,
-    "divergence": divergence,
-    "frontier": frontier,
-    "normalization": normalization,
-    "trellis": trellis,
-    "by_layer": by_layer,
-    "answers": answers,
-    "whole_models": whole_models,
-    "one_layer": one_layer,
-    "kernels": kernels,
-    "gpu_attention": gpu_attention,
-    "streams": streams,
-    "prefix_cache": prefix_cache,
-    "hostile": hostile,
-    "soak": soak,
-    "four_arms": four_arms,
-    "policies": policies,
-    "policies_text": policies_text,
-    "evict_cost": evict_cost,
-    "recall": recall,
-    "recall_cost": recall_cost,
-    "retrieval": retrieval,
-    "rescue_latency": rescue_latency,
-    "ramp": ramp,
+    function.__name__: function
+    for function in (
+        *(profiles, formats, divergence, frontier, normalization, trellis, by_layer, answers),
+        *(whole_models, one_layer, kernels, gpu_attention, streams, prefix_cache, hostile, soak),
+        *(four_arms, policies, policies_text, evict_cost, recall, recall_cost, retrieval, rescue_latency, ramp),
+    )
 }
 
 

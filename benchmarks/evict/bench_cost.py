@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq.codec.formats.base import dtype_of
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.policies.calibration import QueryStats
@@ -116,5 +116,4 @@ def costs(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_cost", "evict_cost.json", costs, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.evict.bench_cost", "evict_cost.json", costs)

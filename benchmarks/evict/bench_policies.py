@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.evict.bench_cost import measure
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 
 CONTEXT = 8192
 POLICIES = ("triattention", "published:aggregation=paper", "expected_attention")
@@ -22,5 +22,4 @@ def costs(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_policies", "evict_policies.json", costs, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.evict.bench_policies", "evict_policies.json", costs)

@@ -6,8 +6,9 @@ import random
 from itertools import chain
 from pathlib import Path
 
-from facts import Fact, draw
 from tokenizers import Tokenizer
+
+from benchmarks.models.facts import Fact, draw
 
 ANSWER, COPY, TEXT, FRAME, HAY, QUESTION = 4.0, 2.0, 1.0, 0.5, 0.3, 0.1
 # Style of a conversation, out of ten: a plain prompt, context recovered into a system message, or a chat.

@@ -1,4 +1,6 @@
-"""Make a folder that mlx-lm loads from a trained state: python export_hybrid.py STATE TOKENIZER_FOLDER FOLDER.
+"""Make a folder that mlx-lm loads from a trained state.
+
+python -m benchmarks.models.export_hybrid STATE TOKENIZER_FOLDER FOLDER
 
 TOKENIZER_FOLDER holds tokenizer.json and tokenizer_config.json.
 """
@@ -10,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from hybrid import Shape
 from safetensors.torch import save_file
+
+from benchmarks.models.hybrid import Shape
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

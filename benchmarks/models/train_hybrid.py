@@ -1,6 +1,6 @@
 """Train the hybrid needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt where that exists.
 
-python train_hybrid.py DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
+python -m benchmarks.models.train_hybrid DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
 """
 
 import argparse
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
-from contexts import ANSWER, COPY, TEXT, Contexts
-from hybrid import Hybrid, Shape
 from torch import Tensor, nn
+
+from benchmarks.models.contexts import ANSWER, COPY, TEXT, Contexts
+from benchmarks.models.hybrid import Hybrid, Shape
 
 RATE = 2e-3
 SCORED = 1280  # tokens of a step whose logits are computed: those that weigh most, and a sample of the others

@@ -1,6 +1,6 @@
 """Word problems of one and two steps, in GSM8K's format, for models that GSM8K is too hard for.
 
-python benchmarks/quality/problems.py > problems.jsonl
+python -m benchmarks.quality.problems > problems.jsonl
 """
 
 import json

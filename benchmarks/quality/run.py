@@ -1,6 +1,6 @@
 """Run the measurements of quality in docs/measurements: `mlx_tq.evaluate` and studies, each with its JSON.
 
-python benchmarks/quality/run.py [NAME ...] runs those without results; remove a file of ../results to repeat
+python -m benchmarks.quality.run [NAME ...] runs those without results; remove a file of ../results to repeat
 them. Needle and format runs resume where they stopped.
 """
 

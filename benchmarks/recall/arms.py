@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_recall import BLOCK, STEP, read
-from mlx_tq.config import LEAST_QUOTATION, RescueConfig
+from benchmarks.recall.scenes import STEP, read
+from mlx_tq.config import BLOCK, LEAST_QUOTATION, RescueConfig
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.passes import sequence_in, sequence_layers
 from mlx_tq.prompt_cache.recall import Scored, choose, deciding, holding, positions_of

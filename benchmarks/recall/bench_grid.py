@@ -27,10 +27,9 @@ from benchmarks.recall.arms import (
     recalls,
     words_order,
 )
-from benchmarks.recall.bench_recall import read
 from benchmarks.recall.needles import KINDS, Needle
 from benchmarks.recall.parts import ARMS, Part
-from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, planted
+from benchmarks.recall.scenes import Frame, Scene, config, encode, frame, plant_needles, read
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.cli.loading import calibrate_model
 from mlx_tq.evaluate.inspection import reseed_random
@@ -64,7 +63,7 @@ class Cell:
 
     def rows(self, seed: int) -> list[dict[str, Any]]:
         args, rng = self.args, random.Random(seed)
-        made = planted(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
+        made = plant_needles(self.tokenizer, self.frame.head, args.kind, args.tokens, args.needles, rng)
         spans = [span for each in made.evidence() for span in each]
         losses = [*([(None, None)] if "full" in self.arms else []), *product(self.policies, args.budgets.split(","))]
         caches = {

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import NAMES, named_model, survey_models
 from benchmarks.recall.bench_look import ROUNDS, STEPS, decided, filled, steps
+from benchmarks.reports import NAMES, named_model, survey_models
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.passes import sequence_layers
@@ -50,4 +50,4 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    survey_models(__doc__.partition("\n")[0], "benchmarks.recall.bench_live", "recall_live.json", rows)
+    survey_models(__doc__, "benchmarks.recall.bench_live", "recall_live.json", rows, NAMES)

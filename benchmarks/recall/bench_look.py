@@ -5,7 +5,7 @@ look: of a question of 32 tokens (those of the recall grid have 16 to 39), and o
 look for one; while it is answered, of the latest 64 tokens, those of as many layers as decide a question of the grid.
 The steps are the model's own over as many live tokens.
 
-python benchmarks/recall/bench_look.py --models smollm2 --archived 10000,100000
+python -m benchmarks.recall.bench_look --models smollm2 --archived 10000,100000
 """
 
 import argparse
@@ -21,9 +21,8 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.named_models import ALL_NAMES, RESULTS, named_model
+from benchmarks.reports import ALL_NAMES, RESULTS, named_model, save
 from mlx_tq import compressed, make_prompt_cache
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -145,10 +144,8 @@ def main() -> None:
             }
             print(row)
             rows.append(row)
-    about = {"command": f"python benchmarks/recall/bench_look.py --models {args.models} --archived {args.archived}"}
-    (RESULTS / "recall_look.json").write_text(
-        json.dumps({**about, "environment": environment(), "rows": rows}, indent=1) + "\n"
-    )
+    command = f"python -m benchmarks.recall.bench_look --models {args.models} --archived {args.archived}"
+    save("recall_look.json", command, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.recall.arms import inside, places, recalls, words_order
-from benchmarks.recall.bench_recall import read
 from benchmarks.recall.documents import COLLECTIONS, Document, chosen
 from benchmarks.recall.parts import Part
-from benchmarks.recall.scenes import config, encode, frame
+from benchmarks.recall.scenes import config, encode, frame, read
 from mlx_tq import compressed, load, make_prompt_cache
 from mlx_tq.prompt_cache.archive import Extent
 from mlx_tq.prompt_cache.passes import compressed_caches

@@ -2,21 +2,34 @@
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_recall import BLOCK, Given, read
 from benchmarks.recall.needles import KINDS, Hidden
-from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.config import BLOCK, EvictConfig, KVConfig
+from mlx_tq.policies import Policy
 
-PREFIX, WINDOW = 32, 64
+PREFIX, WINDOW, STEP = 32, 64, 128
 # Sentences are planted between these depths: behind the sinks, and before what no round reaches any more.
 FIRST, LAST = 0.12, 0.75
+
+
+@dataclass(frozen=True)
+class Given(Policy):
+    """Evicts certain blocks first, and others at random."""
+
+    name = "given"
+    first: str = ""  # numbers of blocks, joined by +
+    trigger: int = 64
+
+    def score(self, body: Any) -> np.ndarray:
+        blocks = body.positions // BLOCK
+        scores = np.random.default_rng(body.round_number).random(int(blocks.max()) + 1)[blocks]
+        return np.where(np.isin(blocks, [int(part) for part in self.first.split("+")]), -1.0, scores)
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,17 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: random.Random) -> Scene:
+def read(model: Any, caches: list[Any], ids: list[int]) -> mx.array:
+    """Prefill tokens and return the logits [vocabulary] after the last one."""
+    for start in range(0, len(ids), STEP):
+        logits = model(mx.array(ids[start : start + STEP])[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return logits[0, -1]
+
+
+def plant_needles(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
+    """Return about so many tokens of WikiText-2 with needles of a kind at even depths."""
+    hidden = KINDS[kind](rng, needles)
     planted = hidden.sentences
     rng.shuffle(planted)
     space = tokens - len(head) - sum(len(encode(tokenizer, sentence + " ")) for sentence in planted)
@@ -76,25 +99,8 @@ def scene(tokenizer: Any, head: list[int], hidden: Hidden, tokens: int, rng: ran
     return Scene(ids, hidden, spans)
 
 
-def planted(tokenizer: Any, head: list[int], kind: str, tokens: int, needles: int, rng: random.Random) -> Scene:
-    return scene(tokenizer, head, KINDS[kind](rng, needles), tokens, rng)
-
-
-def readings(
-    model: Any, tokenizer: Any, kind: str, tokens: int, needles: int, texts: int, budget: str
-) -> Iterator[tuple[Scene, list[Any]]]:
-    head = frame(tokenizer, "").head
-    for seed in range(texts):
-        made = planted(tokenizer, head, kind, tokens, needles, random.Random(seed))
-        spans = [span for each in made.evidence() for span in each]
-        caches = make_prompt_cache(model, config("q8", "tq4", spans, budget))
-        with compressed(model):
-            read(model, caches, made.ids)
-            yield made, caches
-
-
 def config(
-    key: str, value: str, spans: list[tuple[int, int]], budget: str | None, policy: str | None = None
+    key: str, value: str, spans: list[tuple[int, int]], budget: str | int | None, policy: str | None = None
 ) -> KVConfig:
     """Return a configuration that evicts by a policy, or else the blocks of these spans first."""
     kept = KVConfig(key, value, sinks=PREFIX, window=WINDOW)

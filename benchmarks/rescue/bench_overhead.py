@@ -27,17 +27,16 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.rescue.bench_ramp import PREFIX, WINDOW, configuration
 from benchmarks.rescue.process import Service, service
 from mlx_tq import Session, load
-from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import QUESTION, build_case, load_text
 from mlx_tq.config import RescueConfig
 from mlx_tq.rescue import client as rescue_client
 from mlx_tq.rescue.locator import run_in_thread
 from mlx_tq.session import Quotation
 
-RESULTS = Path(__file__).parents[1] / "results" / "rescue_overhead.json"
 ANSWER = 24  # tokens
 
 
@@ -158,14 +157,9 @@ def main() -> None:
             tokens: compare(model, tokenizer, int(tokens), args.budget, args.rounds, running)
             for tokens in args.tokens.split(",")
         }
-    report = {
-        "command": f"python -m benchmarks.rescue.bench_overhead --tokens {args.tokens} --budget {args.budget} "
-        f"--rounds {args.rounds}",
-        "environment": environment(),
-        "load_average": os.getloadavg()[0],
-        "lengths": lengths,
-    }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    command = f"python -m benchmarks.rescue.bench_overhead --tokens {args.tokens} --budget {args.budget}"
+    command += f" --rounds {args.rounds}"
+    save("rescue_overhead.json", command, load_average=os.getloadavg()[0], lengths=lengths)
     for tokens, found in lengths.items():
         print(f"{tokens} tokens: share {found['share']:.2%}, cpu {found['cpu']:+.2%}, reading {found['reading']:.1%}")
 

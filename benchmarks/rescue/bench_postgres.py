@@ -123,7 +123,7 @@ def sizes(connection: Any, session: int) -> dict[str, int]:
 
 def recall(connections: Connections, session: int) -> dict[str, float]:
     """Return the share of the ten nearest that HNSW finds, for random questions and for stored vectors with noise."""
-    indexes = [PostgresIndex(connections, HashingEmbedder.model, HashingEmbedder.dim, n) for n in ("exact", "hnsw")]
+    indexes = [PostgresIndex(connections, HashingEmbedder.model, n) for n in ("exact", "hnsw")]
     rng = np.random.default_rng(7)
     with connections.take() as connection:
         rows = connection.execute(
@@ -135,7 +135,7 @@ def recall(connections: Connections, session: int) -> dict[str, float]:
     found = {}
     for name, queries in asked.items():
         units = queries / np.linalg.norm(queries, axis=1, keepdims=True)
-        exact, hnsw = ([set(list(i.nearest(session, q, DEPTH, set()))[:K]) for q in units] for i in indexes)
+        exact, hnsw = ([set(list(i.current(session).search(q, DEPTH, set()))[:K]) for q in units] for i in indexes)
         found[name] = sum(len(a & b) for a, b in zip(exact, hnsw, strict=True)) / (K * QUERIES)
     return found
 

@@ -23,10 +23,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.rescue.process import percentiles, service
-from mlx_tq.cli.environment import environment
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_flood.json"
 AGAIN_S = 1.0
 CROWDS = {"nobody else": 0, "half-sent heads": 2000, "slow bodies": 200, "clients": 64}
 
@@ -164,16 +163,9 @@ def main() -> None:
         for figure in measure(name, seconds):
             print(json.dumps(figure), flush=True)
             figures.append(figure)
-    machine = {
-        **environment(),
-        "load_average": [round(load, 1) for load in os.getloadavg()],
-        "cores": psutil.cpu_count(),
-    }
+    load = {"load_average": [round(load, 1) for load in os.getloadavg()], "cores": psutil.cpu_count()}
     command = "chrt -r 10 python -m benchmarks.server.bench_flood"
-    RESULTS.write_text(
-        json.dumps({"command": command, "environment": machine, "seconds": seconds, "figures": figures}, indent=1)
-        + "\n"
-    )
+    save("server_flood.json", command, **load, seconds=seconds, figures=figures)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.server.bench_flood import model_server, rescue_service
-from mlx_tq.cli.environment import environment
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_hostile.json"
 CHAT = "/v1/chat/completions"
 LOWEST = -(2**63)
 
@@ -228,8 +226,8 @@ def main() -> None:
             figures.append({"server": name, "attack": attack_name, **figure, "grown_mb": grown})
             print(json.dumps(figures[-1]), flush=True)
     if not args.only:
-        report = {"command": "python -m benchmarks.server.bench_hostile", "environment": environment()}
-        RESULTS.write_text(json.dumps({**report, "seconds": args.seconds, "figures": figures}, indent=1) + "\n")
+        command = "python -m benchmarks.server.bench_hostile"
+        save("server_hostile.json", command, seconds=args.seconds, figures=figures)
 
 
 def _ports(process: psutil.Process) -> set[int]:

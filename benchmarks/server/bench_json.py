@@ -19,15 +19,13 @@ import jsonschema_rs
 import mlx.core as mx
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.environment import environment
 from mlx_tq.grammar.constraint import Grammars
 from mlx_tq.grammar.grammar_source import GrammarSource
 from mlx_tq.models import load
 
-HERE = Path(__file__)
-RESULTS = HERE.parents[1] / "results" / "server_json.json"
-CASES = json.loads(HERE.with_name("schemas.json").read_text())
+CASES = json.loads(Path(__file__).with_name("schemas.json").read_text())
 AT_ONCE = 20
 MAX_TOKENS = 400
 
@@ -112,9 +110,7 @@ def main():
     start = time.perf_counter() - started
     tokens, compilations = costs(model, tokenizer, grammars, ended)
     report = {
-        "command": " ".join(["python -m benchmarks.server.bench_json --answers answers.jsonl", *flags]),
         "model": args.model,
-        "environment": environment(),
         "generations": len(answers),
         "schemas": len(CASES),
         "ended": len(ended),
@@ -126,7 +122,11 @@ def main():
         "unended": [case["asked"] for case, _, finish in answers if finish != "stop"],
     }
     print(json.dumps(report))
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    save(
+        "server_json.json",
+        " ".join(["python -m benchmarks.server.bench_json --answers answers.jsonl", *flags]),
+        **report,
+    )
 
 
 if __name__ == "__main__":

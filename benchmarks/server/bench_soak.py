@@ -25,15 +25,14 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.reports import save
 from benchmarks.rescue.filled import text
 from benchmarks.rescue.process import service
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.environment import environment
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from postgres_server import PostgresServer
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_soak.json"
 CLIENTS = 64
 SPANS = 50  # of a rescue session before it is forgotten
 FLAGS = ("--dtype", "float32", "--kv-profile", "small", "--kv-sinks", "16", "--kv-window", "32")
@@ -193,8 +192,7 @@ def main() -> None:
             print(json.dumps(figures[-1]), flush=True)
     finally:
         postgres.stop()
-    report = {"command": "python -m benchmarks.server.bench_soak", "environment": environment(), "figures": figures}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    save("server_soak.json", "python -m benchmarks.server.bench_soak", figures=figures)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,11 @@ from statistics import median
 
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
-from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.models import load
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_store.json"
 ARMS = ("read", "stored", "restored", "restored cold")
 
 
@@ -105,8 +104,7 @@ def main():
     for figure in figures:
         print(json.dumps(figure))
     command = " ".join(["python -m benchmarks.server.bench_store", *flags])
-    report = {"command": command, "model": args.model, "environment": environment(), "texts": args.texts}
-    RESULTS.write_text(json.dumps({**report, "store_bytes": nbytes, "figures": figures}, indent=1) + "\n")
+    save("server_store.json", command, model=args.model, texts=args.texts, store_bytes=nbytes, figures=figures)
 
 
 if __name__ == "__main__":

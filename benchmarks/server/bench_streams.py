@@ -19,10 +19,9 @@ from statistics import median
 
 import httpx
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import RESULTS, save
 from mlx_tq.models import load
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_streams.json"
 ENDLESS = {"0": -100, "2": -100}  # the embedded model's end tokens: every answer runs to its limit
 
 
@@ -152,16 +151,12 @@ def main():
             figure = asyncio.run(measure(url, args.profile, args.prefix, prompts, args.answer_tokens))
             print(json.dumps(asdict(figure)))
             figures.append(asdict(figure))
-    save(figures)
-
-
-def save(figures):
-    """Write figures to the file; they replace earlier ones of the same kind."""
-    command = "python benchmarks/server/bench_streams.py --profile PROFILE [--prefix hot --prompt-tokens 2048]"
-    old = json.loads(RESULTS.read_text())["figures"] if RESULTS.exists() else []
+    # They replace earlier figures of the same kind.
+    path = RESULTS / "server_streams.json"
+    old = json.loads(path.read_text())["figures"] if path.exists() else []
     merged = {(row["profile"], row["prefix"], row["streams"]): row for row in [*old, *figures]}
-    report = {"command": command, "environment": environment(), "figures": list(merged.values())}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    command = "python -m benchmarks.server.bench_streams --profile PROFILE [--prefix hot --prompt-tokens 2048]"
+    save(path, command, figures=list(merged.values()))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,15 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import serving
 from benchmarks.server.requests import REQUESTS, outcome
-from mlx_tq.cli.environment import environment
 from mlx_tq.models import embedded_path
 
-RESULTS = Path(__file__).parents[1] / "results" / "server_conformance.json"
 START_S = 300
 
 
@@ -68,8 +66,7 @@ def main():
     ]
     for row in rows:
         print(json.dumps(row))
-    report = {"command": "python -m benchmarks.server.conformance", "environment": environment(), "rows": rows}
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    save("server_conformance.json", "python -m benchmarks.server.conformance", rows=rows)
 
 
 if __name__ == "__main__":

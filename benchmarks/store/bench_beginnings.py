@@ -11,19 +11,17 @@ python -m benchmarks.store.bench_beginnings
 import json
 import threading
 import time
-from pathlib import Path
 from statistics import median
 
 import httpx
 import openai
 
+from benchmarks.reports import save
 from benchmarks.server.bench_streams import ENDLESS, serving, texts
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_beginnings.json"
 REQUESTS, OWN, SYSTEM, ANSWER = 20, 10, 3960, 16
 FLAGS = ("--dtype", "float32", "--temp", "0", "--max-tokens", str(ANSWER))
 NAMES = ("running", "waiting", "kv_bytes", "memory_bytes", "prefill_tokens_total", "cached_tokens_total")
@@ -89,10 +87,9 @@ def main():
     assert all(answers[number] == text for number, text in alone.items()), (alone, answers)
     _, own = at_once(systems, limit)
     print(json.dumps(own), flush=True)
-    about = {"command": "python -m benchmarks.store.bench_beginnings", "environment": environment()}
     sizes = {"system": SYSTEM, "limit": limit, "full": full, "answers_as_alone": len(alone)}
     figures = [{"beginnings": "one", **shared}, {"beginnings": "each its own", **own}]
-    RESULTS.write_text(json.dumps({**about, **sizes, "figures": figures}, indent=1) + "\n")
+    save("store_beginnings.json", "python -m benchmarks.store.bench_beginnings", **sizes, figures=figures)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import time
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 
+from benchmarks.reports import RESULTS, save
 from benchmarks.store.graph import EVERY, Advisor, KVCacheGraph
 from benchmarks.store.traces import TOKENS, Block, traces
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_graph.json"
 SHARES = (0.1, 0.25, 0.5)
 PREFETCHED = 8
 
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("--costs", type=int, nargs="*", default=[1_000, 4_000, 16_000])
     parser.add_argument("--only", help="a trace; the figures of the others stay")
     args = parser.parse_args()
-    figures = json.loads(RESULTS.read_text())["figures"] if args.only else []
+    figures = json.loads((RESULTS / "store_graph.json").read_text())["figures"] if args.only else []
     figures = [figure for figure in figures if figure["trace"] != args.only]
     for name, requests in traces(args.data).items():
         if args.only not in (None, name):
@@ -152,8 +152,7 @@ def main():
                 print(json.dumps(figures[-1]), flush=True)
     costs = [cost(nodes) for nodes in args.costs]
     print(json.dumps(costs))
-    command = "python -m benchmarks.store.bench_graph --data DIR"
-    RESULTS.write_text(json.dumps({"command": command, "figures": figures, "costs": costs}, indent=1) + "\n")
+    save("store_graph.json", "python -m benchmarks.store.bench_graph --data DIR", figures=figures, costs=costs)
 
 
 if __name__ == "__main__":

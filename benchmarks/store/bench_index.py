@@ -15,11 +15,10 @@ from statistics import median
 
 import numpy as np
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.prefix_cache.folder import BLOCKS, CHECKPOINTS, Folder
 from mlx_tq.prefix_cache.prefix_cache import step_keys
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_index.json"
 RECORDS, TOKENS, STEP, TIMES = 100_000, 32_768, 512, 5
 
 
@@ -82,9 +81,8 @@ def main():
         "half of it leaves": left,
     }
     print(json.dumps(figures))
-    about = {"command": "python -m benchmarks.store.bench_index", "environment": environment()}
     sizes = {"records": RECORDS, "tokens": TOKENS, "step": STEP}
-    RESULTS.write_text(json.dumps({**about, **sizes, "seconds": figures}, indent=1) + "\n")
+    save("store_index.json", "python -m benchmarks.store.bench_index", **sizes, seconds=figures)
 
 
 if __name__ == "__main__":

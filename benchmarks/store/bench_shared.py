@@ -9,18 +9,16 @@ python -m benchmarks.store.bench_shared
 
 import gc
 import json
-from pathlib import Path
 
 import mlx.core as mx
 
+from benchmarks.reports import save
 from mlx_tq.cache.batch import BatchCompressedKVCache
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import profile
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.build import build_caches
 from mlx_tq.prompt_cache.compressed import compressed, plan_caches
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_shared.json"
 COUNTS, BEGINNING, OWN = (1, 5, 20), 4000, 40
 
 
@@ -80,9 +78,8 @@ def main():
             arms = {name: measure(plan, count, shared=name == "shared") for name in ("own", "shared")}
             figures.append({"requests": count, **arms})
             print(json.dumps(figures[-1]), flush=True)
-    about = {"command": "python -m benchmarks.store.bench_shared", "environment": environment()}
-    sizes = {"beginning": BEGINNING, "own": OWN}
-    RESULTS.write_text(json.dumps({**about, **sizes, "figures": figures}, indent=1) + "\n")
+    command = "python -m benchmarks.store.bench_shared"
+    save("store_shared.json", command, beginning=BEGINNING, own=OWN, figures=figures)
 
 
 if __name__ == "__main__":

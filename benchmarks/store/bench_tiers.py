@@ -20,9 +20,9 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import Budget, EvictConfig, profile
 from mlx_tq.prefix_cache.folder import BLOCKS, Folder
 from mlx_tq.prefix_cache.prefix_cache import derive_key
@@ -30,7 +30,6 @@ from mlx_tq.prefix_cache.records import Checkpoint, decode_checkpoint
 from mlx_tq.prompt_cache.eviction import EvictionPlan
 from mlx_tq.prompt_cache.layer_group import LayerGroup
 
-RESULTS = Path(__file__).parents[1] / "results" / "store_tiers.json"
 LAYERS, HEADS, DIM, BLOCK = 36, 8, 128, 16
 COUNTS = (64, 256, 1024)
 TIMES = 1
@@ -163,8 +162,7 @@ def main():
             }
             figures.append({"blocks": blocks, "tokens": tokens, "nbytes": nbytes, **arms})
             print(json.dumps(figures[-1]), flush=True)
-    about = {"command": "python -m benchmarks.store.bench_tiers", "environment": environment(), "times": TIMES}
-    RESULTS.write_text(json.dumps({**about, "figures": figures}, indent=1) + "\n")
+    save("store_tiers.json", "python -m benchmarks.store.bench_tiers", times=TIMES, figures=figures)
 
 
 if __name__ == "__main__":

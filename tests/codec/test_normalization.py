@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.quality import adversarial
+from benchmarks.studies import adversarial
 from codec.reference import gaussian, make_codec, rotation_matrix
 from mlx_tq.codec import RowLayout, get_format
 from mlx_tq.codec.formats.base import FP16_MAX

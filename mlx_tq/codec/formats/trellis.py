@@ -33,7 +33,7 @@ def all_levels() -> mx.array:
     """Load the level of each state for 2, 3 and 4 bits per value: fp16 [3, STATES].
 
     Each is the mean of the standard normal values whose path passes through its state (Lloyd's iteration over paths,
-    `benchmarks/trellis/train.py`). What was stored with them is read with them, so they never change.
+    `benchmarks/studies/trellis_train.py`). What was stored with them is read with them, so they never change.
     """
     stored: dict[str, mx.array] = mx.load(str(files("mlx_tq") / "assets" / "trellis" / "levels.safetensors"))  # type: ignore[assignment]
     return mx.stack([stored[bits] for bits in ("2", "3", "4")])

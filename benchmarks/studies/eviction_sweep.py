@@ -1,7 +1,9 @@
-"""Measure the sweep of docs/measurements/eviction.md: parts of one benchmarks.studies.sweep, all into the same JSON.
+"""Measure the sweep of results/quality_sweep.json in parts, all of which are runs of benchmarks.studies.sweep.
 
-python benchmarks/evict/run_sweep.py [PART ...] [--seeds N] runs the cells that are not there yet, after a calibration
-on questions where the current folder has no questions.safetensors. Remove results/quality_sweep.json to begin anew.
+    python -m benchmarks.studies.eviction_sweep [PART ...] [--seeds N]
+
+It runs the cells that the file lacks, after a calibration on questions if the current folder has no
+questions.safetensors.
 
 TriAttention takes the maximum over heads (aggregation `paper`), the default when this was measured.
 

@@ -1,6 +1,6 @@
 """The levels of trellis states: Lloyd's iteration over paths, on standard normal values.
 
-    python -m benchmarks.trellis.train FILE
+    python -m benchmarks.studies.trellis_train FILE
 
 writes what `mlx_tq/assets/trellis/levels.safetensors` was made as: fp16 [256] for each of 2, 3 and 4 bits. Stored
 caches are read with the shipped file, so it is never replaced; this says where it came from. A processor of another

@@ -1,6 +1,6 @@
 """What text evicted tokens leave for the rescue service, by the tokens that leave together.
 
-python -m benchmarks.evict.bench_blocks --models embedded,smollm2,gemma-3-270m.gguf
+python -m benchmarks.studies.eviction_blocks --models embedded,smollm2,gemma-3-270m.gguf
 
 A model reads WikiText-2 at a budget of 75 %; the positions of every round become spans as in a session. The text is
 counted in tokens of the same model, each span encoded by itself, and in bytes of the JSON that is sent.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.evaluate.asking import prefill
@@ -65,5 +65,4 @@ def left(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_blocks", "evict_blocks.json", left, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.studies.eviction_blocks", "evict_blocks.json", left)

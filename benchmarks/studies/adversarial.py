@@ -1,19 +1,17 @@
 """Vectors that no healthy model makes: how far off scores are with such keys, and they themselves by scale rule.
 
-    python -m benchmarks.quality.adversarial
+    python -m benchmarks.studies.adversarial
 
 A layer of 192 keys of 128 dims, plain and normalized; the weights and means of normalized ones are learned from these
 keys and queries. It writes ../results/adversarial_keys.json.
 """
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.normalization import (
     MEAN_TOKENS,
@@ -24,7 +22,6 @@ from mlx_tq.codec.normalization import (
     normalize,
 )
 
-TARGET = Path(__file__).resolve().parent.parent / "results" / "adversarial_keys.json"
 DIM, TOKENS, SEED = 128, 3 * MEAN_TOKENS // 2, 42
 SHAPE = (2, 2, TOKENS, DIM)
 FORMATS = ("q8", "tq4", "tq3", "tq2")
@@ -110,9 +107,8 @@ def main() -> None:
                 plain, normalized = errors(kind, name, asked)
                 rows.append({"keys": kind, "asked": asked, "format": name, "plain": plain, "normalized": normalized})
                 print(f"{kind}, {asked}, {name}: {plain:.5f}, normalized {normalized:.5f}")
-    about = {"command": "python -m benchmarks.quality.adversarial", "environment": environment(), "errors": rows}
-    about["rules"] = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in SCALED]
-    TARGET.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    by_rule = [{"keys": kind, "format": name} | rules(kind, name) for kind in KEYS for name in SCALED]
+    save("adversarial_keys.json", "python -m benchmarks.studies.adversarial", errors=rows, rules=by_rule)
 
 
 if __name__ == "__main__":

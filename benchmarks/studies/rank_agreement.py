@@ -3,19 +3,18 @@
 Layers of the embedded model's shape are filled with random keys and values, as no model has to read them. The counts
 are of the first rank; every rank has the same.
 
-mlx.launch -n 2 --backend ring -- python -m benchmarks.ranks.bench_agreement
+mlx.launch -n 2 --backend ring -- python -m benchmarks.studies.rank_agreement
 """
 
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.reports import save
 from mlx_tq.cache.layer import CompressedKVCache
-from mlx_tq.cli.environment import environment
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.distributed.group import Ranks, join
 from mlx_tq.models import load
@@ -24,7 +23,6 @@ from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.layer_group import LayerGroup
 from mlx_tq.prompt_cache.passes import before_pass, sequence_in, sequence_layers
 
-RESULTS = Path(__file__).parents[1] / "results"
 LIVE = (1024, 8192)
 STEP, QUERIES = 128, 64
 
@@ -95,9 +93,8 @@ def main() -> None:
     model, _ = load(ranks=ranks)
     found = rows(model, ranks)
     if ranks.is_first:
-        command = f"mlx.launch -n {ranks.size} --backend ring -- python -m benchmarks.ranks.bench_agreement"
-        report = {"command": command, "environment": environment(), "ranks": ranks.size, "rows": found}
-        (RESULTS / "ranks_agreement.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        command = f"mlx.launch -n {ranks.size} --backend ring -- python -m benchmarks.studies.rank_agreement"
+        save("ranks_agreement.json", command, ranks=ranks.size, rows=found)
         sys.stdout.write(f"{json.dumps(found, indent=1)}\n")
 
 

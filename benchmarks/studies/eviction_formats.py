@@ -1,6 +1,6 @@
 """How much the format of keys changes what is evicted, against fp16 keys: Spearman of scores, Jaccard of the sets.
 
-python -m benchmarks.evict.bench_formats --models embedded,smollm2,gemma-3-270m.gguf
+python -m benchmarks.studies.eviction_formats --models embedded,smollm2,gemma-3-270m.gguf
 
 A model reads WikiText-2 into a cache of fp16 keys, which calibrates itself and evicts nothing. Then its keys are packed
 in each format, and the same tokens scored and the worst share of them selected.
@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.evict.scores import calibrators, layers_of
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
+from benchmarks.studies.eviction_scores import calibrators, layers_of
 from mlx_tq.cache.layer import CompressedKVCache
 from mlx_tq.cache.spec import CacheSpec
 from mlx_tq.cli.haystack import load_text
@@ -45,7 +45,7 @@ def read(model: Any, ids: list[int]) -> list[CompressedKVCache]:
 
 def stores(head_dim: int, key: str) -> bool:
     with suppress(ConfigError):
-        get_format(key).check(head_dim)
+        get_format(key).bytes_per_vector(head_dim)
         return True
     return False
 
@@ -54,7 +54,7 @@ def packed_as(key: str, number: int, source: CompressedKVCache, layer: PackedLay
     """Return the same keys in another format, less the mean of their block where the format takes that."""
     pairs = tuple(zip(*np.array(layer.rope.pairs).tolist(), strict=True)) if layer.rope else None
     twin = CompressedKVCache(CacheSpec.for_layer(CONFIG, number, key, "fp16", pairs=pairs))
-    twin.append(*source.keys_and_values()[0].view.undivided().decode())
+    twin.append(*(handle.materialize() for handle in source.keys_and_values()))
     twin.settle()
     rows, layout, normalization = twin.body()
     return replace(layer, rows=rows[:, :, : twin.body_tokens], layout=layout, normalization=normalization)
@@ -91,5 +91,4 @@ def overlaps(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.evict.bench_formats", "evict_formats.json", overlaps, ALL_NAMES)
+    survey_models(__doc__, "benchmarks.studies.eviction_formats", "evict_formats.json", overlaps)

@@ -1,7 +1,7 @@
 """How many tiles of 32 tokens have so little weight that attention need not load their values.
 
-    python -m benchmarks.quality.skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
-    python -m benchmarks.quality.skipping --counted
+    python -m benchmarks.studies.value_skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
+    python -m benchmarks.studies.value_skipping --counted
 
 A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between sinks and
 window are counted that all query heads of a KV head could skip while at most 2^-9 of the sum of weights is left out: at
@@ -10,7 +10,6 @@ command counts, on the simulator, what `attend` does with values: ../results/val
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from benchmarks.kernels.cases import make_cases
-from benchmarks.quality.whole_caches import Attend, WholeCache
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
+from benchmarks.studies.whole_caches import Attend, WholeCache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
@@ -30,7 +29,6 @@ from mlx_tq.kernels.thresholds import KernelThresholds
 from mlx_tq.models import load
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "benchmarks" / "results" / "value_skipping.json"
 COUNTED = (96, 224)  # tokens
 # The loop over a tile's values, and one that takes none.
 LOOP = "slot < tokens;", "slot < 0;"
@@ -112,7 +110,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
     return rows
 
 
-def counted() -> dict[str, Any]:
+def counted() -> list[dict[str, Any]]:
     """Count lane operations and bytes of `attend` per token and KV head, with and without the loop over values."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kernels.metal.simulated import simulated
@@ -131,27 +129,25 @@ def counted() -> dict[str, Any]:
         rows.append({"kernel": name, "lane_operations": operations, "loaded": loaded})
         print(rows[-1], flush=True)
     assert rows[1]["lane_operations"] < rows[0]["lane_operations"], f"no loop has {LOOP[0]!r}"
-    return {"command": "python -m benchmarks.quality.skipping --counted", "environment": environment(), "rows": rows}
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["embedded="], metavar="NAME=MODEL")
     parser.add_argument("--lengths", default="2048")
-    parser.add_argument("--json", default=str(TARGET))
+    parser.add_argument("--json", default="value_skipping.json", help="file of benchmarks/results, or a whole path")
     parser.add_argument("--counted", action="store_true")
     args = parser.parse_args()
     if args.counted:
-        path = TARGET.with_name("value_skipping_counted.json")
-        path.write_text(json.dumps(counted(), indent=1) + "\n", encoding="utf-8")
+        save("value_skipping_counted.json", "python -m benchmarks.studies.value_skipping --counted", rows=counted())
         return
     lengths = [int(length) for length in args.lengths.split(",")]
     rows = []
     for model in args.models:
         label, _, folder = model.partition("=")
         rows += measure(label, folder or None, lengths)
-    about = {"command": "python -m benchmarks.quality.skipping", "environment": environment(), "rows": rows}
-    Path(args.json).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    save(args.json, "python -m benchmarks.studies.value_skipping", rows=rows)
 
 
 if __name__ == "__main__":

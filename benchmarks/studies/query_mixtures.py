@@ -1,6 +1,6 @@
 """Files of query statistics of one model that differ in how questions and text are mixed.
 
-python benchmarks/evict/make_stats.py --model M --dtype float32 --dequantize FOLDER
+python -m benchmarks.studies.query_mixtures --model M --dtype float32 --dequantize FOLDER
 
 One reading serves all files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and
 `both.safetensors`, in which a KV head has the mean queries of questions beside those of the text, so that a token

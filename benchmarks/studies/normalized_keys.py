@@ -1,6 +1,6 @@
 """Compare ways to normalize keys: block means and a pair scale in float32 around the codec of each format.
 
-python -m benchmarks.quality.normalized_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
+python -m benchmarks.studies.normalized_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
 which every key behind the sinks is replaced by what its codes say; values stay as they are. Without a folder the
 embedded model is read. It resumes ../results/normalized_keys.json.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.quality.whole_caches import WholeCache
+from benchmarks.studies.whole_caches import WholeCache
 from mlx_tq.codec.formats import CodecOptions, get_format
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import standard_error

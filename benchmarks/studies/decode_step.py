@@ -1,6 +1,6 @@
 """Measures the parts of a decode step: building its graph in Python, computing it, and packing a block now and then.
 
-python -m benchmarks.kernels.bench_step --models smollm2
+python -m benchmarks.studies.decode_step --models smollm2
 
 Each step is evaluated before the next one is built, so that the parts can be separated; mlx-lm overlaps them. Caches
 take turns for several rounds. The time of a step is the median of steps that pack nothing. Packing adds the difference
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from benchmarks.named_models import ALL_NAMES, named_model, survey_models
+from benchmarks.reports import ALL_NAMES, named_model, survey_models
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import BLOCK, PROFILES
@@ -83,5 +83,4 @@ def parts(name: str) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    about = __doc__.partition("\n")[0]
-    survey_models(about, "benchmarks.kernels.bench_step", "step_parts.json", parts, ("smollm2",))
+    survey_models(__doc__, "benchmarks.studies.decode_step", "step_parts.json", parts, ("smollm2",))

@@ -1,6 +1,6 @@
 """How much of a needle could any policy keep? TriAttention's score and its variants beside oracles.
 
-python benchmarks/evict/bench_oracle.py [--seeds 8] [--length 800] [--json FILE]
+python -m benchmarks.studies.eviction_oracle [--seeds 8] [--length 800] [--json FILE]
 
 A text with four access codes is read once; nothing is evicted meanwhile. Then, for each way to score tokens and each
 retention, copies of the caches lose in one round what the score says, and the four questions are asked with their right
@@ -19,8 +19,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from report import write
-from scores import (
+
+from benchmarks.reports import save
+from benchmarks.studies.eviction_scores import (
     Queries,
     as_maximum,
     as_paper,
@@ -32,7 +33,6 @@ from scores import (
     recorded,
     statistics,
 )
-
 from benchmarks.studies.needle_kinds import plant
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.config import EvictConfig, KVConfig
@@ -165,8 +165,9 @@ def main() -> None:
             for retention in RETENTIONS:
                 cells.setdefault(f"{name} | {retention}", []).append(scene.measure(scores, retention))
         rows = [summary(key, found) for key, found in cells.items()]
-        command = f"python benchmarks/evict/bench_oracle.py --seeds {args.seeds} --length {args.length}"
-        write(args.json, command, rows, scenes=number + 1)
+        if args.json:
+            command = f"python -m benchmarks.studies.eviction_oracle --seeds {args.seeds} --length {args.length}"
+            save(args.json.resolve(), command, rows=rows, scenes=number + 1)
         print(f"scene {number + 1} of {len(scenes)}", flush=True)
     for row in rows:
         print(

@@ -1,6 +1,6 @@
 """What trellis codes cost beside tq's: lane operations of the kernels on the simulator, or their times on a GPU.
 
-    python -m benchmarks.trellis.costs
+    python -m benchmarks.studies.trellis_costs
 
 It writes ../results/trellis_counted.json, or trellis_cuda.json or trellis_metal.json. Keys and values of one format; of
 attention the first of two kernels. Counted is what one token more takes of a KV head, and timed one layer of Llama 3.1
@@ -8,7 +8,6 @@ attention the first of two kernels. Counted is what one token more takes of a KV
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.kernels.bench_kernels import ONE_BLOCK, seconds
-from mlx_tq.cli.environment import environment
+from benchmarks.reports import save
 from mlx_tq.codec import CodecOptions, get_format
 from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import backend, thresholds
@@ -96,10 +95,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="default: benchmarks/results/trellis_{metal,cuda,counted}.json")
     args = parser.parse_args()
     where = gpu_backend()
-    about = {"command": "python -m benchmarks.trellis.costs", "environment": environment()}
-    about |= timed() if where else counted()
-    path = Path(args.json or ROOT / f"benchmarks/results/trellis_{where or 'counted'}.json")
-    path.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    path = Path(args.json).resolve() if args.json else f"trellis_{where or 'counted'}.json"
+    save(path, "python -m benchmarks.studies.trellis_costs", **(timed() if where else counted()))
 
 
 if __name__ == "__main__":
