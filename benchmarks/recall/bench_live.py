@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.recall.bench_look import ROUNDS, STEPS, decided, filled, steps
+from benchmarks.recall.bench_look import DECIDING, ROUNDS, STEPS, filled, steps
 from benchmarks.reports import NAMES, named_model, survey_models
 from mlx_tq.config import KVConfig
 from mlx_tq.prompt_cache.compressed import plan_caches
@@ -40,7 +40,7 @@ def sums(caches: list[Any], heads: int, numbers: range) -> float:
 def rows(name: str) -> Iterator[dict[str, Any]]:
     model, _ = named_model(name)
     plan, heads = plan_caches(model, KVConfig()), model.args.num_attention_heads
-    numbers = looking(len(plan.layers))[: decided(NAMES[name])]
+    numbers = looking(len(plan.layers))[: DECIDING[name]]
     for live in LIVE:
         caches = filled(model, plan, 0, live)
         taken = [(sums(caches, heads, numbers), steps(model, caches)) for _ in range(ROUNDS)]

@@ -9,19 +9,17 @@ python -m benchmarks.recall.bench_look --models smollm2 --archived 10000,100000
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from statistics import fmean
 from typing import Any
 from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.reports import ALL_NAMES, RESULTS, named_model, save
+from benchmarks.reports import ALL_NAMES, GEMMA, named_model, save
 from mlx_tq import compressed, make_prompt_cache
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.prompt_cache.archive import Extent
@@ -31,6 +29,7 @@ from mlx_tq.prompt_cache.plan import Plan
 from mlx_tq.prompt_cache.recall import looking
 
 LIVE, STEP, ROUNDS = 512, 512, 5
+DECIDING = {"embedded": 1, "smollm2": 5, GEMMA: 2}  # layers that decide a question of bench_grid, on average
 STEPS = EvictConfig().recall_every  # between two looks, whose queries the second asks with
 QUESTION = 32
 
@@ -56,12 +55,6 @@ def filled(model: Any, plan: Plan, archived: int, live: int = LIVE) -> list[Any]
             mx.eval(cache.state)
     before_pass(caches, 1)  # what the last step brought is no more than its budget leaves, as in the steps beside it
     return caches
-
-
-def decided(model: str) -> int:
-    """Return how many layers decide a question of the recall grid, on average."""
-    rows = json.loads((RESULTS / "recall_grid.json").read_text(encoding="utf-8"))["rows"]
-    return round(fmean(row["deciding"] for row in rows if row["model"] == model and "deciding" in row))
 
 
 def look(caches: list[Any], plan: Plan, heads: int, numbers: Sequence[int], asked: int) -> tuple[float, int]:
@@ -119,7 +112,7 @@ def main() -> None:
         plan, heads = plan_caches(model, config), model.args.num_attention_heads
         caches = filled(model, plan, archived)
         every = looking(len(plan.layers))
-        answering = every[: decided(ALL_NAMES[name])]
+        answering = every[: DECIDING[name]]
         sets = {("question", QUESTION): every, ("question", STEPS): every, ("answer", STEPS): answering}
         taken: dict[tuple[str, int], list[float]] = {each: [] for each in sets}
         nbytes, between = {}, []

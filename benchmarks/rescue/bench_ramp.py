@@ -3,7 +3,7 @@
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
                                            [--policy triattention:aggregation=paper] [--embedder hashing] [--json FILE]
 
-Writes benchmarks/results/rescue_ramp.json (or FILE) after each case and resumes where it stopped. Real processes: the
+Writes FILE (rescue_ramp.json) after each case and resumes where it stopped. Real processes: the
 service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
 
     none        the cache keeps every token
@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rescue.process import Service, service
-from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key, lines
+from benchmarks.rescue.ramp_cells import DEPTHS, WHOLE, key
+from benchmarks.summarize import ramp
 from mlx_tq import EvictConfig, KVConfig, Session, load
 from mlx_tq.cli.environment import environment
 from mlx_tq.cli.haystack import QUESTION, build_case, judge_answer, load_text
@@ -35,7 +36,6 @@ from mlx_tq.evaluate.inspection import count_needle_tokens
 from mlx_tq.policies import parse_policy
 from mlx_tq.prompt_cache.passes import sequence_in
 
-RESULTS = Path(__file__).parents[1] / "results" / "rescue_ramp.json"
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
 POLICY = "triattention:aggregation=paper"
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="50%,90%")
     parser.add_argument("--policy", default=POLICY)
     parser.add_argument("--embedder", default="hashing")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, default=Path("rescue_ramp.json"))
     args = parser.parse_args()
     done = json.loads(args.json.read_text()) if args.json.exists() else {"commands": [], "cells": {}}
     cells = done["cells"]
@@ -167,8 +167,8 @@ def main() -> None:
                     flush=True,
                 )
             args.json.write_text(json.dumps(done, indent=1) + "\n")
-    for line in lines(cells):
-        print(" | ".join(line))
+    for row in ramp(done):
+        print(row)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.studies.whole_caches import WholeCache
 from mlx_tq.codec.formats import CodecOptions, get_format
+from mlx_tq.evaluate.recording import WatchedCache
 from mlx_tq.evaluate.results import Results
 from mlx_tq.evaluate.teacher_forced import standard_error
 from mlx_tq.integration.patches import patch_attention
@@ -128,7 +128,7 @@ class Reader:
         for slot, pairs in zip(self.slots, self.pairs, strict=True):
             options = CodecOptions(seed=42 + 1000 * slot.index)
             codec = None if name is None else get_format(name).codec(slot.key_dim, options, mx.float32)
-            caches[slot.index] = WholeCache(Fake(codec, means, scale, pairs).attend)
+            caches[slot.index] = WatchedCache(Fake(codec, means, scale, pairs).attend)
         with patch_attention():
             logits = self.model(self.ids[None], cache=caches)[0, LEARNED:]
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -20,8 +20,8 @@ from mlx_lm.models.cache import KVCache
 
 from benchmarks.kernels.cases import make_cases
 from benchmarks.reports import save
-from benchmarks.studies.whole_caches import Attend, WholeCache
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.evaluate.recording import Attend, WatchedCache
 from mlx_tq.integration.patches import patch_attention
 from mlx_tq.integration.probe import model_facts, native_caches
 from mlx_tq.kernels import backend, thresholds
@@ -97,7 +97,7 @@ def measure(label: str, folder: str | None, lengths: list[int]) -> list[dict[str
         whole = [slot.index for slot in model_facts(model).slots if type(caches[slot.index]) is KVCache]
         found: dict[str, list[float]] = {}
         for index in whole:
-            caches[index] = WholeCache(watched(found))
+            caches[index] = WatchedCache(watched(found))
         with patch_attention():
             for start in range(0, length - QUERIES, STEP):
                 stop = min(start + STEP, length - QUERIES)
