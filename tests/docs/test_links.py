@@ -26,7 +26,7 @@ def links(page):
 
 
 def subclasses(base):
-    return [base, *(found for each in base.__subclasses__() for found in subclasses(each))]
+    return [base, *(name for child in base.__subclasses__() for name in subclasses(child))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

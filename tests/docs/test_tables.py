@@ -39,6 +39,19 @@ def test_a_table_names_model_machine_and_command(table):
     assert re.match(r"Measured on .+; .+(mlx|cores of).+results/", caption)
 
 
+def test_the_index_of_benchmarks_is_complete():
+    index = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    words = set(re.findall(r"[\w.*]+", index))
+    programs = {path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text("utf-8")}
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in programs} - {"selftest"}
+    assert names - {word.rpartition(".")[2] for word in words} == set()
+    assert set(TABLES) <= words
+    shown = [re.compile(word.replace("*", ".*")) for word in words]
+    assert [path.name for path in RESULTS.iterdir() if not any(w.fullmatch(path.stem) for w in shown)] == []
+    modules = {found.replace(".", "/") for found in re.findall(r"`(benchmarks\.[\w.]+)", index)}
+    assert [m for m in modules if not (ROOT / f"{m}.py").exists() and not (ROOT / m / "__main__.py").exists()] == []
+
+
 def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
     """All records of a text imply one perplexity of the fp16 cache."""
     for path in RESULTS.glob("*.json"):
