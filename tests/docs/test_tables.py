@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.tables import PLACE, RESULTS, TABLES, lines, render
+from mlx_tq.config import PROFILES
 
 from .pages import PAGES, ROOT, name, text
 
@@ -60,6 +61,17 @@ def test_what_is_compared_over_a_text_was_measured_over_the_same_one():
             if "delta" in row:
                 whole.setdefault(row["text"], set()).add(row["ppl"] / (1 + row["delta"] / 100))
         assert all(max(each) < 1.0001 * min(each) for each in whole.values()), path.name
+
+
+@pytest.mark.parametrize("name", ["safe", "balanced", "small"])
+def test_a_recommended_profile_diverges_least_of_all_pairs_as_small(name):
+    reports = [
+        json.loads((RESULTS / f"quality_{kind}.json").read_text()) for kind in ("all_formats", "spectral", "mixed")
+    ]
+    rows = {row["name"]: row for report in reports for row in report["results"].values()}
+    chosen = rows[f"{PROFILES[name].key}/{PROFILES[name].value}"]
+    better = [row["name"] for row in rows.values() if row["nbytes"] <= chosen["nbytes"] and row["kld"] < chosen["kld"]]
+    assert not better
 
 
 def test_a_number_that_changes_changes_its_table(monkeypatch):
