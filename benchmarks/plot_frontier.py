@@ -1,6 +1,6 @@
-"""Plot divergence against stored bits on three models: python -m benchmarks.plot_frontier writes results/frontier.svg.
+"""Plot divergence against stored bits on three models: `python -m benchmarks.plot_frontier` writes frontier.svg.
 
-The line is the Pareto front of each model: no pair of as few bits diverges less.
+The line is each model's Pareto front: no pair with as few bits diverges less.
 """
 
 import matplotlib as mpl

@@ -1,11 +1,10 @@
-"""What a round of eviction costs beside the prefill between two rounds, in CPU seconds, by context.
+"""Measure what an eviction round costs compared with the prefill between two rounds, in CPU seconds, by context.
 
-OMP_NUM_THREADS=1 python -m benchmarks.evict.bench_cost --models embedded,smollm2,gemma-3-270m.gguf
+    OMP_NUM_THREADS=1 python -m benchmarks.evict.bench_cost --models embedded,smollm2,gemma-3-270m.gguf
 
-At a budget of 90 % and a trigger of 128 tokens a round comes every 1,280 tokens. Caches are filled with random keys and
-values, under random query statistics; then one step of the prefill runs at that context, and rounds on copies. CPU
-time, of all threads, does not depend on what else the machine does; threads of a BLAS that wait for each other would
-count too, so it has one.
+At a budget of 90 % and a trigger of 128 tokens a round comes every 1,280 tokens. Caches hold random keys and values;
+rounds and one prefill step run on copies. CPU time does not depend on other load, but counts threads of a BLAS that
+wait for each other, so it gets one thread.
 """
 
 import copy

@@ -1,8 +1,6 @@
-"""What a round of each calibrated policy costs beside the prefill between two rounds, at 8,192 tokens.
+"""Measure as `bench_cost` what a round of each calibrated policy costs, at 8,192 tokens.
 
 OMP_NUM_THREADS=1 python -m benchmarks.evict.bench_policies --models embedded,smollm2,gemma-3-270m.gguf
-
-As `bench_cost` measures.
 """
 
 from collections.abc import Iterator

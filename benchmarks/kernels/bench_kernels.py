@@ -1,4 +1,4 @@
-"""Measures the kernels: GB/s against a plain copy and attention against mlx's on a GPU, or their cost on the simulator.
+"""Measure the kernels: on a GPU in GB/s against a plain copy and mlx's attention, else their cost on the simulator.
 
     python -m benchmarks.kernels.bench_kernels
 

@@ -1,4 +1,4 @@
-"""The cases that each kernel is measured on: a call, and the smallest number of bytes that it moves."""
+"""The calls that each kernel is measured with, and the smallest number of bytes that each moves."""
 
 from collections.abc import Callable
 from dataclasses import replace

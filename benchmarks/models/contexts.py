@@ -1,4 +1,4 @@
-"""Training contexts: conversations about planted facts, copied spans, plain text. Each token comes with its weight."""
+"""Draw training contexts with a weight for each token: conversations about planted facts, copied spans, plain text."""
 
 import gzip
 import json

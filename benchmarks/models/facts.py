@@ -1,4 +1,4 @@
-"""Facts of nine kinds, each with a question: what the needle models learn to find in long text."""
+"""Facts of nine kinds, each with a question, which the needle models learn to find in long text."""
 
 import random
 from collections.abc import Callable

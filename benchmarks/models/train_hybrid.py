@@ -1,4 +1,4 @@
-"""Train the hybrid needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt where that exists.
+"""Train the hybrid needle model on a CPU; stops after MINUTES and resumes from OUT/state.pt.
 
 python -m benchmarks.models.train_hybrid DOCUMENTS TOKENIZER OUT [--minutes 70] [--threads 2]
 """

@@ -1,4 +1,4 @@
-"""Word problems of one and two steps, in GSM8K's format, for models that GSM8K is too hard for.
+"""Print word problems of one and two steps in GSM8K's format, for models that cannot solve GSM8K.
 
 python -m benchmarks.quality.problems > problems.jsonl
 """

@@ -1,7 +1,8 @@
-"""Run the measurements of quality in docs/measurements: `mlx_tq.evaluate` and studies, each with its JSON.
+"""Run measurements of `mlx_tq.evaluate` and of studies, each into its own JSON file.
 
-python -m benchmarks.quality.run [NAME ...] runs those without results; remove a file of ../results to repeat
-them. Needle and format runs resume where they stopped.
+    python -m benchmarks.quality.run [NAME ...]
+
+It skips those with results; remove a file of benchmarks/results to repeat it. Needle and format runs resume.
 """
 
 import subprocess

@@ -1,9 +1,9 @@
-"""The ways in which a question may get what it needs from an archive, and what each is worth.
+"""The arms of the recall grid: how a question gets evidence from the archive.
 
-full: a cache that lost nothing. evicted: nothing comes back. quoted: the text of the blocks that a search of words
-finds stands before the question. words: those blocks return as rows. queries: what the model's own queries find does.
-meaning: blocks whose text MiniLM finds like the question. both: what the queries find, and the spans that MiniLM names
-of text that left, as a session with rescue has it. random: other blocks. oracle: those of the evidence, and no others.
+full: nothing was evicted. evicted: nothing is recalled. quoted: the text of blocks found by keywords, in the prompt.
+words: these blocks as rows. queries: blocks found by the model's queries. meaning: blocks whose text MiniLM finds
+similar. both: `queries` and the spans that a rescue service with MiniLM names. random: other blocks. oracle: exactly
+the blocks of the evidence.
 """
 
 import copy

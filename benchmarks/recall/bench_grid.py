@@ -1,9 +1,9 @@
-"""Recall in a grid: kinds of questions, lengths, budgets, and the ways in which what left may come back.
+"""Measure recall in a grid of questions, lengths, budgets and arms.
 
-Each text is read once without eviction and once at each budget, and every question of it is asked of copies, in every
-arm of `arms`. A row is one question at one budget. What is done is written after each text, and not done again.
+    python -m benchmarks.recall.bench_grid --model smollm2 --tokens 1000 --kind plain --texts 0-5 --json cell.json
 
-python -m benchmarks.recall.bench_grid --model smollm2 --tokens 1000 --kind plain --texts 0-5 --json cell.json
+Each text is prefilled once in full and once at each budget; every question is asked of copies, in every arm. A row is
+one question at one budget. Results are written after each text, and an interrupted run resumes.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""What the sum of all live weights costs a look while answering, which is computed anew, beside 64 steps.
+"""Measure what the sum of all live attention weights costs a search while decoding, compared with 64 steps.
 
-python -m benchmarks.recall.bench_live --models embedded,smollm2
+    python -m benchmarks.recall.bench_live --models embedded,smollm2
 
-Attention could give the sums out with each step where it reads packed rows itself; a question is read by mlx's own
-attention, which has none to give.
+The sum is computed anew, because a question is prefilled by mlx's own attention, which does not return it.
 """
 
 import time

@@ -1,11 +1,9 @@
-"""What a look into the archive costs beside the steps of decoding between two looks, in one run.
+"""Measure what a search of the archive costs, compared with the decode steps between two searches.
 
-Layers of the model's own shape are filled with random keys and values, all but the budget is evicted. Then queries
-look: of a question of 32 tokens (those of the recall grid have 16 to 39), and of one of 64, those of all layers that
-look for one; while it is answered, of the latest 64 tokens, those of as many layers as decide a question of the grid.
-The steps are the model's own over as many live tokens.
+    python -m benchmarks.recall.bench_look --models smollm2 --archived 10000,100000
 
-python -m benchmarks.recall.bench_look --models smollm2 --archived 10000,100000
+Layers of the model's shape hold random keys and values, all but the budget evicted. The queries are those of a question
+of 32 or 64 tokens in all layers that search, or the latest 64 in as many layers as decide a question of the grid.
 """
 
 import argparse

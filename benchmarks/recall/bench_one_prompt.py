@@ -1,9 +1,9 @@
-"""A document and its question in one prompt, and whether the evidence is among what comes back.
+"""Measure whether recall finds the evidence of a document and its question in one prompt.
 
-The last paragraph of the prompt is its question, as `mlx_tq.generate` finds it; the rest is read first, and loses the
-blocks of the evidence. The data's folder holds longeval/200_lines.jsonl and qmsum/ALL_val.jsonl, as published.
+    python -m benchmarks.recall.bench_one_prompt --model smollm2 --data DIR --collection longeval --cases 0-24 --json F
 
-python -m benchmarks.recall.bench_one_prompt --model smollm2 --data DIR --collection longeval --cases 0-24 --json a.json
+The question is the last paragraph, as `mlx_tq.generate` finds it; the blocks of the evidence are evicted from the rest.
+DIR holds longeval/200_lines.jsonl and qmsum/ALL_val.jsonl, as published.
 """
 
 import argparse

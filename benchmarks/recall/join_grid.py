@@ -1,9 +1,9 @@
-"""Join the files of bench_grid and bench_one_prompt to one, and say what of the grid is missing.
+"""Join the files of bench_grid and bench_one_prompt, and print what is missing of the grid.
 
-An embedder of the rescue service, where one is at hand, ranks the same blocks by their text. Arms that were measured
-by themselves stand beside the others of their question, also where the joined file has these already.
+    python -m benchmarks.recall.join_grid DIR --embedder minilm
 
-python -m benchmarks.recall.join_grid DIR --embedder minilm
+An embedder of the rescue service ranks the same blocks by their text. Arms that were measured separately are added to
+the others of their question, also to those in the joined file.
 """
 
 import argparse

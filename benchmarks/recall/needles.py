@@ -1,8 +1,8 @@
-"""What is hidden in a text and asked for, in five kinds.
+"""Needles in five kinds, and their questions.
 
 plain: one sentence, asked for in its own words. paraphrased: question and sentence share no content word. several: two
-sentences at once. decoys: others say the same words beside the sentence, without the answer. two-hop: one sentence
-names the thing that another one tells of.
+sentences at once. decoys: other sentences have the same words but not the answer. two-hop: one sentence names the thing
+that another one tells about.
 """
 
 import random

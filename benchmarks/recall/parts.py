@@ -1,4 +1,4 @@
-"""A file of results that grows piece by piece, so that a run that was cut off goes on where it was."""
+"""A file of results that grows piece by piece, so that an interrupted run resumes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A text with sentences planted in it, in a model's own frame, and what of a cache to evict for a test."""
+"""Texts with planted sentences in a model's chat format, and configurations that evict them."""
 
 import random
 import re

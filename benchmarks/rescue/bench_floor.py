@@ -1,12 +1,10 @@
-"""Scores of relevant and of unrelated spans, by embedder and by how spans are cut.
+"""Measure scores of relevant and of unrelated spans, by embedder and by how spans are cut.
 
     python -m benchmarks.rescue.bench_floor --data DIR     (DIR holds cranfield/ and qmsum/)
 
-For every query: the best score of a relevant span, and the best of unrelated text. Planted
-facts: 60 texts of 2,000 tokens, six kinds of facts and questions, cut to sentences as sessions do and to 64 tokens; the
-other text is the one around the fact. QMSum: every seventh meeting; Cranfield: 60 questions, three good abstracts each,
-every span a sentence or two; the other text is 60 spans of WikiText-2. Writes benchmarks/results/rescue_floor.json; the
-embedder's own floor follows from it.
+For every query: the best score of a relevant span, and the best of unrelated text. Planted facts: 60 texts of 2,000
+tokens, cut to sentences as sessions do and to 64 tokens. QMSum: every seventh meeting. Cranfield: 60 questions, three
+abstracts each. Unrelated text is 60 spans of WikiText-2, or the text around a fact. The embedder's floor follows.
 """
 
 import argparse

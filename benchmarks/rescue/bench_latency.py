@@ -1,9 +1,8 @@
-"""Latency of retrieval at 20k and 100k spans, of a start, of rebuilding an index, and of restarting an embedder.
+"""Measure the latency of retrieval at 20k and 100k spans, of a start, an index rebuild and an embedder's restart.
 
     python -m benchmarks.rescue.bench_latency
 
-Writes benchmarks/results/rescue_latency.json. "Without the embedder" means the hashing one, whose vector takes
-0.1 ms, and half a millisecond with the pipe; the figures include both, and the time of the client.
+The hashing embedder takes 0.1 ms for a vector and 0.5 ms with its pipe; figures include both, and the client's time.
 """
 
 import json

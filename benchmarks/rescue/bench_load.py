@@ -1,9 +1,8 @@
-"""Load test with 32 clients in another process: latency, errors and memory.
+"""Load a rescue service with 32 clients, and measure latency, errors and memory.
 
     python -m benchmarks.rescue.bench_load [--seconds 20]
 
-Writes benchmarks/results/rescue_load.json. Every fifth call writes,
-the others retrieve; each client has its own session.
+Every fifth call writes, the others retrieve; each client has its own session.
 """
 
 import argparse

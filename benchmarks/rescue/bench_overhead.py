@@ -1,16 +1,13 @@
-"""Overhead of rescue: the same turns with the service and without it, in alternating order.
+"""Measure the overhead of rescue: the same turns with the service and without it, in alternating order.
 
     python -m benchmarks.rescue.bench_overhead [--tokens 1000,2000] [--budget 50%] [--rounds 5]
 
-Turn 1 reads a text of the rescue ramp, turn 2 asks for the fact in it. With rescue, evicted text is written to
-`mlx-tq-rescue serve` (FAISS, hashing embedder) and quoted. Without, a session gets the same quotation for free: both
-read the same tokens over the same cache. Writes
-benchmarks/results/rescue_overhead.json, of each length:
+Turn 1 prefills a text with a fact, turn 2 asks for it. With rescue, evicted text is sent to `mlx-tq-rescue serve`
+(FAISS, hashing embedder) and quoted. Without it, a session gets the same quotation for free. Figures of each length:
 
-    share       upper bound: wait of the session for writing and retrieving, plus processor seconds of the client's
-                calls, the service and its embedder, as if none of it ran in parallel, over the session's seconds
-    cpu         processor seconds of the session over those of the one without a service, less 1, by pairs
-    reading     share of the session for the prefill of the quotation
+    share       upper bound: waits for the service, and CPU seconds of client, service and embedder, of the whole time
+    cpu         CPU seconds of the session over those without a service, less 1, by pairs
+    reading     share of the time for the prefill of the quotation
 """
 
 import argparse

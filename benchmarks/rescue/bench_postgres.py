@@ -1,12 +1,12 @@
-"""The rescue service on PostgreSQL compared with SQLite: retrieval quality, latency and bytes.
+"""Compare the rescue service on PostgreSQL with SQLite: retrieval quality, latency and bytes.
 
     python -m benchmarks.rescue.bench_postgres words --data DIR       (DIR holds cranfield/)
     python -m benchmarks.rescue.bench_postgres size 20000 | 100000 | 300000
     python -m benchmarks.rescue.bench_postgres load
 
-Each part writes its own figures into benchmarks/results/rescue_postgres.json and leaves the others. `size` continues
-the session that a smaller one has filled, in --folder; the spans are texts of Zipf's words, the vectors random. Both
-services answer the same queries in turn. The server is that of tests/postgres_server.py with 1 GB of shared buffers.
+Each part writes only its own figures. `size` continues the session of a smaller size in --folder; spans have words by
+Zipf's law and random vectors. Both services answer the same queries in turn. The server is that of
+tests/postgres_server.py with 1 GB of shared buffers.
 """
 
 import argparse

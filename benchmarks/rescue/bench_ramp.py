@@ -1,18 +1,15 @@
-"""The rescue ramp: a fact in a text longer than the budget, and a question about it one turn later, in four arms.
+"""Measure the rescue ramp: a fact in a text longer than the budget, asked for one turn later, in four arms.
 
     python -m benchmarks.rescue.bench_ramp [--model M] [--rungs 1000,2000,3000] [--seeds 3] [--budgets 50%,90%]
-                                           [--policy triattention:aggregation=paper] [--embedder hashing] [--json FILE]
-
-Writes FILE (rescue_ramp.json) after each case and resumes where it stopped. Real processes: the
-service is `mlx-tq-rescue serve` with FAISS. Needles and questions as in `mlx_tq.evaluate`.
+                                           [--policy published:aggregation=paper] [--embedder hashing] [--json FILE]
 
     none        the cache keeps every token
     evict       tokens are evicted
     rescue      the same, with rescue
     retrieval   no eviction, but a quotation from the service: the effect of the quotation alone
 
-The text is read once for an arm and its twin without rescue: the session is saved after its first turn, and the twin
-continues from the file. Both answer over the same cache.
+It writes FILE (rescue_ramp.json) after each case and resumes. The service is `mlx-tq-rescue serve` with FAISS. The text
+is prefilled once for an arm and its twin without rescue, which continues from the saved session.
 """
 
 import argparse
@@ -38,7 +35,7 @@ from mlx_tq.prompt_cache.passes import sequence_in
 
 TWINS = {"rescue": "evict", "retrieval": "none"}  # each with the arm that has the same cache and no rescue
 PREFIX, WARMUP, WINDOW = 32, 256, 128  # as published
-POLICY = "triattention:aggregation=paper"
+POLICY = "published:aggregation=paper"
 
 
 class Everything(Session):

@@ -1,8 +1,8 @@
-"""Retrieval quality of plain BM25, the service's BM25, dense search, and ways of fusing them.
+"""Measure the retrieval quality of plain BM25, the service's BM25, dense search, and ways to fuse them.
 
     python -m benchmarks.rescue.bench_retrieval --data DIR     (DIR holds cranfield/ and qmsum/)
 
-Writes benchmarks/results/rescue_retrieval.json. The service's defaults follow from this table.
+The service's defaults follow from the results.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Data directories of a given size, filled without a service: texts of Zipf's words, and random unit vectors."""
+"""Fill data directories without a service: texts with words by Zipf's law, and random unit vectors."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""A service in a process of its own, and clocks around what it answers."""
+"""Run a rescue service in its own process, and measure it."""
 
 import json
 import os

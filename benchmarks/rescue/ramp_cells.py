@@ -1,4 +1,4 @@
-"""The cells of the rescue ramp: their names, what became of each, and the table of all."""
+"""The cells of the rescue ramp: their names and outcomes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where results go, and on what they were measured."""
+"""Write results of the rescue service with the machine and versions."""
 
 import json
 import os

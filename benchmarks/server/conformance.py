@@ -1,8 +1,8 @@
 """Compare our server and mlx-lm's with OpenAI's documentation, by forty requests of the official client.
 
-Both serve the embedded model. A row where ours differs from the documentation says why.
+    python -m benchmarks.server.conformance
 
-python -m benchmarks.server.conformance
+Both serve the embedded model. A row in which ours differs from the documentation says why.
 """
 
 import json

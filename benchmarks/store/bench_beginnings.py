@@ -1,11 +1,10 @@
-"""A server's memory under 20 requests at once that begin with one system message, and under 10 with one each.
+"""Measure a server's memory under 20 requests at once that share a system message, and under 10 that do not.
 
-One process of `mlx_tq.server` for each arm: the embedded model in float32 and the default profile, a system message of
-nearly all the context that it has, greedy answers, and a memory limit that holds fewer than half of them where each
-counts in full. Memory is what mlx holds beyond what it held before the first request, as /metrics tells it. At the end
-some of the requests with one system message are asked alone of a server that keeps nothing.
+    python -m benchmarks.store.bench_beginnings
 
-python -m benchmarks.store.bench_beginnings
+One `mlx_tq.server` for each arm: the embedded model in float32, a system message of nearly its whole context, greedy
+answers, and a memory limit for fewer than half of the requests if each counts in full. Memory is what mlx holds beyond
+that before the first request, from /metrics. Some answers are compared with those of a server without a cache.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""What leaves a store of prefixes: the graph's advice beside least recently used and first in, first out.
+"""Compare eviction from a prefix cache by KVCacheGraph, as published (aither-kvcache), with LRU and FIFO.
 
-Each trace is replayed against stores that hold a tenth, a quarter and half of all of its blocks. A prompt finds its
-leading blocks that are held; the others are read, and held then. Read again: tokens that had been held before. The
-graph ranks every half second of the trace's time; where its 256 have left already, the first in is the first out.
+    python -m benchmarks.store.bench_graph --data DIR     (DIR holds qmsum/ and longeval/; else the agents alone)
 
-python -m benchmarks.store.bench_graph --data DIR     (DIR holds qmsum/ and longeval/; without it, the agents alone)
+Each trace is replayed against caches that hold a tenth, a quarter and half of its blocks of 256 tokens (four characters
+each). Traces: conversations about QMSum's meetings and LongEval's records, and scripted agents of three roles. The
+graph ties blocks by shared prefixes, common use (three times or more), similar meaning (cosine .8 of hashed words) and
+neighborhood, and ranks them every half second; its weights are ours, because the report does not tell them.
 """
 
 import argparse

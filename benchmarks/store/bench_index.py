@@ -1,10 +1,9 @@
-"""The store with 100,000 records: a start, with and without what the lock tells, and looking a prefix of 32K tokens up.
+"""Measure a prefix cache of 100,000 records: start, lookup of a prompt of 32K tokens, eviction, start after a crash.
 
-Records are files of 64 bytes: what costs is their number. Looked up is the last resume point of a prompt of 32,768
-tokens that is there (its first 24K), and of one that is not. The last rows are what removes the least recently used,
-and a start after a crash: all files are counted.
+    python -m benchmarks.store.bench_index
 
-python -m benchmarks.store.bench_index
+Records are files of 64 bytes, because their number is what costs. Lookups are of a prompt whose first 24K tokens are
+stored, and of one that is not.
 """
 
 import json

@@ -1,10 +1,9 @@
-"""Memory of 1, 5 and 20 requests that begin with the same 4,000 tokens, and each go on with 40 of their own.
+"""Measure the memory of 1, 5 and 20 requests that share 4,000 tokens and continue with 40 of their own.
 
-The caches are those of the embedded model in the default profile, filled with random keys and values in float16: once
-copies of one cache, which share its rows, and once each with rows of its own. A batch of them attends to one token more
-for each. Memory is what mlx holds then beyond what it held before.
+    python -m benchmarks.store.bench_shared
 
-python -m benchmarks.store.bench_shared
+The caches are those of the embedded model with random keys and values in float16: once copies of one cache, which share
+its rows, and once with their own rows. Memory is what mlx holds beyond that before, after a batched step.
 """
 
 import gc

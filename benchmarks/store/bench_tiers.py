@@ -1,12 +1,10 @@
-"""Bulk spill and warm: seconds for rows to leave memory for the disk and to come back, beside plain copies.
+"""Measure seconds for rows to move from memory to disk and back, compared with plain copies.
 
-The shape is that of the published table: 36 layers, 8 KV heads of 128; 64, 256 and 1,024 blocks of 16 tokens. Formats
-are those of `small`. Rows spill to the archive, as in a round, or to the store, as a prompt's blocks, and come back to
-caches.
-The archive and the plain file end with their bytes on the disk (fsync), the store as after a prompt, with one of its
-last record. Files are read once out of the system's page cache and once not.
+    python -m benchmarks.store.bench_tiers
 
-python -m benchmarks.store.bench_tiers
+The shape is that of the published table: 36 layers, 8 KV heads of 128; 64, 256 and 1,024 blocks of 16 tokens, in the
+formats of `small`. Rows go to the archive, as in a round, or to the prefix cache. Archive and plain file end with
+fsync, the prefix cache with one of its last record. Files are read from the system's page cache, and without it.
 """
 
 import json

@@ -1,9 +1,8 @@
-"""Vectors that no healthy model makes: how far off scores are with such keys, and they themselves by scale rule.
+"""Study keys that no healthy model makes: errors of scores, plain and normalized, and of vectors by scale rule.
 
     python -m benchmarks.studies.adversarial
 
-A layer of 192 keys of 128 dims, plain and normalized; the weights and means of normalized ones are learned from these
-keys and queries. It writes ../results/adversarial_keys.json.
+A layer of 192 keys of 128 dims; the normalization is learned from these keys and queries.
 """
 
 from collections.abc import Callable

@@ -1,11 +1,10 @@
-"""Measures a decode step of a batch of caches with different lengths: separate buffers, or one buffer for all.
+"""Study a decode step of a batch of caches with different lengths: separate buffers, or one buffer for all.
 
     python -m benchmarks.studies.batch_attention
 
 Three ways: one call per cache; one call with the buffers of all caches (what mlx_tq does); and one call on a joint
-buffer, as long as the longest cache, with a mask over its unused part. The CPU is timed, each way in turn; `metal_sim`
-counts dispatches, bytes and lane operations. Joining the buffers is timed separately: a batch with a joint buffer would
-copy it when a cache joins or leaves the batch, outgrows the buffer, or loses tokens.
+buffer, as long as the longest cache, with a mask. The CPU is timed, and `metal_sim` counts. Joining buffers is timed
+separately: a joint buffer is copied when a cache joins or leaves the batch, outgrows it, or loses tokens.
 """
 
 import json

@@ -1,10 +1,9 @@
-"""Measures the parts of a decode step: building its graph in Python, computing it, and packing a block now and then.
+"""Study the parts of a decode step: building its graph in Python, computing it, and packing a block.
 
-python -m benchmarks.studies.decode_step --models smollm2
+    python -m benchmarks.studies.decode_step --models smollm2
 
 Each step is evaluated before the next one is built, so that the parts can be separated; mlx-lm overlaps them. Caches
-take turns for several rounds. The time of a step is the median of steps that pack nothing. Packing adds the difference
-to the median of steps that pack a block, divided by the 32 tokens of a block.
+take turns. Packing is the difference of medians of steps with and without it, divided by the 32 tokens of a block.
 """
 
 import statistics

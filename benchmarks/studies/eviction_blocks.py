@@ -1,9 +1,9 @@
-"""What text evicted tokens leave for the rescue service, by the tokens that leave together.
+"""Study how much text evicted tokens send to the rescue service, by the number that is evicted together.
 
-python -m benchmarks.studies.eviction_blocks --models embedded,smollm2,gemma-3-270m.gguf
+    python -m benchmarks.studies.eviction_blocks --models embedded,smollm2,gemma-3-270m.gguf
 
-A model reads WikiText-2 at a budget of 75 %; the positions of every round become spans as in a session. The text is
-counted in tokens of the same model, each span encoded by itself, and in bytes of the JSON that is sent.
+A model prefills WikiText-2 at a budget of 75 %; the positions of each round become spans as in a session. Text is
+counted in the model's tokens, each span encoded by itself, and in bytes of the JSON.
 """
 
 import json

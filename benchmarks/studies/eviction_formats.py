@@ -1,9 +1,8 @@
-"""How much the format of keys changes what is evicted, against fp16 keys: Spearman of scores, Jaccard of the sets.
+"""Study how the format of keys changes what is evicted: Spearman of scores, Jaccard of sets, against fp16 keys.
 
-python -m benchmarks.studies.eviction_formats --models embedded,smollm2,gemma-3-270m.gguf
+    python -m benchmarks.studies.eviction_formats --models embedded,smollm2,gemma-3-270m.gguf
 
-A model reads WikiText-2 into a cache of fp16 keys, which calibrates itself and evicts nothing. Then its keys are packed
-in each format, and the same tokens scored and the worst share of them selected.
+A model prefills WikiText-2 into fp16 keys without eviction. Then its keys are packed in each format, and scored.
 """
 
 from collections.abc import Iterator

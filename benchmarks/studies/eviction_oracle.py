@@ -1,13 +1,10 @@
-"""How much of a needle could any policy keep? TriAttention's score and its variants beside oracles.
+"""Study how much of a needle any policy could keep: TriAttention's score and variants compared with oracles.
 
-python -m benchmarks.studies.eviction_oracle [--seeds 8] [--length 800] [--json FILE]
+    python -m benchmarks.studies.eviction_oracle [--seeds 8] [--length 800] [--json FILE]
 
-A text with four access codes is read once; nothing is evicted meanwhile. Then, for each way to score tokens and each
-retention, copies of the caches lose in one round what the score says, and the four questions are asked with their right
-answers appended: an answer is found where every one of its tokens is the most likely one. What differs between lines is
-the score alone. Keys and values are fp16.
-
-Oracles know what nobody knows beforehand: the attention of the very questions and answers.
+A text with four access codes is prefilled without eviction, in fp16. For each score and retention, copies of the caches
+evict in one round, and the four questions are asked with their right answers appended: an answer is found if each of
+its tokens is the most likely one. Oracles know the attention of these very questions and answers.
 """
 
 import argparse

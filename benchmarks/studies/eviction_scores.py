@@ -1,7 +1,4 @@
-"""Scores of tokens: the package's, its variants, and oracles that know the questions.
-
-All work on fp16 bodies of caches from which nothing was evicted.
-"""
+"""Score the fp16 rows of caches that evicted nothing: policies, variants of TriAttention, and oracles."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,14 +1,10 @@
-"""Measure the sweep of results/quality_sweep.json in parts, all of which are runs of benchmarks.studies.sweep.
+"""Run the sweep of results/quality_sweep.json in parts, each a run of benchmarks.studies.sweep.
 
     python -m benchmarks.studies.eviction_sweep [PART ...] [--seeds N]
 
 It runs the cells that the file lacks, after a calibration on questions if the current folder has no
-questions.safetensors.
-
-TriAttention takes the maximum over heads (aggregation `paper`), the default when this was measured.
-
-The embedded model in float32: mlx's CPU wheel comes with the reference BLAS, and with another one before it, such as
-LD_PRELOAD=libopenblas.so, reads six times as fast.
+questions.safetensors. TriAttention takes the maximum over heads (aggregation `paper`), the default when this was
+measured. The embedded model computes in float32, six times as fast with LD_PRELOAD=libopenblas.so.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Measures the host time of a kernel call by the length of its text and the number of its template values.
+"""Study the host time of a kernel call by the length of its text and the number of its template values.
 
     python -m benchmarks.studies.host_time
 
-A kernel cannot be called without a GPU, unless a function is traced for export; that builds the same text.
+A kernel cannot be called without a GPU, but a function that calls it can be traced for export, which builds the same.
 """
 
 import os

@@ -1,8 +1,9 @@
-"""Compare ways to normalize keys: block means and a pair scale in float32 around the codec of each format.
+"""Study ways to normalize keys: block means and a scale in float32 around the codec of each format.
 
-python -m benchmarks.studies.normalized_keys NAME=FOLDER ... --text FILE reads one text on each model in one pass, in
-which every key behind the sinks is replaced by what its codes say; values stay as they are. Without a folder the
-embedded model is read. It resumes ../results/normalized_keys.json.
+    python -m benchmarks.studies.normalized_keys [NAME=FOLDER ...] --text FILE
+
+Each model prefills the text in one pass, in which every key behind the sinks is replaced by what its codes say. Without
+a folder it is the embedded model. It resumes benchmarks/results/normalized_keys.json.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""Files of query statistics of one model that differ in how questions and text are mixed.
+"""Write calibration files of one model that differ in how questions and text are mixed.
 
-python -m benchmarks.studies.query_mixtures --model M --dtype float32 --dequantize FOLDER
+    python -m benchmarks.studies.query_mixtures --model M --dtype float32 --dequantize FOLDER
 
-One reading serves all files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and
-`both.safetensors`, in which a KV head has the mean queries of questions beside those of the text, so that a token
-counts by the mean of its weights under each.
+Files: `questions.safetensors`, `textPERCENT.safetensors` for shares of the text's means, and `both.safetensors`, in
+which a KV head has the mean queries of questions and of text, so that a token counts by the mean of both weights.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""What agreeing costs ranks: calls and bytes of a token, of a round, and of a look into the archive, counted.
+"""Count what agreement costs ranks: calls and bytes per token, eviction round and search of the archive.
 
-Layers of the embedded model's shape are filled with random keys and values, as no model has to read them. The counts
-are of the first rank; every rank has the same.
+    mlx.launch -n 2 --backend ring -- python -m benchmarks.studies.rank_agreement
 
-mlx.launch -n 2 --backend ring -- python -m benchmarks.studies.rank_agreement
+Layers of the embedded model's shape hold random keys and values. The counts of all ranks are the same.
 """
 
 import json

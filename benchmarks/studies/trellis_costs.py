@@ -1,10 +1,9 @@
-"""What trellis codes cost beside tq's: lane operations of the kernels on the simulator, or their times on a GPU.
+"""Study what trellis codes cost compared with tq: lane operations on the simulator, or times on a GPU.
 
     python -m benchmarks.studies.trellis_costs
 
-It writes ../results/trellis_counted.json, or trellis_cuda.json or trellis_metal.json. Keys and values of one format; of
-attention the first of two kernels. Counted is what one token more takes of a KV head, and timed one layer of Llama 3.1
-8B, whose matrices are timed beside it.
+Counted is one more token of a KV head, in the first of attention's two kernels. Timed is one layer of Llama 3.1 8B,
+together with its matrices.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""What a trellis loses of Gaussian vectors, beside Lloyd-Max: by bits, states, size and search for the cut.
+"""Study the error of trellis codes on Gaussian vectors: by bits, states, size and search for the cut.
 
     python -m benchmarks.studies.trellis_distortion
 
-Levels of other numbers of states than the package's are trained as its own were, in as many rounds. It writes
-../results/trellis_distortion.json.
+Lloyd-Max is the comparison. Levels of other numbers of states are trained as the package's own were.
 """
 
 import time

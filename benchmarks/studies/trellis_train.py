@@ -1,10 +1,9 @@
-"""The levels of trellis states: Lloyd's iteration over paths, on standard normal values.
+"""Train the levels of trellis states: Lloyd's iteration over paths, on standard normal values.
 
     python -m benchmarks.studies.trellis_train FILE
 
-writes what `mlx_tq/assets/trellis/levels.safetensors` was made as: fp16 [256] for each of 2, 3 and 4 bits. Stored
-caches are read with the shipped file, so it is never replaced; this says where it came from. A processor of another
-kind may round otherwise and end a little beside it.
+This is how `mlx_tq/assets/trellis/levels.safetensors` was made: fp16 [256] for each of 2, 3 and 4 bits. Stored caches
+depend on the shipped file, so it is never replaced. Another kind of processor may round otherwise.
 """
 
 import sys

@@ -1,12 +1,11 @@
-"""How many tiles of 32 tokens have so little weight that attention need not load their values.
+"""Study how many tiles of 32 tokens have so little weight that attention need not load their values.
 
     python -m benchmarks.studies.value_skipping [NAME=MODEL ...] [--lengths 2048,8192] [--json FILE]
     python -m benchmarks.studies.value_skipping --counted
 
-A model reads a text; for the last tokens of it, each as a step of generation of its own, the tiles between sinks and
-window are counted that all query heads of a KV head could skip while at most 2^-9 of the sum of weights is left out: at
-best, and by what a kernel knows when it meets a tile of its block. It writes ../results/value_skipping.json. The second
-command counts, on the simulator, what `attend` does with values: ../results/value_skipping_counted.json.
+For the last tokens of a text, tiles are counted that all query heads of a KV head could skip while at most 2^-9 of the
+sum of weights is left out: at best, and by what a kernel knows when it meets a tile. `--counted` counts on the
+simulator what `attend` does with values.
 """
 
 import argparse
