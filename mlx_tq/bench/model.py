@@ -4,6 +4,7 @@ The caches take turns, several rounds, so that what slows the machine down slows
 go through mlx-lm's own `generate_step`; a batch is made of copies of the prefilled cache, merged as a server merges.
 """
 
+import gc
 import statistics
 import time
 from collections import defaultdict
@@ -144,6 +145,7 @@ def _decode_batch(model: Any, caches: Caches, token: int, batch: int, max_tokens
 @contextmanager
 def _measured_memory(caches: Caches) -> Iterator[Measured]:
     """Yield a dict that receives the peak memory, what is in use at the end beyond that before, and the KV bytes."""
+    gc.collect()  # what earlier runs left in cycles must not be freed meanwhile
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
