@@ -40,7 +40,7 @@ RECALL = KVConfig("q8", "tq4", sinks=16, window=32, evict=EvictConfig("recency:t
 
 def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
     engine, plan = make_engine(loaded), plan_caches(loaded[0], CONFIG)
-    seen, sizes = watch(monkeypatch), []
+    calls, sizes = watch(monkeypatch), []
     gauges = engine.metrics.running, engine.metrics.kv_bytes, engine.metrics.kv_fp16_bytes
     running, compressed, fp16 = (record_gauge(monkeypatch, gauge) for gauge in gauges)
     watch_passes(monkeypatch, loaded[0], lambda layers: sizes.append([len(rows) for rows in layers]))
@@ -49,9 +49,9 @@ def test_a_batch_attends_to_packed_rows(loaded, monkeypatch):
         assert sum(isinstance(event, Piece) for event in events) == 4 or events[-1].finish_reason == "stop"
     layers = len(loaded[0].layers)
     assert [5] * layers in sizes
-    assert seen.materialized == 0
-    assert seen.few >= 3 * 5 * layers
-    assert seen.many >= 5 * layers
+    assert calls["materialize"] == 0
+    assert calls["attend"] + calls["attend_batch"] >= 3 * 5 * layers
+    assert calls["prefill"] >= 5 * layers
     assert max(running) == 5
     assert max(compressed) <= 5 * max(map(plan.nbytes, range(305)))
     assert 2 * max(fp16) > 1.2 * max(compressed), "the model's own type is float32"
