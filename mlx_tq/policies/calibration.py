@@ -134,14 +134,12 @@ class Calibrator:
         self._sums, self._count = [], 0
 
     def copy(self) -> "Calibrator":
-        twin = copy.copy(self)
-        twin._sums = list(self._sums)
-        return twin
+        return copy.copy(self)  # what it holds is replaced, never changed
 
     @property
     def state(self) -> dict[str, Any]:
         stats = self.stats.arrays() if self.stats else []
-        return {"stats": stats, "sums": list(self._sums), "count": self._count, "next": self._next}
+        return {"stats": stats, "sums": self._sums, "count": self._count, "next": self._next}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the `state` of another calibrator, which lacks empty lists if it comes from a file."""
@@ -183,9 +181,8 @@ class Calibration:
         if len(ropes) != len(self.layers):
             return f"has {len(self.layers)} layers, the model {len(ropes)}"
         for number, (rope, stats, expected) in enumerate(zip(ropes, self.layers, self.ropes, strict=True)):
-            dim = stats.center.shape[-1]
-            same_dim = dim == 2 * rope.pairs.shape[1] + rope.unrotated.size
-            if not same_dim or float(mx.abs(rope.fingerprint(dim) - expected).max()) > _ROPE_TOLERANCE:
+            same_dim = stats.center.shape[-1] == rope.dim
+            if not same_dim or float(mx.abs(rope.fingerprint() - expected).max()) > _ROPE_TOLERANCE:
                 return f"was made under another RoPE than layer {number} has"
         return ""
 
@@ -195,7 +192,7 @@ def save_calibration(path: str | Path, model: str, ropes: Sequence[Rope], layers
     check_replaceable(path)
     arrays = {}
     for number, (rope, stats) in enumerate(zip(ropes, layers, strict=True)):
-        arrays[f"{number}.rope"] = rope.fingerprint(stats.center.shape[-1])
+        arrays[f"{number}.rope"] = rope.fingerprint()
         for name, array in zip(("center", "amplitude", "moment"), stats.arrays(), strict=False):
             arrays[f"{number}.{name}"] = array
     header = {"format": _FORMAT, "version": _VERSION, "model": model, "layers": str(len(layers))}
