@@ -128,17 +128,10 @@ def reuse_prefix(
 
 
 class PrefixCache:
-    """KV caches of prompt prefixes on disk, for one model and one plan.
+    """KV caches of prompt prefixes on disk, for one model, all of whose weights are read once, and one plan.
 
-    Any process may use the same folder. What is restored has the same bits as a fresh prefill in the same steps.
-    Prefixes that include evicted tokens are not stored.
-
-    Args:
-        model: model of mlx-lm. All its weights are read once, to identify it.
-        plan: how its caches are stored, from `plan_caches`.
-        folder: folder of the records, from `open_folder`.
-        warn: called with a message when prompts cannot be stored, once until they can be again.
-        salt: prefixes that were stored with another salt never match.
+    Any process may use the same folder. Prefixes that include evicted tokens are not stored, and those that were stored
+    with another `salt` never match. `warn` is called when prompts cannot be stored, once until they can be again.
     """
 
     def __init__(self, model: Any, plan: Plan, folder: Folder, warn: Callable[[str], None], salt: str = "") -> None:
