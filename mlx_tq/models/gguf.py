@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -115,13 +114,11 @@ def _gemma3(file: GgufFile, config: Config) -> Config:
     }
 
 
-_ARCHITECTURES: Mapping[str, _Architecture] = MappingProxyType(
-    {
-        "llama": _Architecture(_LAYER | _TWO_NORMS, _llama, interleaved=True),
-        "qwen3": _Architecture(_LAYER | _TWO_NORMS | _HEAD_NORMS, _llama),
-        "gemma3": _Architecture(_LAYER | _FOUR_NORMS | _HEAD_NORMS, _gemma3, norm_offset=1.0),
-    }
-)
+_ARCHITECTURES = {
+    "llama": _Architecture(_LAYER | _TWO_NORMS, _llama, interleaved=True),
+    "qwen3": _Architecture(_LAYER | _TWO_NORMS | _HEAD_NORMS, _llama),
+    "gemma3": _Architecture(_LAYER | _FOUR_NORMS | _HEAD_NORMS, _gemma3, norm_offset=1.0),
+}
 
 
 def _architecture_of(file: GgufFile) -> _Architecture:
@@ -219,13 +216,9 @@ def load_gguf(
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | Path | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False,  # without effect, since the file contains no code
 ) -> tuple[Any, Any, Config]:
-    """Load a model of mlx-lm, its tokenizer and its configuration; options are those of `mlx_lm.load`.
-
-    `trust_remote_code` has no effect, since a GGUF file contains no code. Raises ValueError if shapes of tensors do not
-    fit the configuration.
-    """
+    """Load a model, its tokenizer and its configuration; raise ValueError if the shape of a tensor does not fit."""
     from mlx_lm.utils import load_adapters, load_tokenizer  # imports transformers, which takes a second
 
     if (model_config or {}).get("quantize_activations"):
@@ -268,7 +261,11 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
         name = str(architecture.mlx_name(tensor.name))
         arrays = file.read(tensor, dtype, minus=architecture.norm_offset if name.endswith("norm") else 0.0)
         if heads := architecture.interleaved_heads(name, config):
-            arrays = {part: _pairs_to_halves(array, heads) for part, array in arrays.items()}
+            for (
+                part,
+                rows,
+            ) in arrays.items():  # [heads, D / 2, 2] of a weight, its scales or biases to [heads, 2, D / 2]
+                arrays[part] = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         weights |= {f"{name}.{part}": array for part, array in arrays.items()}
         if bits := tensor.packed_bits:
             packed[name] = {"group_size": GROUP_SIZE, "bits": bits}
@@ -283,8 +280,3 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
     model.load_weights(list(weights.items()))
     mx.eval(model.parameters())
     return model
-
-
-def _pairs_to_halves(rows: mx.array, heads: int) -> mx.array:
-    """Reorder rows [heads, D / 2, 2] of a weight, its scales or biases to [heads, 2, D / 2]."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)

@@ -96,10 +96,7 @@ class GgufFile:
         return self.data[tensor.start : tensor.start + rows * width].reshape(rows, width)
 
     def read(self, tensor: Tensor, dtype: mx.Dtype, minus: float = 0.0) -> dict[str, mx.array]:
-        """Return the arrays of a tensor: `weight`, and if it stays packed `scales` and `biases` of groups of 32.
-
-        Dense weights, scales and biases are of `dtype`; `minus` is subtracted from a dense weight before rounding.
-        """
+        """Return `weight`, and if it stays packed `scales` and `biases`; `minus` is subtracted from a dense weight."""
         if tensor.packed_bits is not None:
             return self._read_packed(tensor, dtype)
         if tensor.kind in _DENSE:

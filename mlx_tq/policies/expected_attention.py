@@ -30,7 +30,6 @@ class ExpectedAttention(CalibratedPolicy):
     needs_covariance: ClassVar[bool] = True
 
     def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
-        """Return the expected weight of each token times the norm of its value, float64 [S]."""
         heads, dim = layer.rows.shape[1], stats.center.shape[1]
         mean = virtual_query(rope, stats.center, last).reshape(heads, -1, dim)
         covariance = _rotated_covariance(rope, stats, last).reshape(heads, -1, dim, dim)

@@ -29,7 +29,6 @@ class TriAttention(CalibratedPolicy):
     name: ClassVar[str] = "triattention"
 
     def score_layer(self, layer: PackedLayer, rope: Rope, stats: QueryStats, tokens: int, last: int) -> np.ndarray:
-        """Return the expected attention weight of each token times the norm of its value, float64 [S]."""
         scores = score_heads(layer, rope, stats, tokens, last)
         return weigh_values(scores / layer.layout.key.head_dim**0.5, layer.value_norms(tokens))
 

@@ -42,10 +42,7 @@ _MAX_REMEMBERED = 100_000  # checkpoints whose continuations are counted
 
 
 def open_folder(name: str | Folder | None, limit: int = LIMIT, ranks: Ranks = ALONE) -> Folder | None:
-    """Open the folder that a user names; "auto" is in the user's cache folder, "off" is none.
-
-    Each of several ranks has a folder inside that one, as it has other heads of the same tokens.
-    """
+    """Open the folder that a user names, or a rank's own inside it; "auto" is in the cache folder, "off" is none."""
     if isinstance(name, Folder):
         return name
     if name in (None, OFF):
@@ -142,10 +139,7 @@ class PrefixCache:
         self._continuations: dict[str, set[str]] = {}
 
     def prompt(self, segments: list[list[int]], step: int, system: int = 0) -> "CachedPrompt":
-        """Return a prompt to restore and store, prefilled in steps of `step` tokens; each segment begins a step.
-
-        Any conversation may begin with the first `system` tokens, so these are evicted later than others.
-        """
+        """Return a prompt whose segments are prefilled in steps of `step` tokens; the first `system` are shared."""
         return CachedPrompt(self, step_keys(self.root, segments, step), step, system)
 
     @property
