@@ -261,10 +261,7 @@ def _build_model(file: GgufFile, config: Config, dtype: mx.Dtype) -> Any:
         name = str(architecture.mlx_name(tensor.name))
         arrays = file.read(tensor, dtype, minus=architecture.norm_offset if name.endswith("norm") else 0.0)
         if heads := architecture.interleaved_heads(name, config):
-            for (
-                part,
-                rows,
-            ) in arrays.items():  # [heads, D / 2, 2] of a weight, its scales or biases to [heads, 2, D / 2]
+            for part, rows in arrays.items():  # from [heads, D / 2, 2] to [heads, 2, D / 2]
                 arrays[part] = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
         weights |= {f"{name}.{part}": array for part, array in arrays.items()}
         if bits := tensor.packed_bits:

@@ -95,8 +95,9 @@ def test_a_calibration_file_has_what_was_saved(tmp_path):
 
 
 def test_foreign_calibration_files_are_refused(tmp_path):
-    path, text, weights = (tmp_path / name for name in ("stats.safetensors", "text", "weights.safetensors"))
+    path, empty, text, weights = (tmp_path / name for name in ("stats.safetensors", "empty", "text", "weights"))
     save_calibration(path, "model", [ROPE], [stats()])
+    empty.touch()
     text.write_text("x" * 40)
     mx.save_safetensors(str(weights), {"x": mx.zeros(1)})
     modules = (nn.RoPE(DIM, base=5000), nn.RoPE(DIM, traditional=True), nn.RoPE(DIM // 2), nn.RoPE(DIM, scale=0.5))
@@ -106,7 +107,7 @@ def test_foreign_calibration_files_are_refused(tmp_path):
         (path, "model", {"ropes": [ROPE, ROPE]}, "has 1 layers, the model 2"),
         *((path, "model", {"ropes": [rope]}, "another RoPE than layer 0") for rope in other_ropes),
         (path, "model", {"ropes": [ROPE], "covariance": True}, r"has no covariance.*mlx_tq\.calibrate --covariance"),
-        (text, "model", {}, "damaged or not a calibration file"),
+        *((file, "model", {}, "damaged or not a calibration file") for file in (empty, text)),
         (weights, "model", {}, "is not a calibration file of version"),
         (tmp_path / "none", "model", {}, "there is no calibration file"),
     ]
