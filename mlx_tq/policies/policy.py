@@ -168,7 +168,7 @@ class CalibratedPolicy(Policy):
         for layer in tokens.layers:
             if layer.queries is None or layer.rope is None:
                 raise ConfigError(
-                    f"{self.name} needs calibrated queries, and a layer has none. Run the model inside "
+                    f"{self.name} needs calibrated queries, and a layer lacks them. Run the model inside "
                     "`with mlx_tq.compressed(model):`."
                 )
             total += self.score_layer(layer, layer.rope, layer.queries, len(total), tokens.offset - 1)

@@ -95,7 +95,7 @@ def test_a_calibration_file_has_what_was_saved(tmp_path):
 
 
 def test_foreign_calibration_files_are_refused(tmp_path):
-    path, empty, text, weights = (tmp_path / name for name in ("stats.safetensors", "empty", "text", "weights"))
+    path, empty, text, weights = (tmp_path / name for name in ("stats.safetensors", "empty", "text", "w.safetensors"))
     save_calibration(path, "model", [ROPE], [stats()])
     empty.touch()
     text.write_text("x" * 40)
