@@ -3,10 +3,10 @@
 import mlx.core as mx
 
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 
 COMPACT = Kernel("compact", inputs=("packed_rows", "kept_rows", "compact_sizes"), outputs=("compacted",))
-ROWS = 8  # rows of a threadgroup
+ROWS = 8  # of a threadgroup
 
 
 def _launch(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
@@ -17,8 +17,7 @@ def _launch(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
     (compacted,) = COMPACT.run(
         inputs=[rows, kept_rows, arguments.small_input([kept_rows.size, capacity])],
         constants=(),
-        grid=(32, -(-kept_rows.size // ROWS) * ROWS, batch * heads),
-        threadgroup=(32, ROWS, 1),
+        **simdgroup_grid(kept_rows.size, ROWS, batch * heads),
         output_shapes=[shape],
         output_dtypes=[mx.uint32],
     )
@@ -27,15 +26,9 @@ def _launch(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
 
 @backend.dispatch(_launch)
 def compact(rows: mx.array, kept_rows: mx.array, capacity: int) -> mx.array:
-    """Gather the rows that an eviction keeps into a new buffer.
+    """Gather the rows [B, H, S, W] that an eviction keeps, ascending int32 [N], into a new buffer [B, H, capacity, W].
 
-    Args:
-        rows: packed rows, uint32 [B, H, S, W].
-        kept_rows: ascending indices into S, int32 [N], N at most `capacity`.
-        capacity: rows of the new buffer.
-
-    Returns:
-        uint32 [B, H, capacity, W]: the kept rows first; rows from N on are undefined.
+    Rows from N on are undefined.
     """
     batch, heads, count, words = rows.shape
     shape = (batch, heads, capacity, words)

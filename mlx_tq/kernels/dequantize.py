@@ -66,14 +66,8 @@ def _units(codec: Codec) -> int:
 def dequantize(regions: Regions) -> tuple[mx.array, mx.array]:
     """Decode the packed region into rotated space, and append the rotated keys and values of sinks and window.
 
-    Normalized keys are for queries that were divided by the key scale: packed keys include their mean, full-precision
-    keys are multiplied by the scale.
-
-    Args:
-        regions: tokens of a cache, at least one of them packed.
-
-    Returns:
-        Keys [B, H, S, Dk] and values [B, H, S, Dv], packed tokens first, in the model's dtype.
+    Keys [B, H, S, Dk] and values [B, H, S, Dv] are in the model's dtype. If keys are normalized, packed ones include
+    their mean and the others are multiplied by the scale.
     """
     layout, dtype = regions.layout, regions.full_keys.dtype
     keys, values = [], []

@@ -5,7 +5,7 @@ import mlx.core as mx
 from mlx_tq.codec.normalization import KeyNormalization
 from mlx_tq.codec.rows import RowLayout, Rows
 from mlx_tq.kernels import arguments, backend
-from mlx_tq.kernels.gpu import Kernel
+from mlx_tq.kernels.gpu import Kernel, simdgroup_grid
 from mlx_tq.kernels.wht import wht
 
 ENCODE = Kernel(
@@ -37,8 +37,7 @@ def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: 
             *arguments.normalization_constants(normalization, keys.dtype),
             *arguments.layout_constants(layout),
         ),
-        grid=(32 * simdgroups, -(-count // simdgroups), 2),
-        threadgroup=(32 * simdgroups, 1, 1),
+        **simdgroup_grid(count, simdgroups, 2),
         output_shapes=[(batch, heads, tokens, 2 * layout.words), (2, count)],
         output_dtypes=[mx.uint16, mx.uint8],
     )
@@ -48,15 +47,8 @@ def _launch(keys: mx.array, values: mx.array, layout: RowLayout, normalization: 
 
 @backend.dispatch(_launch)
 def encode(keys: mx.array, values: mx.array, layout: RowLayout, normalization: KeyNormalization | None = None) -> Rows:
-    """Encode tokens into packed rows, bit for bit the same on every backend.
+    """Encode keys [B, H, S, Dk] and values [B, H, S, Dv], bit for bit the same on every backend.
 
-    Args:
-        keys: [B, H, S, Dk], float16, bfloat16 or float32.
-        values: [B, H, S, Dv], in the same dtype.
-        layout: layout of the rows.
-        normalization: normalization of these keys, whose row s is token s.
-
-    Returns:
-        The rows, uint32 [B, H, S, W], and their health counts.
+    Row s of `normalization` is token s.
     """
     return layout.encode(keys, values, normalization)

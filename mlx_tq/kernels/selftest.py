@@ -41,11 +41,7 @@ class KernelCheck:
 
 
 def check_kernels(gpu: str) -> Iterator[KernelCheck]:
-    """Run all kernels on a GPU backend, "metal" or "cuda".
-
-    Raises:
-        KernelUnavailableError: the GPU is not available, or its compiler rejects a kernel.
-    """
+    """Run all kernels on a GPU backend, "metal" or "cuda"."""
     for number, key in enumerate(FORMATS):
         for dim, dtype in zip(DIMS, (DTYPES * 2)[number % 3 :], strict=False):
             value = FORMATS[(number + DIMS.index(dim)) % len(FORMATS)]
