@@ -3,23 +3,28 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from codec.published import BLOCKS
 from codec.reference import BITS, DIMS, FORMATS, SEED, gaussian, make_codec, pack, quantize, quantize_q8, rotate
 from mlx_tq.codec import Encoded, packing
 
 pytestmark = pytest.mark.usefixtures("compiled")  # as codecs run
+seeds = st.integers(0, 2**32 - 1)
 each_dim = pytest.mark.parametrize("dim", DIMS)
 each_turbo = pytest.mark.parametrize("name", BITS)
 
 
-@pytest.mark.parametrize("dim", [16, 32, *DIMS])
-@pytest.mark.parametrize("bits", BITS.values())
-def test_words_have_the_documented_layout(bits, dim):
-    codes = np.random.default_rng(0).integers(0, 2**bits, (2, 3, dim)).astype(np.uint16)
+@given(st.sampled_from([*BITS.values()]), st.integers(1, 40), st.lists(st.integers(1, 4), max_size=3), seeds)
+@settings(max_examples=150, deadline=None)
+def test_words_have_the_documented_layout(bits, units, lead, seed):
+    codes = np.random.default_rng(seed).integers(0, 2**bits, (*lead, 16 * units)).astype(np.uint16)
     words = packing.pack(mx.array(codes), bits)
-    assert (words.dtype, words.shape) == (mx.uint16, (2, 3, dim * bits // 16))
-    assert np.array(words).tolist() == [[pack(row.tolist(), bits) for row in rows] for rows in codes]
+    assert (words.dtype, words.shape) == (mx.uint16, (*lead, units * bits))
+    assert np.array(words).reshape(-1, units * bits)[-1].tolist() == pack(
+        codes.reshape(-1, 16 * units)[-1].tolist(), bits
+    )
     planes = packing.unpack(packing.split_words(words, bits), bits)
     assert np.array_equal(np.array(mx.concatenate(planes, axis=-1)), codes)
 

@@ -4,6 +4,8 @@
 costs up to 1.3x the error of mx.fast; the largest error is that of one query with large scores.
 """
 
+from random import Random
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.prefill import prefill
 
 ALL = PARAMETERS | {"mask": (None, "causal", "bool", "additive")}
+LENGTHS = ALL | {"length": (1, 8, 9, 17, 32, 33, 64, 100)}
 FEWER = {"length": (1, 9, 32, 33, 100), "packed": (0, 1, 33, 97, 257), "groups": (1, 4, 7)}
 PEAKS = {attend: 2.5, prefill: 3.0}  # for hundreds of cases each, with any BLAS
 SMALL = {
@@ -59,6 +62,15 @@ def test_error_is_at_most_twice_that_of_mx_fast(kernel, case, seed):
 @numbered(CASES)
 def test_error_with_all_pairs_of_values(kernel, case, seed):
     check(kernel, case, seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kernel", "parameters"), [(attend, ALL), (prefill, LENGTHS)], ids=["attend", "prefill"])
+@pytest.mark.parametrize("part", range(20))
+def test_error_in_random_cases(kernel, parameters, part):
+    rng = Random(part)
+    for number in range(50):
+        check(kernel, {name: rng.choice(values) for name, values in parameters.items()}, seed=1000 * part + number)
 
 
 @both

@@ -7,14 +7,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernels.cases import DIMS, make_layout
+from kernels.cases import make_layout
 from kernels.metal.simulated import zeros
 from mlx_tq.codec.codebook import POLYNOMIALS, boundaries
 from mlx_tq.codec.formats.base import FP16_MAX
 from mlx_tq.codec.rotation import get_rotation
 from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import backend, gpu
-from mlx_tq.kernels.arguments import can_rotate, sign_flips
+from mlx_tq.kernels.arguments import can_rotate
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.compact import compact
 from mlx_tq.kernels.encode import encode
@@ -69,16 +69,6 @@ def test_constants_are_those_of_the_codec():
         by_bits = [POLYNOMIALS[bits][i] if i < len(POLYNOMIALS[bits]) else 0.0 for bits in (2, 3, 4)]
         assert np.array_equal(np.float32(numbers(rf"float tq_{name}\(\) .*?;", header)), np.float32(by_bits))
     assert numbers(r"#define TQ_FP16_MAX [^\n]*", header) == [FP16_MAX]
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_sign_flips_are_those_of_the_rotation(dim):
-    rotation = get_rotation("wht", dim, 3)
-    words = np.array(sign_flips(rotation))
-    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
-    assert np.array_equal(1.0 - 2 * bits[: -(-dim // 32)].ravel()[:dim], np.array(rotation.signs))
-    assert words.dtype == np.uint32
-    assert len(words) >= 8
 
 
 def test_rotations_without_a_kernel():
