@@ -67,14 +67,12 @@ class Kernel:
     normalized: tuple[str, ...] = ()
 
     def input_names(self, constants: Constants) -> list[str]:
-        values = dict(constants)
+        values: dict[str, Any] = dict(constants)
         normalized = self.normalized if values.get("NORMALIZED") else ()
         levels = ["trellis_levels"] if _has_trellis(values) else []
         if not self.sources:
             return [*self.inputs, *normalized, *levels]
-        count = values["SOURCES"]
-        assert isinstance(count, int)  # noqa: S101 - tells the type checker
-        sources = [f"{name}_{i}" for name in (*self.sources, *normalized) for i in range(count)]
+        sources = [f"{name}_{i}" for name in (*self.sources, *normalized) for i in range(values["SOURCES"])]
         return [*self.inputs, *levels, *sources]
 
     def run(self, *, inputs: list[mx.array], constants: Constants, **call: Any) -> list[mx.array]:
@@ -103,7 +101,7 @@ _proven: set[Callable[..., list[mx.array]]] = set()
 
 
 def _evaluate(arrays: list[mx.array]) -> bool:
-    """Wait for arrays; return False inside a transformation such as `mx.compile`, which cannot wait."""
+    """Wait for arrays; return False inside `mx.compile`, which cannot wait."""
     try:
         mx.eval(arrays)
     except ValueError:  # a compiler's error would be a RuntimeError
@@ -125,25 +123,23 @@ def compile_kernel(kernel: Kernel, device: str, constants: Constants) -> Callabl
     Constants stand in the text, for mlx would parse `template` values at every call, and in the name, for mlx keeps one
     text per name.
     """
-    values = dict(constants)
-    sources = values.get("SOURCES", 1)
-    assert isinstance(sources, int)  # noqa: S101 - tells the type checker
-    header, body = kernel_text(
-        kernel.name, device, normalized=bool(values.get("NORMALIZED")), trellis=_has_trellis(values)
-    )
+    values: dict[str, Any] = dict(constants)
+    normalized = bool(values.get("NORMALIZED"))
+    header, body = kernel_text(kernel.name, device, normalized=normalized, trellis=_has_trellis(values))
+    source = _expand_selects(body, values.get("SOURCES", 1))
     make: Any = mx.fast.metal_kernel if device == "metal" else mx.fast.cuda_kernel
     compiled: Callable[..., list[mx.array]] = make(
         name="_".join(["mlx_tq", kernel.name, *(_literal(value, "plain") for value in values.values())]),
         input_names=kernel.input_names(constants),
         output_names=list(kernel.outputs),
         header=header,
-        source="".join(_declare(name, value, device) for name, value in constants) + _expand_selects(body, sources),
+        source="".join(_declare(name, value, device) for name, value in constants) + source,
         ensure_row_contiguous=bool(kernel.sources),
     )
     return compiled
 
 
-def _has_trellis(values: dict[str, Constant]) -> bool:
+def _has_trellis(values: dict[str, Any]) -> bool:
     return bool(values.get("KEY_TRELLIS") or values.get("VALUE_TRELLIS"))
 
 

@@ -14,7 +14,7 @@ from kernels.cases import PARAMETERS, attend_exactly, check_attention, double, m
 from kernels.covering import case_id, covering
 from mlx_tq.kernels import attend as attend_module
 from mlx_tq.kernels import backend
-from mlx_tq.kernels import dequantize as dequantize_module
+from mlx_tq.kernels import prefill as prefill_module
 from mlx_tq.kernels.attend import attend
 from mlx_tq.kernels.prefill import prefill
 
@@ -96,7 +96,7 @@ def test_mask_arrays(kernel, length, kind, letters):
 @pytest.mark.parametrize("block", [1, 7, 32, 96, 97, 98])
 def test_blocks_of_packed_tokens(monkeypatch, block, mask):
     monkeypatch.setattr(attend_module, "BLOCK_TOKENS", block)
-    monkeypatch.setattr(dequantize_module, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(prefill_module, "BLOCK_TOKENS", block)
     for kernel in PEAKS:
         check(kernel, {"mask": mask, "sinks": True, "dtype": "float32"}, peak=4.0)
 

@@ -16,8 +16,7 @@ from mlx_tq.errors import KernelUnavailableError
 from mlx_tq.kernels import backend, gpu
 from mlx_tq.kernels.arguments import can_rotate
 from mlx_tq.kernels.attend import attend
-from mlx_tq.kernels.compact import compact
-from mlx_tq.kernels.encode import encode
+from mlx_tq.kernels.encode import compact, encode
 from mlx_tq.kernels.gpu import Kernel, kernel_text
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.recall_score import recall_score
