@@ -85,10 +85,6 @@ def _as_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
     return mx.array(array).view(mx.bfloat16) if dtype == mx.bfloat16 else mx.array(array)
 
 
-def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
-    return _as_numpy(mx.zeros(1, dtype)).dtype
-
-
 def _named_arrays(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add what mlx may pass by name: the shape of each array, its strides in elements, and its rank."""
     named = dict(arrays)
@@ -201,6 +197,6 @@ def _split(
     names = [p.name for p in declared if p.name not in outputs and not extras.search(p.name)]
     arrays = _named_arrays(dict(zip(names, map(_as_numpy, inputs), strict=True)))
     for name, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
-        arrays[name] = np.empty(shape, _numpy_dtype(dtype))
+        arrays[name] = np.empty(shape, _as_numpy(mx.zeros(1, dtype)).dtype)
         arrays[name].view(np.uint8)[...] = 0xFF
     return arrays

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_tq.codec.normalization import MEAN_TOKENS, KeyNormalization
-from mlx_tq.codec.rows import RowLayout
 from mlx_tq.kernels import arguments, thresholds
 from mlx_tq.kernels.gpu import Constants, Kernel, simdgroup_grid
 from mlx_tq.kernels.regions import Mask, Regions
@@ -56,19 +55,16 @@ def launch_attend_batch(
     if isinstance(mask, mx.array) and batch[0].shared:
         batch = [replace(batch[0], packed_rows=batch[0].rows(), shared=())]
     normalized = any(regions.normalization is not None for regions in batch)
-    sources = 1 if len(batch) == 1 else max_sources(layout, normalized=normalized)
+    arrays = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
+    arrays += len(arguments.trellis_levels(layout.key, layout.value))
+    per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
+    sources = 1 if len(batch) == 1 else (METAL_ARRAYS - arrays) // per_source
     outputs = []
     for start, stop in _runs(batch, sources):
         rows = queries if len(batch) == 1 else queries[start:stop]
         call = _Call(rows, batch[start:stop], sources, normalized, scale, mask, sinks)
         outputs.append(call.attend_shared() if batch[start].shared else call.attend())
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def max_sources(layout: RowLayout, *, normalized: bool) -> int:
-    inputs = max(len(kernel.inputs) + len(kernel.outputs) for kernel in (ATTEND, ATTEND_SHORT))
-    per_source = len(ATTEND.sources) + (len(ATTEND.normalized) if normalized else 0)
-    return (METAL_ARRAYS - inputs - len(arguments.trellis_levels(layout.key, layout.value))) // per_source
 
 
 def _runs(batch: Sequence[Regions], limit: int) -> list[tuple[int, int]]:

@@ -13,12 +13,8 @@ import mlx.core as mx
 MAX_CORES = 4
 MIN_TOKENS = 512  # fewer packed tokens take less time than waiting for another core
 
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-_STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(_cores(), MAX_CORES))]
+_CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+_STREAMS = [mx.new_thread_local_stream(mx.cpu) for _ in range(min(_CORES, MAX_CORES))]
 
 Stream = mx.ThreadLocalStream | mx.Stream
 
