@@ -22,7 +22,8 @@ from mlx_tq.kernels.encode import encode
 from mlx_tq.kernels.prefill import prefill
 from mlx_tq.kernels.regions import Regions
 
-FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2", "q8_0", "tq3_0", "tbq4_0", "fp8", "tq35", "spectral16_int8")
+FORMATS = ("fp16", "q8", "tq4", "tq3", "tq2", "q8_0", "tq3_0", "tbq4_0", "fp8", "tq35", "tq25")
+FORMATS += ("spectral16", "spectral16_int8", "spectral16_int16")
 DIM, TOKENS = 128, 3 * MEAN_TOKENS // 2
 SHAPE = (2, 2, TOKENS, DIM)
 CHANNELS = np.exp(gaussian((*SHAPE[:2], DIM), 1))  # the size of each channel, [B, H, D]
@@ -63,7 +64,7 @@ def test_encoded_keys_are_scaled_and_centered(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_and_prefill(name):
-    """They equal mlx's own attention over the decoded cache, in every format: means are in the codes' domain."""
+    """They equal mlx's own attention over the decoded cache, in every format and with the rotation of each head."""
     codec, keys, normalization = make_case(name)
     layout, values = RowLayout(codec, make_codec("tq4", DIM)), mx.array(gaussian(SHAPE, 3))
     rows = encode(mx.array(keys), values, layout, normalization).rows
