@@ -8,7 +8,8 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.tables import RESULTS, Record, existing, report
+from benchmarks.reports import RESULTS
+from benchmarks.tables import Record, existing, report
 
 COLORS = {
     "normalized keys": "#08519c",

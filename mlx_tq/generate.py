@@ -138,12 +138,12 @@ def run(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace, ranks: "Ranks") -> tuple[Any, Any, dict[str, Any]]:
     """Return the model, by default that of the cache file, its tokenizer and its configuration."""
     from mlx_tq.cache.files import read_header  # loads mlx, which --help does without
-    from mlx_tq.models import load_with_config  # likewise
+    from mlx_tq.models import load  # likewise
 
     name = args.model
     if name is None and args.prompt_cache_file is not None:
         name = read_header(args.prompt_cache_file).model_name or None
-    loaded = load_with_config(
+    model, tokenizer, config = load(
         name,
         dtype=args.dtype,
         dequantize=args.dequantize,
@@ -152,13 +152,14 @@ def _load(args: argparse.Namespace, ranks: "Ranks") -> tuple[Any, Any, dict[str,
         tokenizer_config={"trust_remote_code": args.trust_remote_code},
         model_config={"quantize_activations": args.quantize_activations},
         trust_remote_code=args.trust_remote_code,
+        return_config=True,
     )
     for token in args.extra_eos_token:
         try:
-            loaded[1].add_eos_token(token)
+            tokenizer.add_eos_token(token)
         except ValueError as error:
             raise ConfigError(f"--extra-eos-token: {error}. Give a token of its vocabulary, or its number.") from error
-    return loaded
+    return model, tokenizer, config
 
 
 def _limit_tokens(opened: "PromptCache", prompt: int, limit: int | None, request: Request) -> int:

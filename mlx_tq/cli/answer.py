@@ -14,7 +14,7 @@ from mlx_tq.cli.terminal_text import say
 from mlx_tq.config import RescueConfig
 from mlx_tq.errors import ConfigError, NonFiniteError
 from mlx_tq.integration.probe import position_limit
-from mlx_tq.models import load_with_config, ranks_of
+from mlx_tq.models import load, ranks_of
 from mlx_tq.policies import CalibratedPolicy
 from mlx_tq.policies.policy import AUTO as AUTO_CALIBRATION
 from mlx_tq.prefix_cache.prefix_cache import PrefixCache
@@ -136,7 +136,7 @@ def _open_transcript(model: Any, tokenizer: Any, rescue: RescueConfig) -> Iterat
 def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request) -> tuple[Any, list[Any]]:
     """Load the draft model, and make its caches."""
     args, config = request.args, request.config
-    draft, draft_tokenizer, _ = load_with_config(
+    draft, draft_tokenizer = load(
         args.draft_model,
         dtype=args.dtype,
         dequantize=args.dequantize,

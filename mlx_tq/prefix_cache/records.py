@@ -22,10 +22,7 @@ ROWS = 256
 
 
 def _growing_arrays(caches: list[Any]) -> dict[str, int]:
-    """Return the names of arrays that grow with the packed tokens, along axis 2, and the tokens of an entry.
-
-    Names are paths in the list of all caches' states. Nothing else in this package depends on the layout of states.
-    """
+    """Return the paths, in the states of all caches, of arrays that grow along axis 2, and the tokens of an entry."""
     layers: dict[str, Any] = {}
     for index, cache in enumerate(caches):
         if isinstance(cache, CacheList):
