@@ -19,9 +19,8 @@ _CONTEXTS = [4096, 16384, 65536]
 def build_parser() -> CommandParser:
     parser = command_parser("doctor", "Show versions and backend, and test every codec.")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument(
-        "--kernels", action="store_true", help="check each GPU kernel against a reference implementation"
-    )
+    kernels = "check each GPU kernel against a reference implementation"
+    parser.add_argument("--kernels", action="store_true", help=kernels)
     add_backend_argument(parser)
     group = parser.add_argument_group("capacity")
     capacity = "show the longest context and the largest batch that fit, for each profile, instead"
@@ -33,8 +32,6 @@ def build_parser() -> CommandParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    # On CUDA, mlx multiplies float32 in TF32 by default; the reference implementation must not. mlx reads this once.
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")
     return run_command(build_parser(), run, words)
 
 
@@ -94,8 +91,7 @@ def _show_capacity(args: argparse.Namespace) -> int:
         batches.add_row(profile.profile, *sizes)
     results.print(
         f"{human_bytes(memory)} of memory, {human_bytes(weights)} of it weights; {dtype}, at most {limit:,} tokens.\n"
-        "Prefill needs more than these bytes: leave a tenth free.",
-        soft_wrap=True,
+        "Prefill needs more than these bytes: leave a tenth free."
     )
     results.print("", lengths, "", batches, sep="\n")
     return DONE
