@@ -20,7 +20,8 @@ import mlx_tq
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 1024 * 1024
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SDIST = PYPROJECT["project"], PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]
 
 
 def call(*words, **options):
@@ -110,7 +111,14 @@ def test_sdist_can_be_tested(dist):
     wanted |= {"metal_sim/tests/test_execution.py", "tests/conftest.py", "tests/zoo.py"}
     assert wanted <= members
     assert "mlx_tq/assets/needle/model.safetensors" in members
-    assert not [name for name in members if name.startswith((".git/", ".venv", "dist/")) or "__pycache__" in name]
+    top = {name.split("/")[0] for name in members}
+    assert top - {""} == {pattern.strip("/") for pattern in SDIST["include"]} | {
+        "pyproject.toml",
+        "PKG-INFO",
+        ".gitignore",
+    }
+    assert not [name for name in members if "__pycache__" in name]
+    assert all(pattern.startswith("/") for pattern in SDIST["include"]), "else `tests` of any environment come along"
 
 
 @pytest.mark.parametrize("script", PROJECT["scripts"])
