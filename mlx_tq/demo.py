@@ -96,8 +96,8 @@ def _ask(model: Any, tokenizer: Any, case: "Case", name: str, config: "KVConfig"
         "".join(session.respond(tokenizer.decode(case.ids[: case.question]), max_tokens=8))
         stats = session.stats
         answer = "".join(session.respond(QUESTION, max_tokens=_ANSWER_TOKENS)).strip()
-        console.print(f"{name:12} {answer!r}", markup=False)
-        console.print(memory_bar(session), soft_wrap=True)
+        console.print(f"{name:12} {answer!r}")
+        console.print(memory_bar(session))
         quoted_tokens = len(session.turns[-1].quotation.ids)
     is_right = judge_answer(answer, case.answer) is Verdict.PASS
     return {"name": name, "answer": answer, "found": is_right, "quoted_tokens": quoted_tokens, **stats.to_dict()}

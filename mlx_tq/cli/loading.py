@@ -29,6 +29,17 @@ from mlx_tq.prompt_cache.losses import known_losses
 from mlx_tq.prompt_cache.plan import Plan, unasked
 
 
+def load_options(args: argparse.Namespace, **tokenizer_config: Any) -> dict[str, Any]:
+    """Return the options of `models.load` that a command's flags name."""
+    return {
+        "dtype": args.dtype,
+        "dequantize": args.dequantize,
+        "adapter_path": getattr(args, "adapter_path", None),
+        "tokenizer_config": {"trust_remote_code": args.trust_remote_code, **tokenizer_config},
+        "trust_remote_code": args.trust_remote_code,
+    }
+
+
 def load_model(
     args: argparse.Namespace, *configs: KVConfig, ranks: Ranks = ALONE, **tokenizer_config: Any
 ) -> tuple[Any, Any]:
@@ -36,15 +47,7 @@ def load_model(
 
     Each of several ranks gets its part of the model.
     """
-    model, tokenizer = load(
-        args.model,
-        dtype=args.dtype,
-        dequantize=args.dequantize,
-        ranks=ranks,
-        adapter_path=getattr(args, "adapter_path", None),
-        tokenizer_config={"trust_remote_code": args.trust_remote_code, **tokenizer_config},
-        trust_remote_code=args.trust_remote_code,
-    )
+    model, tokenizer = load(args.model, ranks=ranks, **load_options(args, **tokenizer_config))
     calibrate_model(model, tokenizer, *configs, name=args.model)
     return model, tokenizer
 

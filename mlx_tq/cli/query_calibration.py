@@ -6,10 +6,11 @@ needs, so the default mixes them: see docs/measurements/eviction.md.
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from string import Formatter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -145,11 +146,33 @@ def _ropes(caches: list[Any]) -> list[Rope]:
 
 
 # Everyday facts. They share no wording with the needles of mlx_tq.evaluate, so calibration does not train on the test.
-_NAMES = ("Ivan", "Julia", "Kevin", "Laura", "Martin", "Nora", "Oscar", "Paula")
-_CITIES = ("London", "Paris", "Berlin", "Madrid", "Tokyo", "Cairo", "Oslo", "Vienna", "Prague", "Lisbon")
-_THINGS = ("lantern", "compass", "violin", "telescope", "umbrella", "camera", "teapot", "mirror", "ladder", "radio")
-_PLACES = ("library", "kitchen", "attic", "garden", "harbor", "museum", "station", "cellar", "bakery", "market")
-_COLORS = ("red", "orange", "yellow", "brown", "pink", "grey", "black", "gold")  # codespell:ignore grey
+_WORDS: dict[str, Sequence[Any]] = {
+    "name": ("Ivan", "Julia", "Kevin", "Laura", "Martin", "Nora", "Oscar", "Paula"),
+    "city": ("London", "Paris", "Berlin", "Madrid", "Tokyo", "Cairo", "Oslo", "Vienna", "Prague", "Lisbon"),
+    "thing": ["lantern", "compass", "violin", "telescope", "umbrella", "camera", "teapot", "mirror", "ladder", "radio"],
+    "place": ["library", "kitchen", "attic", "garden", "harbor", "museum", "station", "cellar", "bakery", "market"],
+    "color": ("red", "orange", "yellow", "brown", "pink", "grey", "black", "gold"),  # codespell:ignore grey
+    "price": range(11, 1000),
+    "hour": range(8, 19),
+    "minutes": ("00", "15", "30", "45"),
+}
+_MEETING = "When does the meeting in the {place} begin?"
+_TEMPLATES = (  # sentence, question, answer
+    ("{name} lives in {city}.", "Where does {name} live?", "{city}"),
+    ("{name} likes {color} best of all colours.", "Which colour does {name} like best?", "{color}"),  # codespell:ignore
+    ("The {thing} costs {price} dollars.", "How much does the {thing} cost?", "{price} dollars"),
+    ("The {thing} is kept in the {place}.", "Where can the {thing} be found?", "in the {place}"),
+    ("The meeting in the {place} begins at {hour}:{minutes}.", _MEETING, "{hour}:{minutes}"),
+)
+
+
+def _make_fact(templates: tuple[str, str, str], rng: random.Random) -> Fact:
+    names = [name for _, name, _, _ in Formatter().parse(templates[0]) if name]
+    words = {name: rng.choice(_WORDS[name]) for name in names}
+    return Fact(*(template.format(**words) for template in templates))
+
+
+KINDS = tuple(partial(_make_fact, templates) for templates in _TEMPLATES)
 
 
 @dataclass(frozen=True)
@@ -167,32 +190,3 @@ def build_question_scenes(tokenizer: Any, text: str, count: int, length: int, se
         scene = build_scene(tokenizer, text, facts, depths, rng, tokens=length, sinks=0, window=0)
         answers = [tokenizer.encode(fact.answer, add_special_tokens=False) for fact in facts]
         yield QuestionScene(scene.ids, [[*q, *a] for q, a in zip(scene.questions, answers, strict=True)])
-
-
-def _home(rng: random.Random) -> Fact:
-    name, city = rng.choice(_NAMES), rng.choice(_CITIES)
-    return Fact(f"{name} lives in {city}.", f"Where does {name} live?", city)
-
-
-def _color(rng: random.Random) -> Fact:
-    name, color = rng.choice(_NAMES), rng.choice(_COLORS)
-    sentence = f"{name} likes {color} best of all colours."  # codespell:ignore colours
-    return Fact(sentence, f"Which colour does {name} like best?", color)  # codespell:ignore colour
-
-
-def _price(rng: random.Random) -> Fact:
-    thing, price = rng.choice(_THINGS), str(rng.randint(11, 999))
-    return Fact(f"The {thing} costs {price} dollars.", f"How much does the {thing} cost?", f"{price} dollars")
-
-
-def _thing(rng: random.Random) -> Fact:
-    thing, place = rng.choice(_THINGS), rng.choice(_PLACES)
-    return Fact(f"The {thing} is kept in the {place}.", f"Where can the {thing} be found?", f"in the {place}")
-
-
-def _meeting(rng: random.Random) -> Fact:
-    place, time = rng.choice(_PLACES), f"{rng.randint(8, 18)}:{rng.choice(('00', '15', '30', '45'))}"
-    return Fact(f"The meeting in the {place} begins at {time}.", f"When does the meeting in the {place} begin?", time)
-
-
-KINDS: tuple[Callable[[random.Random], Fact], ...] = (_home, _color, _price, _thing, _meeting)
