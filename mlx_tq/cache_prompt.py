@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from mlx_tq.cli.options import OFF, Request, check_writable
 from mlx_tq.cli.parser import CommandParser, add_cache_arguments, add_model_arguments, command_parser
-from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.cli.runner import DONE, command_main
 
 
 def build_parser() -> CommandParser:
@@ -26,10 +25,6 @@ def build_parser() -> CommandParser:
     add("--decode", metavar="FILE", help=decode)
     add("--prefill-step-size", type=int, default=2048, metavar="N", help="tokens per prefill step")
     return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     show_cache(cache_stats(caches, plan))
     return DONE
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from mlx_tq.cli.options import check_flags, check_writable
 from mlx_tq.cli.parser import CommandParser, add_model_arguments, command_parser
-from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.cli.runner import DONE, command_main
 from mlx_tq.errors import ConfigError
 
 
@@ -26,25 +25,21 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
-
-
 def run(args: argparse.Namespace) -> int:
     """Calibrate and write the file; return the exit code."""
     check_flags(args)
 
-    from mlx_tq.cli.haystack import load_text
-    from mlx_tq.cli.layer_losses import save_measured_losses
-    from mlx_tq.cli.loading import load_model
-    from mlx_tq.cli.prompts import read_file
-    from mlx_tq.cli.query_calibration import (
+    from mlx_tq.cli.calibration import (
         TEXT_SHARE,
         TOKENS,
         calibrate_on_questions,
         calibrate_on_text,
+        save_measured_losses,
         save_queries,
     )
+    from mlx_tq.cli.haystack import load_text
+    from mlx_tq.cli.loading import load_model
+    from mlx_tq.cli.prompts import read_file
     from mlx_tq.cli.screen import prefill_progress
     from mlx_tq.models import fingerprint
     from mlx_tq.policies.calibration import SKIP, check_replaceable
@@ -83,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
     sys.stderr.write(f"Saved the calibration ({source}) to {path}\n")
     return DONE
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,12 +4,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from mlx_tq.cli.options import check_flags, parse_size
 from mlx_tq.cli.parser import CommandParser, add_backend_argument, add_model_arguments, command_parser
-from mlx_tq.cli.runner import DONE, FAILED, run_command
+from mlx_tq.cli.runner import DONE, FAILED, command_main
 from mlx_tq.errors import ConfigError
 
 _BATCHES = [1, 2, 4, 8]
@@ -29,10 +28,6 @@ def build_parser() -> CommandParser:
     group.add_argument("--memory", type=parse_size, metavar="SIZE", help=memory)
     add_model_arguments(group, adapter=False)
     return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,6 +91,8 @@ def _show_capacity(args: argparse.Namespace) -> int:
     results.print("", lengths, "", batches, sep="\n")
     return DONE
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

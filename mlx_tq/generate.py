@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from mlx_tq.cli.options import Request, parse_size
 from mlx_tq.cli.parser import (
@@ -12,7 +11,7 @@ from mlx_tq.cli.parser import (
     add_sampling_arguments,
     command_parser,
 )
-from mlx_tq.cli.runner import run_command
+from mlx_tq.cli.runner import command_main
 
 
 def build_parser() -> CommandParser:
@@ -66,10 +65,6 @@ def _is_true(text: str) -> bool:
     return text.lower() not in ("false", "f")  # as mlx-lm reads --verbose
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
-
-
 def run(args: argparse.Namespace) -> int:
     """Answer the prompt and show what it took; return the exit code."""
     request = Request.from_args(args)
@@ -78,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
     return answer_request(request)
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

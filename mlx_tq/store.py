@@ -4,14 +4,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_tq.cli.options import AUTO, OFF, read_options
 from mlx_tq.cli.parser import CommandParser, command_parser
-from mlx_tq.cli.runner import DONE, run_command
+from mlx_tq.cli.runner import DONE, command_main
 from mlx_tq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +32,6 @@ def build_parser() -> CommandParser:
         add("--prefix-cache", metavar="DIR|auto", help=folder)
         add("--json", action="store_true", help="print one JSON object instead of text")
     return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    return run_command(build_parser(), run, words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,6 +93,8 @@ def _show(report: dict[str, Any]) -> None:
     if checkpoints:
         results.print(rows)
 
+
+main = command_main(build_parser, run)
 
 if __name__ == "__main__":
     sys.exit(main())

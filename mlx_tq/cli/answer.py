@@ -50,6 +50,7 @@ from mlx_tq.session.text import PlainText, PromptLengthLimit
 from mlx_tq.session.transcript import Transcript, quotation_limit
 from mlx_tq.session.turn import UNLIMITED, Turn, TurnStats
 
+_NAN = "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
 _NEARLY_FULL = 0.9  # of the model's context
 _START_S = 60.0  # that a rescue service on this machine may take to start
 
@@ -87,8 +88,11 @@ def answer_request(request: Request) -> int:
     opened = open_caches(model, request)
     plan = opened.plan
     options["max_tokens"] = _limit_tokens(opened, len(ids), limit, request)
-    if args.verbose:
-        _show_plan(opened, len(ids) + max(options["max_tokens"], 0), request)
+    if args.verbose and plan is not None:
+        show_plan(plan, tokens_seen(opened.caches) + len(ids) + max(options["max_tokens"], 0), request.recall_blocker)
+    elif args.verbose:
+        bits = f", at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on" if args.kv_bits else ""
+        note(f"KV cache: mlx-lm's own{bits}")
     options["sampler"] = _make_sampler(tokenizer, args, ranks)
     if schema is not None:
         options["logits_processors"] = [_make_constraint(schema, tokenizer, ids, args.json_schema)]
@@ -139,16 +143,6 @@ def _limit_tokens(opened: PromptCache, prompt: int, limit: int | None, request: 
             warn(f"this run may reach {tokens:,} of {limit:,} positions. Eviction does not extend the context.")
     check_memory(plan, tokens, args.kv_memory_limit or free_memory())
     return max_tokens
-
-
-def _show_plan(opened: PromptCache, tokens: int, request: Request) -> None:
-    args = request.args
-    if opened.plan is not None:
-        show_plan(opened.plan, tokens_seen(opened.caches) + tokens, request.recall_blocker)
-    elif args.kv_bits is None:
-        note("KV cache: mlx-lm's own")
-    else:
-        note(f"KV cache: mlx-lm's own, at {args.kv_bits} bits from {args.quantized_kv_start:,} tokens on")
 
 
 def _make_sampler(tokenizer: Any, args: argparse.Namespace, ranks: Ranks) -> Any:
@@ -228,8 +222,8 @@ def _answer(
             room = UNLIMITED if limit is None else limit - len(transcript.ids) - len(ids)
             turn.prepare(ids, query, split=query is not None, room=room)
             for number, response in enumerate(turn.decode(**options)):
-                if number == 0:
-                    _check_finite(response)
+                if number == 0 and math.isnan(response.logprobs[response.token].item()):
+                    raise NonFiniteError(_NAN)
                 text += response.text
                 if not args.json:
                     say(response.text)
@@ -284,13 +278,6 @@ def _load_draft(model: Any, tokenizer: Any, caches: list[Any], request: Request)
         config = replace(config, evict=replace(config.evict, policy=policy))
     calibrate_model(draft, draft_tokenizer, config, name=args.draft_model)
     return draft, make_caches(draft, config, args.max_kv_size).caches
-
-
-def _check_finite(response: Any) -> None:
-    if math.isnan(response.logprobs[response.token].item()):
-        raise NonFiniteError(
-            "the model's logits are NaN after the prompt. Check its weights, or load it in bfloat16 or float32."
-        )
 
 
 def _report(

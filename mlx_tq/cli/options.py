@@ -138,6 +138,10 @@ CHOOSING_FORMATS = (*NAMING_FORMATS, "--kv-boundary", "--kv-outlier")
 _FP16_CACHE = "mlx-lm's own cache (fp16 formats, or MLX_TQ_KV_PROFILE=off)"
 _NATIVE_CACHE = ("--kv-bits", "--max-kv-size", "--kv-profile off", _FP16_CACHE)  # what chooses mlx-lm's own cache
 
+_MODEL_BENCH = (
+    *("--kv-evict", "--kv-budget", "--kv-calibration", "--kv-bits", "--batches", "--max-tokens", "--markdown"),
+    *("--dequantize", "--prefill-step-size"),
+)
 # What a flag has no effect without; "A or B" is either one. Some rules are for one command.
 REQUIRES: dict[str, tuple[str, ...]] = {
     "--kv-budget": ("--kv-evict",),
@@ -153,9 +157,7 @@ REQUIRES: dict[str, tuple[str, ...]] = {
     "generate --rescue": ("--kv-evict",),
     **{f"doctor {flag}": ("--capacity",) for flag in ("--model", "--memory", "--dtype", "--dequantize")},
     "doctor --trust-remote-code": ("--capacity",),
-    **{f"bench {flag}": ("--model or --report",) for flag in ("--kv-evict", "--kv-budget", "--kv-calibration")},
-    **{f"bench {flag}": ("--model or --report",) for flag in ("--batches", "--max-tokens", "--kv-bits", "--markdown")},
-    **{f"bench {flag}": ("--model or --report",) for flag in ("--dequantize", "--prefill-step-size")},
+    **{f"bench {flag}": ("--model or --report",) for flag in _MODEL_BENCH},
 }
 EXCLUDES: dict[str, tuple[str, ...]] = {
     "--kv-mean-bits": (*CHOOSING_FORMATS, "--kv-profile off"),
@@ -164,8 +166,6 @@ EXCLUDES: dict[str, tuple[str, ...]] = {
     "--kv-shadow": ("--draft-model", "--prompt-cache-file", *_NATIVE_CACHE),
     "--prefix-cache": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow", *_NATIVE_CACHE),
     "generate --rescue": ("--draft-model", "--image", "--prompt-cache-file", "--kv-shadow"),
-    "generate --kv-bits": CACHE_FLAGS,
-    "generate --max-kv-size": CACHE_FLAGS,
     "--json-schema": ("--draft-model",),
     "--prompt": ("--prompt-file",),
     "--system-prompt": ("--load",),
@@ -240,8 +240,9 @@ def check_flags(args: argparse.Namespace, active: Collection[str] = (), mentione
 
     `active` has what is in effect without being typed. Flags that need one of `mentioned` may stay while it is off.
     """
-    in_effect = [*_in_effect(args), *active]
-    for flag in args.typed:
+    typed = _in_effect(args)
+    in_effect = [*typed, *active]
+    for flag in typed:
         for required in _rules(REQUIRES, args, flag):
             if not {*in_effect, *mentioned}.intersection(required.split(" or ")):
                 raise ConfigError(f"{flag} requires {required}. Add it, or drop {flag}.")
@@ -299,25 +300,15 @@ def check_writable(flag: str, path: str | Path, kind: str = ".safetensors file")
 
 @dataclass(frozen=True)
 class Request:
-    """The settings of one run, checked and parsed once from flags and environment.
+    """The settings of one run, checked and parsed once from flags and environment."""
 
-    Attributes:
-        args: values of all flags of the command.
-        typed: values of options by flag, of the command line alone.
-        values: the same with those of the environment.
-        config: how the cache is stored and evicted.
-        rescue: how evicted text is retrieved.
-        prefix_cache: folder of the prefix cache, or "auto"; None if there is none.
-        recall_blocker: the flag that keeps evicted tokens from being recalled, or None.
-    """
-
-    args: argparse.Namespace
-    typed: Mapping[str, Any]
-    values: Mapping[str, Any]
+    args: argparse.Namespace  # all flags of the command
+    typed: Mapping[str, Any]  # values of options by flag, of the command line alone
+    values: Mapping[str, Any]  # the same with those of the environment
     config: "KVConfig"
     rescue: "RescueConfig"
-    prefix_cache: str | None
-    recall_blocker: str | None
+    prefix_cache: str | None  # folder, or "auto"; None if there is none
+    recall_blocker: str | None  # the flag that keeps evicted tokens from being recalled
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> "Request":
@@ -328,7 +319,10 @@ class Request:
         check_numbers(args)
         typed, _ = _disable_recall(read_options(args, {}), args)
         values, recall_blocker = _disable_recall(read_options(args, environ), args)
-        native = args.command == "generate" and not args.typed.keys().isdisjoint(("--kv-bits", "--max-kv-size"))
+        native = [flag for flag in ("--kv-bits", "--max-kv-size") if args.command == "generate" and flag in args.typed]
+        chosen = [flag for flag in _in_effect(args) if flag in CACHE_FLAGS]
+        if native and chosen and not make_config(typed, typed).is_off:
+            raise conflict(native[0], chosen[0])
         config = CONFIGS[OFF] if native else make_config(values, typed)
         active = ["--kv-archive off" if values["--kv-archive"] is False else "--kv-archive on"]
         active += ["--kv-shadow"] if values["--kv-shadow"] is not None else []

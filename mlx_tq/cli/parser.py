@@ -21,7 +21,7 @@ class _Formatter(argparse.HelpFormatter):
             super().add_argument(action)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """Add the default that a help text does not state; switches and required flags have none to show."""
+        """Add the default that a help text does not state; switches and required flags show none."""
         text, default = action.help, action.default
         if not text or _DEFAULT_MARK in text or action.required or action.nargs == 0:
             return text

@@ -68,11 +68,6 @@ class Turn:
     Call `prepare` and `decode` inside its context. Leaving the context settles: caches and transcript have the same
     tokens again, also after an interruption in the middle of a forward pass, and recalled rows are dropped. The server
     runs the rows of a batch with the two halves of this, `restore_context` and `RecallDuringDecode`.
-
-    Attributes:
-        start: tokens of the transcript before the turn.
-        is_undone: nothing was answered, and the turn left no tokens. If `start` is 0, the caches have to be replaced.
-        is_consistent: False if the caches could not be trimmed to one length.
     """
 
     def __init__(
@@ -92,7 +87,8 @@ class Turn:
         self._step, self._prefix_cache, self._shadow = step, prefix_cache, shadow
         self._progress, self._is_stopped = progress, is_stopped
         self.start = len(transcript.ids)
-        self.is_undone, self.is_consistent = False, True
+        self.is_undone = False  # nothing was answered, and no tokens stay; the caches of a first turn must be replaced
+        self.is_consistent = True  # the caches could be trimmed to one length
         self._ranks, self._stack = ranks_of(model), ExitStack()
         self._began, self._question = time.perf_counter(), list[int]()
         self._prefix, self._quotation = ReusedPrefix(), NO_QUOTATION

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mlx_tq.__main__ import COMMANDS
-from mlx_tq.cli.options import CONFIG_FIELDS, EXCLUDES, OPTIONS, REQUIRES, RESCUE_FIELDS, SINGLE_PROCESS, Request
 from mlx_tq.cache_prompt import build_parser as build_cache_prompt_parser
+from mlx_tq.cli.options import CONFIG_FIELDS, EXCLUDES, OPTIONS, REQUIRES, RESCUE_FIELDS, SINGLE_PROCESS, Request
 from mlx_tq.config import PROFILES, EvictConfig, KVConfig, RescueConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate import build_parser as build_evaluate_parser

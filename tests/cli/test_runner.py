@@ -118,5 +118,5 @@ def test_output_on_a_full_disk_is_one_line():
 def test_no_color(monkeypatch, capsys):
     for variable, colored in (("FORCE_COLOR", True), ("NO_COLOR", False)):
         monkeypatch.setenv(variable, "1")
-        screen.make_console(stderr=True).print("[red]warning[/red]")
+        screen.make_console(stderr=True).print("warning", style="red")
         assert ("\x1b[31m" in capsys.readouterr().err) == colored
