@@ -67,12 +67,11 @@ def _list(folder: "Folder") -> dict[str, Any]:
     records = folder.records()
     checkpoints = []
     for record in reversed(records):
-        if record.path.parent.name == CHECKPOINTS:
-            data = folder.read(CHECKPOINTS, record.path.name, touch=False)
-            if data is not None:
-                used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
-                entry = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
-                checkpoints.append({**entry, **describe_checkpoint(data)})
+        is_checkpoint = record.path.parent.name == CHECKPOINTS
+        if is_checkpoint and (data := folder.read(CHECKPOINTS, record.path.name, touch=False)) is not None:
+            used = datetime.fromtimestamp(record.last_used / 1e9, UTC).isoformat(timespec="seconds")
+            entry = {"key": record.path.name, "used": used, "nbytes": record.size, "protected": record.is_protected}
+            checkpoints.append({**entry, **describe_checkpoint(data)})
     blocks = sum(record.path.parent.name == BLOCKS for record in records)
     nbytes = sum(record.size for record in records)
     return {"folder": str(folder.path), "nbytes": nbytes, "blocks": blocks, "checkpoints": checkpoints}
@@ -82,9 +81,8 @@ def _show(report: dict[str, Any]) -> None:
     from mlx_tq.cli.screen import human_bytes, results, table  # loads mlx, which --help does without
 
     blocks, checkpoints = report["blocks"], report["checkpoints"]
-    sys.stdout.write(
-        f"{report['folder']}: {human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints\n"
-    )
+    counts = f"{human_bytes(report['nbytes'])}, {blocks:,} blocks, {len(checkpoints):,} checkpoints"
+    sys.stdout.write(f"{report['folder']}: {counts}\n")
     rows = table("", "tokens", "blocks", "own bytes", "last used", "key", "")
     for entry in checkpoints:
         size = human_bytes(entry["nbytes"])

@@ -20,7 +20,7 @@ def test_a_file_is_replaced_unless_its_writer_fails(tmp_path):
         write(path, text)
         assert path.read_text() == text
     with pytest.raises(ZeroDivisionError), atomic_write(path) as temporary:
-        temporary.write_text("thi") / 0
+        temporary.write_text("new") / 0
     assert path.read_text() == "second"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 

@@ -133,6 +133,16 @@ def test_what_the_environment_chooses_gives_way_to_flags_that_exclude_it():
             request("--prefix-cache", "auto", **off)
 
 
+@pytest.mark.parametrize("words", [("--kv-profile", "off"), ("--kv-key", "fp16", "--kv-value", "fp16"), ()])
+def test_mlx_lms_quantized_cache_goes_with_whatever_compresses_nothing(words):
+    assert config("--kv-bits", "8", *words, KV_PROFILE="small") == PROFILES["off"]
+
+
+def test_off_needs_nothing_to_be_on():
+    for flag in ("--rescue", "--prefix-cache", "--kv-recall"):
+        assert config(flag, "off") == KVConfig()
+
+
 def test_what_a_flag_replaces_is_not_asked_of_the_environment():
     decodes = build_cache_prompt_parser().parse_args(["--decode", "x", "--prompt-cache-file", "y"])
     assert Request.from_args(decodes, {"MLX_TQ_KV_PROFILE": "off"}).config == PROFILES["off"]
