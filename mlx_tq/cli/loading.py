@@ -9,8 +9,8 @@ from mlx_lm.models.cache import load_prompt_cache as load_native_cache
 from mlx_lm.models.cache import make_prompt_cache as make_native_cache
 
 from mlx_tq.cache.files import check_config, read_header
-from mlx_tq.cli.calibration import calibrate_on_questions, save_measured_losses, save_queries
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.model_calibration import calibrate_on_questions, save_measured_losses, save_queries
 from mlx_tq.cli.options import Request
 from mlx_tq.cli.screen import note, prefill_progress, warn
 from mlx_tq.config import KVConfig
