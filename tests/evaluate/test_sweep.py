@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.studies import sweep
 from benchmarks.studies.sweep import Setting, check_settings, grid, sweep_needles, sweep_text, tabulate
-from mlx_tq.cli.calibration import calibrate_on_text, save_queries
 from mlx_tq.cli.haystack import load_text
+from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.results import Results
