@@ -20,7 +20,7 @@ from benchmarks.rescue.collections import cranfield
 from benchmarks.rescue.results import save
 from mlx_tq import load
 from mlx_tq.cli.haystack import build_scene, code_word, load_text
-from mlx_tq.cli.query_calibration import KINDS
+from mlx_tq.cli.model_calibration import KINDS
 from mlx_tq.session.transcript import make_spans
 from rescue_svc.embed import load_embedder
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from mlx_tq.cli.haystack import load_text
 from mlx_tq.cli.loading import load_model
+from mlx_tq.cli.model_calibration import Queries, collect_queries, save_queries
 from mlx_tq.cli.parser import add_model_arguments
-from mlx_tq.cli.query_calibration import Queries, collect_queries, save_queries
 from mlx_tq.config import KVConfig
 from mlx_tq.policies.calibration import QueryStats
 from mlx_tq.prompt_cache.compressed import plan_caches

@@ -17,7 +17,7 @@ from benchmarks.studies.needle_kinds import DECOY, KINDS, plant
 from benchmarks.studies.spectrum import key_schedules, measure_spectrum
 from benchmarks.studies.sweep import Setting, check_settings, grid, sweep_needles, sweep_text, tabulate
 from mlx_tq.cli.haystack import NEEDLE, QUESTION, Fact, build_scene, load_text
-from mlx_tq.cli.query_calibration import calibrate_on_text, save_queries
+from mlx_tq.cli.model_calibration import calibrate_on_text, save_queries
 from mlx_tq.config import EvictConfig, KVConfig
 from mlx_tq.errors import ConfigError
 from mlx_tq.evaluate.arms import OFF, parse_arm
