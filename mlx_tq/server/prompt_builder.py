@@ -36,6 +36,16 @@ class Prompt:
     kinds: list[str]
     state: str = "normal"
 
+    def remaining_segments(self, cached_tokens: int) -> tuple[list[list[int]], list[str]]:
+        """Return what the segments hold after the first `cached_tokens`, and their kinds."""
+        segments, kinds = [], []
+        for segment, kind in zip(self.segments, self.kinds, strict=True):
+            if len(segment) > cached_tokens:
+                segments.append(segment[cached_tokens:])
+                kinds.append(kind)
+            cached_tokens = max(0, cached_tokens - len(segment))
+        return segments, kinds
+
 
 @dataclass(frozen=True)
 class TurnParts:

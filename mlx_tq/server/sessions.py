@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from mlx_tq.config import RescueConfig
@@ -35,20 +35,14 @@ HEADER = "X-Session-Id"
 
 @dataclass(eq=False)
 class ServerSession:
-    """A session. Its requests take turns, in the order in which they came.
-
-    Attributes:
-        caches: of the transcript's tokens; None before the first answer.
-        messages: that the transcript encodes, the last answer included; None if the session cannot be continued.
-        users: requests that hold or wait for `turn`.
-    """
+    """A session. Its requests take turns, in the order in which they came."""
 
     transcript: Transcript
-    caches: SessionCaches | None = None
-    messages: list[Message] | None = None
+    caches: SessionCaches | None = None  # of the transcript's tokens; None before the first answer
+    messages: list[Message] | None = None  # that the transcript encodes; None if the session cannot be continued
     template_options: dict[str, Any] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
+    users: int = 0  # requests that hold or wait for `turn`
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +80,7 @@ class Sessions:
         self._quotation_limit = quotation_limit(rescue, positions)
         self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
         self._to_forget: list[str] = []  # ids whose text the rescue service still has
-        self._lock = Lock()  # the web side and the engine's thread both drop sessions
+        self._lock = RLock()  # the web side and the engine's thread both drop sessions
 
     @property
     def has_rescue(self) -> bool:
@@ -95,11 +89,7 @@ class Sessions:
     # A turn, on the web side.
 
     async def enter(self, name: str) -> ServerSession:
-        """Wait for this request's turn in its session; call `leave` afterwards.
-
-        Raises:
-            InvalidRequestError, QueueFullError
-        """
+        """Wait for this request's turn in its session; call `leave` afterwards."""
         if not SESSION_ID.fullmatch(name):
             raise InvalidRequestError(
                 f"{HEADER} is {name[:80]!r}; it must be 1 to 64 of the characters A-Z, a-z, 0-9, _ and -", HEADER
@@ -205,15 +195,12 @@ class Sessions:
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return self._nbytes()
+            return sum(session.nbytes for session in self._sessions.values())
 
     def trim_to(self, nbytes: int) -> None:
         """Drop idle sessions, the least recently used first, until the rest take at most `nbytes`."""
         with self._lock:
-            self._drop_while(lambda: self._nbytes() > nbytes)
-
-    def _nbytes(self) -> int:
-        return sum(session.nbytes for session in list(self._sessions.values()))
+            self._drop_while(lambda: self.nbytes > nbytes)
 
     def _drop_while(self, too_many: Callable[[], bool]) -> None:
         for name in [name for name, session in self._sessions.items() if not session.users]:
@@ -224,7 +211,7 @@ class Sessions:
 
     def _measure(self) -> None:
         self._metrics.sessions.set(len(self._sessions))
-        self._metrics.session_bytes.set(self._nbytes())
+        self._metrics.session_bytes.set(self.nbytes)
 
     def _new_transcript(self) -> Transcript:
         # The rescue service gets ids of ours: nobody can read another's text by guessing the name of a session.
@@ -235,4 +222,4 @@ class Sessions:
             self._to_forget.append(transcript.session_id)
 
     def _num_waiting(self) -> int:
-        return sum(max(0, session.users - 1) for session in list(self._sessions.values()))
+        return sum(max(0, session.users - 1) for session in self._sessions.values())

@@ -113,13 +113,13 @@ def test_a_model_failure_ends_only_its_batch(loaded, folder, monkeypatch):
     watch_passes(monkeypatch, loaded[0], fail_at_fourth)
     jobs = [make_job(20, max_tokens=60), make_job(20, max_tokens=60, seed=2)]
     failed, later = serve(engine, jobs, then=lambda: run_job(engine, make_job(20)))
-    assert all(isinstance(events[-1].error, ModelFailedError) for events in failed)
+    assert all(isinstance(events[-1], ModelFailedError) for events in failed)
     assert later[-1].finish_reason
     model, tokenizer = load(folder)
     model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
     (events,) = serve(make_engine((model, tokenizer)), [make_job(20)])
     with pytest.raises(ModelFailedError, match="logits are NaN"):
-        raise events[-1].error
+        raise events[-1]
 
 
 def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
@@ -141,7 +141,7 @@ def test_a_job_that_cannot_join_the_batch_fails_alone(loaded):
     assert healthy
     for (event,) in (two, second):
         with pytest.raises(ModelFailedError, match="could not be started"):
-            raise event.error
+            raise event
     assert result == SessionResult()
 
 
@@ -156,7 +156,7 @@ def test_stopping_ends_every_job(loaded):
         return await asyncio.gather(*map(outcome, jobs))
 
     for events in serve(engine, [], then)[1]:
-        assert isinstance(events[-1].error, UnavailableError)
+        assert isinstance(events[-1], UnavailableError)
     assert not engine.is_healthy
     with pytest.raises(UnavailableError):
         engine.submit(make_job(8))
@@ -239,8 +239,8 @@ def test_a_failing_recall_ends_its_request_only(loaded, monkeypatch):
 
     monkeypatch.setattr("mlx_tq.session.restore.recall_rows", fail)
     (failed,), answered = serve(engine, [question_job(loaded)], lambda: run_job(engine, question_job(loaded)))
-    assert isinstance(failed[-1].error, ModelFailedError)
-    assert "no room for a copy" in str(failed[-1].error)
+    assert isinstance(failed[-1], ModelFailedError)
+    assert "no room for a copy" in str(failed[-1])
     assert any(isinstance(event, Piece) for event in answered)
     assert metric(engine, "recalled_tokens_total") > 0
 
