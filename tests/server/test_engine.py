@@ -12,11 +12,11 @@ from cli.tools import facts
 from contract.spies import watch
 from mlx_lm.models.cache import LRUPromptCache
 
-from mlx_tq.config import EvictConfig, KVConfig
+from mlx_tq.config import PROFILES, EvictConfig, KVConfig
 from mlx_tq.models import load
 from mlx_tq.prompt_cache.compressed import plan_caches
 from mlx_tq.prompt_cache.passes import sequence_in
-from mlx_tq.server.api_errors import ModelFailedError, UnavailableError
+from mlx_tq.server.api_errors import ModelFailedError, QueueFullError, UnavailableError
 from mlx_tq.server.job import Piece, SessionResult, Started
 from mlx_tq.session.restore import recall_rows
 
@@ -80,21 +80,52 @@ def test_jobs_wait_for_memory(loaded, monkeypatch):
     assert 1 in waiting[1:]
 
 
-def test_a_stalled_step_is_reported(loaded):
-    engine, entered, release = make_engine(loaded, stalled_s=0.2), threading.Event(), threading.Event()
+class Blocker:
+    """A logits processor that blocks the engine's thread until it is released."""
 
-    def block(tokens, logits):
-        entered.set()
-        release.wait(30)
+    def __init__(self):
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def __call__(self, tokens, logits):
+        self.entered.set()
+        self.release.wait(30)
         return logits
 
+
+def test_the_queue_is_bounded(loaded):
+    """A cancelled job makes room for another. Nothing is compressed."""
+    engine, blocker = make_engine(loaded, PROFILES["off"], queue=2), Blocker()
+    running, waiting = make_job(8, processors=[blocker]), [make_job(8) for _ in range(3)]
+
     async def then():
-        engine.submit(job := make_job(20, max_tokens=2, processors=[block]))
-        await asyncio.to_thread(entered.wait, 30)
+        engine.submit(running)
+        await asyncio.to_thread(blocker.entered.wait, 30)
+        with pytest.raises(QueueFullError, match="2 requests are waiting"):
+            engine.submit(*waiting)
+        engine.submit(waiting[0])
+        engine.submit(waiting[1])
+        with pytest.raises(QueueFullError, match="2 requests are waiting"):
+            engine.submit(waiting[2])
+        engine.cancel(waiting[0])
+        engine.submit(waiting[2])
+        blocker.release.set()
+        return [await outcome(job) for job in waiting[1:]], await waiting[0].session_result.get()
+
+    answered, result = serve(engine, [], then)[1]
+    assert all(events[-1].finish_reason for events in answered)
+    assert result == SessionResult()
+
+
+def test_a_stalled_step_is_reported(loaded):
+    engine, blocker = make_engine(loaded, stalled_s=0.2), Blocker()
+
+    async def then():
+        engine.submit(job := make_job(20, max_tokens=2, processors=[blocker]))
+        await asyncio.to_thread(blocker.entered.wait, 30)
         stalled = [engine.is_stalled]
         time.sleep(0.5)
         stalled.append(engine.is_stalled)
-        release.set()
+        blocker.release.set()
         await outcome(job)
         await asyncio.sleep(0.5)
         return [*stalled, engine.is_stalled]  # the last one while idle
