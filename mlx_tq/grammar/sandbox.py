@@ -87,9 +87,7 @@ class GrammarChecker:
     async def check(self, source: GrammarSource) -> GrammarError | int:
         """Return the bytes that a compiled grammar retains, or what is wrong with it. Cancelling ends the worker.
 
-        Raises:
-            GrammarLimitError: compiling takes too much time or memory, or crashes.
-            RuntimeError: the fork server cannot be started.
+        Raise `GrammarLimitError` if compiling takes too much time or memory, or crashes.
         """
         for _ in range(2):
             process = self._process

@@ -19,21 +19,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from mlx_tq.server import schemas
 from mlx_tq.server.answers import Answer, ChunkAnswer, Object, ResponseAnswer
 from mlx_tq.server.api_errors import ApiError, ClientDisconnectedError, InvalidRequestError, UnavailableError
 from mlx_tq.server.embeddings import embed
 from mlx_tq.server.guard import Guard
 from mlx_tq.server.job import Event, Job, Piece, Progress
 from mlx_tq.server.model_service import DEFAULT_MODEL, ModelService
-from mlx_tq.server.schemas import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    EmbeddingRequest,
-    ResponseRequest,
-    parse,
-    use_response_names,
-)
+from mlx_tq.server.schemas import Body, ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
 from mlx_tq.server.sessions import HEADER, SessionTurn
 from mlx_tq.server.web import HEADERS, PAGE
 
@@ -150,7 +143,7 @@ class Api:
         content = await self._guard.read_body(request)
         request.state.nbytes = len(content)
         # Parsing a large body holds the GIL; several in turn would block the event loop.
-        return await self._service.large_requests.run(len(content), parse, kind, content)
+        return await self._service.large_requests.run(len(content), schemas.parse, kind, content)
 
     async def _complete(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         body = await self._parse_body(request, kind)
@@ -162,7 +155,7 @@ class Api:
             chat = await run_in_threadpool(body.to_chat)
             return await self._generate(request, chat, partial(ResponseAnswer, request=body))
         except InvalidRequestError as error:
-            use_response_names(error)
+            schemas.use_response_names(error)
             raise
 
     async def _generate(

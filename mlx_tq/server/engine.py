@@ -28,7 +28,7 @@ from mlx_tq.server.broadcast import OrderBroadcast, Orders
 from mlx_tq.server.job import Event, Job, Piece, Progress, Quoted, RunningJob, SessionResult, Started
 from mlx_tq.server.job_recall import JobRecall
 from mlx_tq.server.metrics import Metrics
-from mlx_tq.server.sampling import GuardedSampler
+from mlx_tq.server.sampling import Guarded, guarded_sampler
 from mlx_tq.server.sessions import Sessions
 from mlx_tq.server.stored_prompts import PromptSource, StoredPrompts, is_worth_storing
 from mlx_tq.session.restore import evict_before_question, release
@@ -86,7 +86,7 @@ class Engine:
         step = limits.prefill_step_size
         self._stored_prompts = StoredPrompts(limits.prompt_cache_size, limits.prompt_cache_bytes, prefix_cache, step)
         self._admission = Admission(plan, limits, self._stored_prompts, sessions)
-        self._samplers: MutableMapping[int, GuardedSampler] = WeakValueDictionary()  # by id of the job's sampler
+        self._samplers: MutableMapping[int, Guarded] = WeakValueDictionary()  # by id of the job's sampler
         self._recall = JobRecall(model, tokenizer, plan, step)
         self._measured_at = 0.0
 
@@ -119,11 +119,7 @@ class Engine:
         return started is not None and time.monotonic() - started > self.limits.stalled_s
 
     def submit(self, *jobs: Job) -> None:
-        """Put jobs into the queue, all or none, from their event loop.
-
-        Raises:
-            QueueFullError, UnavailableError
-        """
+        """Put jobs into the queue, all or none, from their event loop; raise `QueueFullError` if it has no room."""
         with self._changed:
             if not self.is_healthy:
                 raise UnavailableError("the server is stopping; try again when it is back")
@@ -299,7 +295,7 @@ class Engine:
     ) -> RunningJob:
         sampler = self._samplers.get(id(job.sampler))
         if sampler is None:
-            sampler = self._samplers[id(job.sampler)] = GuardedSampler(job.sampler)
+            sampler = self._samplers[id(job.sampler)] = guarded_sampler(job.sampler)
         return RunningJob(job, cached_tokens, kinds, self._tokenizer.detokenizer, sampler, stored)
 
     def _insert(

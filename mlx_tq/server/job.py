@@ -19,7 +19,7 @@ from mlx_tq.prefix_cache.prefix_cache import CachedPrompt
 from mlx_tq.prompt_cache.statistics import CacheStats
 from mlx_tq.server.api_errors import ApiError, InvalidRequestError, ModelFailedError
 from mlx_tq.server.prompt_builder import Prompt
-from mlx_tq.server.sampling import GuardedProcessors, GuardedSampler, Sampler
+from mlx_tq.server.sampling import Guarded, Sampler, guarded_processors
 from mlx_tq.session.restore import RecallDuringDecode, RecallResult
 from mlx_tq.session.transcript import NO_HITS, NO_QUOTATION, Quotation, SearchHits
 
@@ -149,7 +149,7 @@ class RunningJob:
         cached_tokens: int,
         cached_kinds: list[str],
         detokenizer: Any,
-        sampler: GuardedSampler,
+        sampler: Guarded,
         stored: CachedPrompt | None = None,
     ) -> None:
         self.job, self.prompt_ids = job, job.prompt.ids  # with the quotation once that is made
@@ -167,7 +167,7 @@ class RunningJob:
         self.looks: RecallDuringDecode | None = None
         self.quotation, self.quotation_start = NO_QUOTATION, 0
         processors = [*job.processors] if job.constraint is None else [*job.processors, job.constraint]
-        self.processors = [GuardedProcessors(processors)] if processors else []
+        self.processors = [guarded_processors(processors)] if processors else []
         self.sampler, self._detokenizer = sampler, detokenizer
         self._stop_state = TextStateMachine({"normal": [(stop, None) for stop in job.stops]}).make_state()
         self.failed = False  # the client has the error; the job leaves the batch before the next step
@@ -186,8 +186,7 @@ class RunningJob:
         """The error that this job's processors or sampler raised in the last step."""
         if not self.is_decoding:  # the shared sampler failed for another job
             return None
-        errors = [self.sampler.error, *(guard.error for guard in self.processors)]
-        return next((error for error in errors if error is not None), None)
+        return next((guard.error for guard in (self.sampler, *self.processors) if guard.error is not None), None)
 
     def close_stored(self) -> None:
         """Finish storing the prompt, in a thread of its own: no answer waits for the disk."""

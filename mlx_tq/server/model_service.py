@@ -182,8 +182,27 @@ class ModelService:
             "temperature": self._sampling.temperature,
             "max_tokens": self._max_tokens,
             "sessions": self.sessions.limit,
-            "rescue": self.sessions.has_rescue,
-            "plan": None if self._plan is None else _plan_report(self._plan),
+            "rescue": self.rescue is not None,
+            "plan": self._plan and self._plan_report(self._plan),
+        }
+
+    def _plan_report(self, plan: Plan) -> dict[str, Any]:
+        groups = groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value))
+        spec, eviction = plan.layers[0].spec, plan.eviction
+        return {
+            "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
+            "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
+            "sinks": spec.sinks,
+            "window": spec.window,
+            "dtype": str(plan.layers[0].slot.dtype),
+            "ranks": plan.ranks.size,
+            "eviction": None
+            if eviction is None
+            else {
+                "policy": eviction.config.policy.name,
+                "budget": eviction.budget.tokens if eviction.budget.share is None else eviction.config.budget,
+                "recall": eviction.config.recalls,
+            },
         }
 
     def session_report(self, result: SessionResult) -> dict[str, Any]:
@@ -226,23 +245,3 @@ def _public_name(model: str | None) -> str:
     if model is None:
         return EMBEDDED
     return Path(model).resolve().name if Path(model).exists() else model
-
-
-def _plan_report(plan: Plan) -> dict[str, Any]:
-    groups = groupby(plan.layers, key=lambda layer: (layer.spec.keys, layer.spec.value))
-    spec, eviction = plan.layers[0].spec, plan.eviction
-    return {
-        "layers": [{"count": len(list(layers)), "key": key, "value": value} for (key, value), layers in groups],
-        "other_layers": len(plan.classes) - len({layer.slot.index for layer in plan.layers}),
-        "sinks": spec.sinks,
-        "window": spec.window,
-        "dtype": str(plan.layers[0].slot.dtype),
-        "ranks": plan.ranks.size,
-        "eviction": None
-        if eviction is None
-        else {
-            "policy": eviction.config.policy.name,
-            "budget": eviction.budget.tokens if eviction.budget.share is None else eviction.config.budget,
-            "recall": eviction.config.recalls,
-        },
-    }

@@ -83,51 +83,43 @@ def logits_processors(request: GenerationRequest, vocabulary: int) -> list[Any]:
     )
 
 
-class GuardedProcessors:
-    """Run a job's logits processors; after an error, return the logits unchanged and keep the error.
+class Guarded:
+    """A sampler, or logits processors, whose errors do not reach the batch: `fallback` takes its place.
 
-    The row continues with harmless values until the engine, which reads `error` after each step, removes the job. An
-    error that mlx raises on evaluation still ends the batch, because nothing says which row caused it.
+    `error` is the latest one. The row continues with harmless values until the engine, which reads it after each step,
+    removes the job. An error that mlx raises on evaluation still ends the batch: nothing says which row caused it.
     """
 
-    def __init__(self, processors: Sequence[Any]) -> None:
-        self._processors = processors
+    def __init__(self, function: Callable[..., mx.array], fallback: Callable[..., mx.array]) -> None:
+        self._function, self._fallback = function, fallback
         self.error: Exception | None = None
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self.error is not None:
-            return logits
-        unchanged, processed = logits[:], logits  # processors may write into `logits`
+    def __call__(self, *arrays: mx.array) -> mx.array:
+        harmless = self._fallback(*arrays)  # first, because processors may write into the logits
         try:
-            for processor in self._processors:
-                processed = processor(tokens, processed)
-            _check_shape(processed, unchanged.shape)
+            result = self._function(*arrays)
+            if result.shape != harmless.shape:
+                raise ValueError(f"it returned an array of the shape {result.shape} instead of {harmless.shape}")
         except Exception as error:  # noqa: BLE001 - the engine logs it
             self.error = error
-            return unchanged
-        return processed
+            return harmless
+        return result
 
 
-class GuardedSampler:
-    """Fall back to argmax if the wrapped sampler raises, and keep the error until the engine clears it.
+def guarded_sampler(sampler: Sampler) -> Guarded:
+    """Return a sampler that falls back to argmax.
 
     mlx-lm samples rows that have the same sampler at once, so jobs that share a sampler share its guard.
     """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.error: Exception | None = None
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        try:
-            tokens = self._sampler(logprobs)
-            _check_shape(tokens, logprobs.shape[:-1])
-        except Exception as error:  # noqa: BLE001 - the engine logs it
-            self.error = error
-            return mx.argmax(logprobs, axis=-1)
-        return tokens
+    return Guarded(sampler, partial(mx.argmax, axis=-1))
 
 
-def _check_shape(array: mx.array, expected: tuple[int, ...]) -> None:
-    if array.shape != expected:
-        raise ValueError(f"it returned an array of the shape {array.shape} instead of {expected}")
+def guarded_processors(processors: Sequence[Any]) -> Guarded:
+    """Return one logits processor for all; it falls back to the logits [1, V] of the token after `tokens` [N]."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        for processor in processors:
+            logits = processor(tokens, logits)
+        return logits
+
+    return Guarded(process, lambda tokens, logits: logits[:])

@@ -82,10 +82,6 @@ class Sessions:
         self._to_forget: list[str] = []  # ids whose text the rescue service still has
         self._lock = RLock()  # the web side and the engine's thread both drop sessions
 
-    @property
-    def has_rescue(self) -> bool:
-        return self._client is not None
-
     # A turn, on the web side.
 
     async def enter(self, name: str) -> ServerSession:
@@ -98,12 +94,13 @@ class Sessions:
             raise InvalidRequestError("this server has no sessions; leave the header out", HEADER)
         with self._lock:
             session = self._sessions.get(name)
+            waiting = sum(max(0, other.users - 1) for other in self._sessions.values())
             if session is None:
                 self._drop_while(lambda: len(self._sessions) >= self.limit)
                 if len(self._sessions) >= self.limit:
                     raise QueueFullError(f"all {self.limit} sessions are in use; try again later")
                 session = self._sessions[name] = ServerSession(self._new_transcript())
-            elif session.users and self._num_waiting() >= self._max_waiting:
+            elif session.users and waiting >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests wait for their session, the limit; try later")
             self._sessions.move_to_end(name)
             session.users += 1
@@ -220,6 +217,3 @@ class Sessions:
     def _discard(self, transcript: Transcript) -> None:
         if self._client is not None and transcript.has_sent:
             self._to_forget.append(transcript.session_id)
-
-    def _num_waiting(self) -> int:
-        return sum(max(0, session.users - 1) for session in self._sessions.values())
