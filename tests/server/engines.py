@@ -113,6 +113,13 @@ def watch_passes(monkeypatch, model, on_pass):
     monkeypatch.setattr(kind, "__call__", watched)
 
 
+def record_memory(monkeypatch, engine, model):
+    """Return lists to which the number of running jobs and the bytes of their rows are appended."""
+    nbytes = []
+    watch_passes(monkeypatch, model, lambda layers: nbytes.append(distinct_nbytes(layers)))
+    return record_gauge(monkeypatch, engine.metrics.running), nbytes
+
+
 def distinct_nbytes(layers):
     """Return the bytes of the rows' arrays; shared ones count once."""
     return sum({id(array): array.nbytes for rows in layers for row in rows for array in row.arrays()}.values())

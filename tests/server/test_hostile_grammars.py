@@ -2,14 +2,12 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from socket import create_connection
 
 import httpx
 import psutil
 import pytest
 from grammar.test_sandbox import LOWEST, SLOW, regexes
-from http_harness import wait_for
+from http_harness import connections, post_bytes, wait_for
 
 from .conftest import ENDLESS
 from .test_response_formats import CODE, regex_format, schema_format
@@ -81,11 +79,7 @@ def test_a_disconnect_cancels_the_check(server):
     def workers():
         return [worker for forker in psutil.Process(server.process.pid).children() for worker in forker.children()]
 
-    host, port = server.url.removeprefix("http://").split(":")
-    body = httpx.Request("POST", server.url, json=body_of(schema_format(SLOW))).content
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with closing(create_connection((host, int(port)))) as connection:
-        connection.sendall(head.encode() + body)
+    with connections(server.url, 1, post_bytes("/v1/chat/completions", body_of(schema_format(SLOW)))):
         wait_for(workers)
     wait_for(lambda: not workers(), timeout=2)
     assert server.post(**PLAIN).status_code == 200

@@ -96,6 +96,8 @@ def test_a_prompt_is_split_where_others_share_its_prefix(tokenizer):
     assert (plain.kinds, plain.state) == (["system", "user"], "normal")
     assert prompt_of(tokenizer, user).kinds == ["user", "assistant"]
     assert prompt_of(tokenizer, {**system, "role": "developer"}, user).ids == prompt.ids
+    parts = [{"type": "text", "text": text} for text in ("Be ", "kind.")]
+    assert prompt_of(tokenizer, {**system, "content": parts}, user).ids == prompt.ids
 
 
 def test_tools_reach_the_template(tokenizer):
