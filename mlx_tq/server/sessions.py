@@ -81,6 +81,8 @@ class Sessions:
         self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
         self._to_forget: list[str] = []  # ids whose text the rescue service still has
         self._lock = RLock()  # the web side and the engine's thread both drop sessions
+        metrics.sessions.set_function(lambda: len(self._sessions))
+        metrics.session_bytes.set_function(lambda: self.nbytes)
 
     # A turn, on the web side.
 
@@ -153,7 +155,6 @@ class Sessions:
         session.transcript, session.caches = transcript, result.caches
         session.template_options = turn.template_options
         session.messages = None if answer is None else [*turn.messages, answer]
-        self._measure()
         self._metrics.rescued_tokens.inc(len(result.quotation.ids))
         log_archive_warning(result.caches)
         if self._client is not None and (warning := self._client.take_warning()):
@@ -175,7 +176,6 @@ class Sessions:
         with self._lock:
             if session.users == 1:
                 self._discard(self._sessions.pop(name).transcript)
-            self._measure()
         self.leave(session)
 
     def close(self) -> None:
@@ -204,11 +204,6 @@ class Sessions:
             if not too_many():
                 break
             self._discard(self._sessions.pop(name).transcript)
-        self._measure()
-
-    def _measure(self) -> None:
-        self._metrics.sessions.set(len(self._sessions))
-        self._metrics.session_bytes.set(self.nbytes)
 
     def _new_transcript(self) -> Transcript:
         # The rescue service gets ids of ours: nobody can read another's text by guessing the name of a session.
