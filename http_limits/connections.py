@@ -31,8 +31,8 @@ class Connection(HttpToolsProtocol):
     write_s = 30.0  # in which a client has to accept `MIN_WRITE_BYTES` bytes, or the rest
     _in_head = False
     _pending_bytes = 0  # received since the parser last completed a part of a request
-    _head_timer: asyncio.TimerHandle | None = None
-    _write_timer: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle  # cancelled while no request is awaited
+    _write_timer: asyncio.TimerHandle
     _unsent_bytes: float = math.inf  # at the last write check, if the connection was blocked
     _blocked_since = 0.0
     _running_cycle: RequestResponseCycle | None = None
@@ -41,7 +41,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_UNSENT_IN_KERNEL)
-        self._start_head_timer()
+        self._head_timer = self.loop.call_later(self.head_s, self._close)
         self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
         all_connections = [other for other in self.connections if isinstance(other, Connection)]
         same_address = [other for other in all_connections if (other.client or "?")[0] == (self.client or "?")[0]]
@@ -64,9 +64,9 @@ class Connection(HttpToolsProtocol):
         blocked = [other for other in others if other._is_blocked_or_closing]
         if blocked:
             return min(blocked, key=lambda other: other._blocked_since)
-        deadlines = {other: other._head_timer.when() for other in others if other._head_timer}
-        if deadlines:
-            return min(deadlines, key=lambda other: deadlines[other])
+        waiting = [other for other in others if not other._head_timer.cancelled()]
+        if waiting:
+            return min(waiting, key=lambda other: other._head_timer.when())
         pipelining = [other for other in others if other.pipeline]
         return max(pipelining, key=lambda other: len(other.pipeline), default=self)
 
@@ -82,15 +82,6 @@ class Connection(HttpToolsProtocol):
         else:
             self._unsent_bytes = unsent or math.inf
             self._write_timer = self.loop.call_later(self.write_s, self._check_write_progress)
-
-    def _start_head_timer(self) -> None:
-        self._stop_head_timer()
-        self._head_timer = self.loop.call_later(self.head_s, self._close)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _close(self) -> None:
         if self.transport.get_write_buffer_size():
@@ -146,7 +137,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(f"More than {MAX_PIPELINED} requests are pipelined.")
         self._in_head = False
         self._pending_bytes = 0
-        self._stop_head_timer()
+        self._head_timer.cancel()
         super().on_headers_complete()
         if not self.pipeline:
             self._running_cycle = self.cycle
@@ -165,7 +156,9 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self._blocked_since = self.loop.time()
         if self.cycle.response_complete:
-            self._start_head_timer()  # the rest of a refused body has to arrive in the same time
+            # The rest of a refused body has to arrive in the same time as the next head.
+            self._head_timer.cancel()
+            self._head_timer = self.loop.call_later(self.head_s, self._close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -176,9 +169,8 @@ class Connection(HttpToolsProtocol):
         self._unsent_bytes = math.inf
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_head_timer()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
+        self._head_timer.cancel()
+        self._write_timer.cancel()
         # uvicorn marks only the last pipelined request as disconnected.
         if self._running_cycle is not None and not self._running_cycle.response_complete:
             self._running_cycle.disconnected = True
