@@ -128,16 +128,14 @@ class Sessions:
             return self.begin(session, request, restart=True)
         transcript = session.transcript if count else self._new_transcript()
         caches = session.caches if count else None
-        before, search_hits = list(parts.before), NO_HITS
+        before, words, after, state = parts
         if count and before[:1] == transcript.ids[-1:]:  # the answer generated the end of its turn itself
             del before[0]
-        words: list[int] = []
-        if parts.words is not None:
-            words = self._plain.encode(parts.words)
-            if caches is not None:
-                search_hits = transcript.search(parts.words, live_positions(caches, len(transcript.ids)))
-        ids = [*before, *words, *parts.after]
-        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], parts.state)
+        search_hits = NO_HITS
+        if caches is not None:
+            search_hits = transcript.search(words, live_positions(caches, len(transcript.ids)))
+        ids = [*before, *self._plain.encode(words), *after]
+        prompt = Prompt([*transcript.ids, *ids], [transcript.ids, ids], ["assistant", "user"], state)
         quote, max_quotation = partial(transcript.quote, search_hits), transcript.max_quotation_tokens(search_hits)
         start = SessionStart(caches, len(transcript.ids), len(before), search_hits, quote, max_quotation)
         return SessionTurn(session, transcript, messages, options, prompt, start)
