@@ -1,4 +1,4 @@
-"""`Answer` collects the engine's events; `ChunkAnswer` and `ResponseAnswer` write them as OpenAI's objects."""
+"""`Answer` collects the engine's events and writes them as OpenAI's completions, `ResponseAnswer` as its responses."""
 
 import json
 import time
@@ -99,12 +99,12 @@ class Choice:
 
 
 class Answer:
-    """The answers to a request, collected from the events of its jobs.
+    """The answers to a request, collected from the events of its jobs and written as chat or text completions.
 
     `rescued_tokens` counts the quoted tokens of a session; it is None outside of sessions.
     """
 
-    stream_end = ""
+    stream_end = "data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -113,8 +113,11 @@ class Answer:
         prompt_tokens: int,
         decode: Callable[[list[int]], str],
         rescued_tokens: int | None = None,
+        *,
+        is_chat: bool = True,
     ) -> None:
-        self._model, self._decode, self._created = model, decode, int(time.time())
+        self._model, self._decode, self._is_chat = model, decode, is_chat
+        self._id, self._created = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time())
         self.choices, self.prompt_tokens, self.rescued_tokens = choices, prompt_tokens, rescued_tokens
         self.cached_tokens = self.completion_tokens = 0
         self.session: Object | None = None  # report of the session, once that is known
@@ -161,33 +164,6 @@ class Answer:
             "prompt_tokens_details": details,
         }
 
-    def body(self) -> Object:
-        """Return the answer, if it is not streamed."""
-        raise NotImplementedError
-
-    def start_events(self) -> list[Object]:
-        raise NotImplementedError
-
-    def _stream(self, index: int, delta: Delta, logprobs: list[Object]) -> list[Object]:
-        raise NotImplementedError
-
-    def end_events(self, *, usage: bool) -> list[Object]:
-        raise NotImplementedError
-
-    def error_event(self, error: ApiError) -> Object:
-        return error.body()
-
-
-class ChunkAnswer(Answer):
-    """An answer in the shape of /v1/chat/completions or /v1/completions."""
-
-    stream_end = "data: [DONE]\n\n"
-
-    def __init__(self, *args: Any, is_chat: bool) -> None:
-        super().__init__(*args)
-        self._is_chat = is_chat
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-
     def start_events(self) -> list[Object]:
         delta = {"role": "assistant", "content": ""}
         choices = [{"index": n, "delta": delta, "finish_reason": None} for n in range(len(self.choices))]
@@ -203,7 +179,11 @@ class ChunkAnswer(Answer):
     def end_events(self, *, usage: bool) -> list[Object]:
         return [{**self._object(".chunk", []), **self._counts()}] if usage else []
 
+    def error_event(self, error: ApiError) -> Object:
+        return error.body()
+
     def body(self) -> Object:
+        """Return the answer, if it is not streamed."""
         choices = [self._choice_object(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._object("", choices), **self._counts()}
 
@@ -231,6 +211,8 @@ _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 class ResponseAnswer(Answer):
     """An answer in the shape of /v1/responses: items of reasoning, text and calls, one after the other."""
+
+    stream_end = ""
 
     def __init__(self, *args: Any, request: ResponseRequest) -> None:
         super().__init__(*args)

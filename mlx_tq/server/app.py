@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from mlx_tq.server import schemas
-from mlx_tq.server.answers import Answer, ChunkAnswer, Object, ResponseAnswer
+from mlx_tq.server.answers import Answer, Object, ResponseAnswer
 from mlx_tq.server.api_errors import ApiError, ClientDisconnectedError, InvalidRequestError, UnavailableError
 from mlx_tq.server.embeddings import embed
 from mlx_tq.server.guard import Guard
@@ -147,7 +147,7 @@ class Api:
 
     async def _complete(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         body = await self._parse_body(request, kind)
-        return await self._generate(request, body, partial(ChunkAnswer, is_chat=kind is ChatRequest))
+        return await self._generate(request, body, partial(Answer, is_chat=kind is ChatRequest))
 
     async def _respond(self, request: Request) -> Response:
         body = await self._parse_body(request, ResponseRequest)

@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
 from mlx_tq.models import load
-from mlx_tq.server.answers import Choice, ChunkAnswer
+from mlx_tq.server.answers import Answer, Choice
 from mlx_tq.server.api_errors import InvalidRequestError
 from mlx_tq.server.job import Piece
 from mlx_tq.server.prompt_builder import PromptBuilder
@@ -36,7 +36,7 @@ def tokenizer():
 
 def write(tokenizer, text, size, state="normal", finish_reason="stop"):
     """Return the body of an answer whose text comes in pieces of `size` characters, and the deltas of its stream."""
-    answer = ChunkAnswer("m", [Choice(tokenizer, state, [TOOL])], 5, str, is_chat=True)
+    answer = Answer("m", [Choice(tokenizer, state, [TOOL])], 5, str)
     pieces = [Piece(text[start : start + size]) for start in range(0, len(text), size)]
     chunks = [chunk for piece in (*pieces, Piece("", finish_reason=finish_reason)) for chunk in answer.add(piece)]
     return answer.body(), [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -71,7 +71,7 @@ def test_an_incomplete_marker_at_the_end_is_content(tokenizer, text, finish):
 def test_invalid_calls_and_completions_are_plain_text(tokenizer):
     choice = write(tokenizer, "<tool_call>add(2)</tool_call>", 4)[0]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("add(2)", "stop")
-    answer = ChunkAnswer("m", [Choice()], 1, str, is_chat=False)
+    answer = Answer("m", [Choice()], 1, str, is_chat=False)
     answer.add(Piece("<think>a", finish_reason="length"))
     assert answer.body()["choices"][0]["text"] == "<think>a"
 
